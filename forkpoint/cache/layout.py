@@ -1,0 +1,163 @@
+"""All byte arithmetic of the cache: what a layer keeps, how large a block and a slot are, what a page holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from forkpoint.errors import ConfigError
+
+BLOCK_SIZE: Final = 64
+ALIGNMENT_BYTES: Final = 64
+MAX_PADDING: Final = 0.05
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one attention layer keeps per token: `num_heads` keys of `key_dim` and values of `value_dim`."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    window: int | None = None  # attend to the last `window` tokens only; the blocks behind it are kept
+
+    def key_bytes(self, block_size: int) -> int:
+        return _aligned(block_size * self.num_heads * self.key_dim * DTYPE_BYTES[self.dtype])
+
+    def block_bytes(self, block_size: int) -> int:
+        value_bytes = _aligned(block_size * self.num_heads * self.value_dim * DTYPE_BYTES[self.dtype])
+        return self.key_bytes(block_size) + value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What one recurrent layer keeps per sequence: a conv window `[W-1, D]` and a matrix, each optional ()."""
+
+    conv_shape: tuple[int, ...]
+    conv_dtype: str
+    matrix_shape: tuple[int, ...]
+    matrix_dtype: str
+
+    @property
+    def conv_bytes(self) -> int:
+        return _aligned(math.prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype]) if self.conv_shape else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        matrix = math.prod(self.matrix_shape) * DTYPE_BYTES[self.matrix_dtype] if self.matrix_shape else 0
+        return self.conv_bytes + _aligned(matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How the arena is cut. Build it with `CacheLayout.create`.
+
+    A page holds either `blocks_per_page` blocks or `slots_per_page` slots. Block `b` starts at byte
+    `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`; both strides divide
+    `page_bytes`, so every per-layer tensor is one strided view. A layout without attention has
+    `blocks_per_page == 0`, one without states `slots_per_page == 0`.
+    """
+
+    kv: tuple[KVSpec, ...]
+    states: tuple[StateSpec, ...]
+    block_size: int
+    checkpoint_grid: int
+    blocks_per_page: int
+    slots_per_page: int
+    page_bytes: int
+
+    @classmethod
+    def create(
+        cls, kv: Sequence[KVSpec], states: Sequence[StateSpec], block_size: int = BLOCK_SIZE, checkpoint_grid: int = 0
+    ) -> CacheLayout:
+        """Pick the smallest page that wastes at most 5 % whichever of the two it holds.
+
+        `checkpoint_grid` 0 means `block_size`; a larger one must be a multiple of it.
+        """
+        grid = checkpoint_grid or block_size
+        if grid % block_size:
+            raise ConfigError(f"checkpoint grid {grid} must be a multiple of the block size {block_size}")
+        block_bytes = sum(spec.block_bytes(block_size) for spec in kv)
+        slot_bytes = sum(spec.slot_bytes for spec in states)
+        blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes)
+        return cls(tuple(kv), tuple(states), block_size, grid, blocks, slots, page_bytes)
+
+    @property
+    def has_kv(self) -> bool:
+        return self.blocks_per_page > 0
+
+    @property
+    def has_states(self) -> bool:
+        return self.slots_per_page > 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block that carry data."""
+        return sum(spec.block_bytes(self.block_size) for spec in self.kv)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot that carry data."""
+        return sum(spec.slot_bytes for spec in self.states)
+
+    @property
+    def block_stride_bytes(self) -> int:
+        return self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0
+
+    @property
+    def slot_stride_bytes(self) -> int:
+        return self.page_bytes // self.slots_per_page if self.slots_per_page else 0
+
+    @property
+    def padding(self) -> float:
+        """The larger share of a page that carries no data, over its two uses."""
+        waste = [0.0]
+        if self.has_kv:
+            waste.append(1 - self.block_bytes * self.blocks_per_page / self.page_bytes)
+        if self.has_states:
+            waste.append(1 - self.slot_bytes * self.slots_per_page / self.page_bytes)
+        return max(waste)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy (0 for a layout without attention)."""
+        return -(-num_tokens // self.block_size) if self.has_kv else 0
+
+    def num_pages_for(self, num_tokens: int, num_slots: int) -> int:
+        """Pages that one request of `num_tokens` tokens with `num_slots` slots needs at least."""
+        pages = -(-self.num_blocks_for(num_tokens) // self.blocks_per_page) if self.has_kv else 0
+        return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
+
+    def usable_prefix(self, num_prompt_tokens: int) -> int:
+        """The longest prefix of a prompt that a hit may cover: at least one token is always computed."""
+        return max(0, num_prompt_tokens - 1) // self.checkpoint_grid * self.checkpoint_grid
+
+
+def _choose_page(block_bytes: int, slot_bytes: int) -> tuple[int, int, int]:
+    """(blocks per page, slots per page, page bytes)."""
+    if not block_bytes and not slot_bytes:
+        raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
+    if not slot_bytes:
+        return 1, 0, _aligned(block_bytes)
+    if not block_bytes:
+        return 0, 1, _aligned(slot_bytes)
+    best: tuple[float, int, int, int] | None = None
+    for slots in range(1, 65):
+        exact = slots * slot_bytes / block_bytes
+        for blocks in {max(1, math.floor(exact)), max(1, math.ceil(exact))}:
+            unit = ALIGNMENT_BYTES * math.lcm(slots, blocks)
+            page = -(-max(slots * slot_bytes, blocks * block_bytes) // unit) * unit
+            waste = 1 - min(slots * slot_bytes, blocks * block_bytes) / page
+            if waste <= MAX_PADDING:
+                return blocks, slots, page
+            if best is None or waste < best[0]:
+                best = (waste, blocks, slots, page)
+    assert best is not None
+    return best[1:]

@@ -1,0 +1,132 @@
+"""Engine options. Field names are vLLM's flags with underscores; help texts serve the command line too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from forkpoint.errors import ConfigError
+
+CHECKPOINT_INTERVAL = 512
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field with its command-line help."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """What is kept and what gives way."""
+
+    enable_prefix_caching: bool = option(True, "reuse keys, values and states of earlier prompts")
+    mamba_cache_mode: Literal["align", "none"] = option(
+        "align", "'none' keeps no state checkpoints, so hybrid models never hit ('align' is vLLM's name for on)"
+    )
+    eviction_policy: Literal["cost", "lru"] = option("cost", "what gives way when the arena is full")
+    checkpoint_interval: int = option(
+        CHECKPOINT_INTERVAL, "tokens between periodic checkpoints, which take free room only; 0 switches them off"
+    )
+    num_ghosts: int = option(65536, "evicted entries remembered for miss reasons and junction detection")
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.enable_prefix_caching and self.mamba_cache_mode == "align"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs at once."""
+
+    max_num_batched_tokens: int = option(2048, "token budget of one step; a multiple of 64 wastes nothing")
+    max_num_seqs: int = option(64, "requests that run at once")
+    max_queue_len: int = option(4096, "waiting requests beyond which new ones are refused")
+    async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that `LLM(...)` and the command line accept."""
+
+    model: str = option("", "a Hugging Face model folder")
+    tokenizer: str | None = option(None, "a tokenizer folder, where it is not the model's")
+    skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
+    load_format: Literal["auto", "dummy"] = option("auto", "'dummy' makes random weights from config.json alone")
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "of weights and activations; auto: as in config.json")
+    mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "of the recurrent matrix states")
+    max_model_len: int | None = option(None, "prompt plus output tokens; default: the model's limit")
+    kv_cache_memory_bytes: int | None = option(
+        None, "size of the arena; default: room for 4 requests of max_model_len, at most a quarter of free memory"
+    )
+    chat_template: str | None = option(None, "a Jinja file, or the template itself")
+    seed: int = option(0, "of sampling where a request names none, and of dummy weights")
+    deterministic: bool = option(False, "cached and uncached runs agree bit for bit, in any batch")
+    cpu_ops: Literal["auto", "torch", "cpp"] = option(
+        "auto", "CPU operators: 'cpp' compiles ours once, 'torch' needs no compiler, 'auto' takes cpp where one is found"
+    )
+    force_state_copy: bool = option(False, "copy states before each step even where an operator can redirect")
+    num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "of the log on standard error")
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_flat(cls, **options: Any) -> EngineConfig:
+        """Build from one flat set of options, as `LLM(...)` and the command line take them.
+
+        Raises ConfigError for an unknown name, with the nearest known ones, and for a bad value.
+        """
+        groups: dict[str, type] = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        known = {f.name: "" for f in fields(cls) if f.name not in groups}
+        known |= {f.name: group for group, kind in groups.items() for f in fields(kind)}
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            import difflib
+
+            near = difflib.get_close_matches(unknown[0], known, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
+        parts = {
+            group: kind(**{k: v for k, v in options.items() if known[k] == group}) for group, kind in groups.items()
+        }
+        config = cls(**{k: v for k, v in options.items() if not known[k]}, **parts)
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Raises ConfigError naming the option, what was given, and what is allowed."""
+        _check_choices(self)
+        _check_choices(self.cache)
+        sched, cache = self.scheduler, self.cache
+        _at_least("max_num_batched_tokens", sched.max_num_batched_tokens, 64)
+        _at_least("max_num_seqs", sched.max_num_seqs, 1)
+        _at_least("max_queue_len", sched.max_queue_len, 1)
+        _at_least("num_ghosts", cache.num_ghosts, 0)
+        _at_least("checkpoint_interval", cache.checkpoint_interval, 0)
+        if cache.checkpoint_interval % 64:
+            raise ConfigError(f"checkpoint_interval={cache.checkpoint_interval} must be a multiple of 64, or 0")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        if sched.max_num_batched_tokens < sched.max_num_seqs + 63:
+            raise ConfigError(
+                f"max_num_batched_tokens={sched.max_num_batched_tokens} must exceed max_num_seqs={sched.max_num_seqs} "
+                "by 63 or more, so that a full decode batch leaves room for a prefill chunk"
+            )
+        if self.deterministic and self.mamba_ssm_cache_dtype != "float32":
+            raise ConfigError("--deterministic needs --mamba-ssm-cache-dtype float32: rounded states break equality")
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name}={value!r} is not allowed; give an integer of {low} or more")
+
+
+def _check_choices(config: Any) -> None:
+    from typing import get_args, get_origin, get_type_hints
+
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal and getattr(config, name) not in get_args(kind):
+            allowed = ", ".join(map(repr, get_args(kind)))
+            raise ConfigError(f"{name}={getattr(config, name)!r} is not allowed; choose one of {allowed}")

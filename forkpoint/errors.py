@@ -1,0 +1,70 @@
+"""Every error that a user can meet, each with what was given, what is allowed and what to do.
+
+ForkpointError
+  + ConfigError             an engine or command-line option is wrong, or two options contradict each other
+  + CheckpointError         a model folder is missing, broken, incomplete, or holds non-finite weights
+  + UnsupportedModelError   config.json names an architecture or feature that forkpoint does not run
+  + RequestError            one request is wrong; other requests go on
+    + InvalidParamsError      a sampling parameter is out of range
+    + InvalidPromptError      empty prompt, unknown token id, or too long for `max_model_len`
+    + RequestTooLargeError    the arena can never hold this request
+    + QueueFullError          the bounded waiting queue is full
+  + RequestFailedError      a request failed while it ran
+    + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
+    + StepFailedError         the forward pass that carried this request raised
+  + EngineStoppedError      the engine was closed or died
+"""
+
+from __future__ import annotations
+
+
+class ForkpointError(Exception):
+    """Base of all errors that forkpoint raises on purpose."""
+
+
+class ConfigError(ForkpointError):
+    """An engine or command-line option is wrong, or two options contradict each other."""
+
+
+class CheckpointError(ForkpointError):
+    """A model folder is missing, broken or incomplete."""
+
+
+class UnsupportedModelError(ForkpointError):
+    """config.json names an architecture or feature that forkpoint does not run."""
+
+
+class RequestError(ForkpointError):
+    """One request is wrong; it was not accepted and other requests go on."""
+
+
+class InvalidParamsError(RequestError):
+    """A sampling parameter is out of range."""
+
+
+class InvalidPromptError(RequestError):
+    """The prompt is empty, has an unknown token id, or is too long for `max_model_len`."""
+
+
+class RequestTooLargeError(RequestError):
+    """Even an otherwise empty arena cannot hold this request at its final length."""
+
+
+class QueueFullError(RequestError):
+    """The bounded waiting queue is full; try again later or raise `max_queue_len`."""
+
+
+class RequestFailedError(ForkpointError):
+    """A request failed while it ran; other requests went on."""
+
+
+class NonFiniteLogitsError(RequestFailedError):
+    """The model produced NaN or infinite logits for this request."""
+
+
+class StepFailedError(RequestFailedError):
+    """The forward pass that carried this request raised."""
+
+
+class EngineStoppedError(ForkpointError):
+    """The engine was closed or died; no further requests are accepted."""

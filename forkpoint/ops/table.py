@@ -1,0 +1,168 @@
+"""The operators that a model calls, behind one table, so that a backend replaces them one by one.
+
+`forkpoint.ops.select` builds the table; which backend serves each operator is decided there, explicitly,
+and named in the start-up log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+
+STATE_OPERATORS = ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode")
+
+
+@dataclass(frozen=True, slots=True)
+class GDNShape:
+    """Heads and head sizes of a gated delta net layer. `mixed` is laid out `[q (H*K) | k (H*K) | v (HV*V)]`."""
+
+    num_k_heads: int  # H
+    num_v_heads: int  # HV, a multiple of H; value head hv uses q/k head hv // (HV // H)
+    key_dim: int  # K
+    value_dim: int  # V
+    allow_neg_eigval: bool = False  # beta is doubled (OLMo-Hybrid)
+
+    @property
+    def mixed_dim(self) -> int:
+        return 2 * self.num_k_heads * self.key_dim + self.num_v_heads * self.value_dim
+
+
+class PrepareLinear(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Any:
+        """Pack a `[N, K]` weight once at load; the result is opaque to the model."""
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor, packed: Any) -> Tensor:
+        """`x[T, K] -> y[T, N]` in x's dtype."""
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dim in fp32, `weight` fp32 (any `1 +` folded in at load); result in x's dtype."""
+
+
+class AddRMSNorm(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`residual += x` (may be in place); returns (norm of the new residual, the new residual)."""
+
+
+class GatedRMSNorm(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate."""
+
+
+class Rope(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the first `R` of each head's dims, neox style. `q[T, Hq, D]`, `k[T, Hk, D]`,
+        `cos_sin[max_len, R]` fp32 (cos half, then sin half), `positions[T]` int64. May be in place."""
+
+
+class SiluMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`."""
+
+
+class SigmoidMul(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x * sigmoid(gate)`, same shapes."""
+
+
+class KVWrite(Protocol):
+    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Store `k[T, Hkv, D]`, `v[T, Hkv, Dv]` in `[P, Hkv, 64, D]` caches (strided views of the arena)."""
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+    ) -> Tensor:
+        """Causal GQA attention of `q[T, Hq, D]` over the rows' blocks, this step's tokens included, which
+        kv_write has stored before. -> `[T, Hq, Dv]`."""
+
+
+class ConvPrefill(Protocol):
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
+    ) -> Tensor:
+        """Depthwise causal conv. `x[T, D]` raw inputs, `weight[D, W]`, `pool[P, W-1, D]` (row W-2 newest);
+        stores the last W-1 raw inputs at `dst` and at each export. -> `[T, D]`."""
+
+
+class ConvUpdate(Protocol):
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool
+    ) -> Tensor:
+        """The same for one token per row: `x[B, D]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GDNParams:
+    """Per-layer constants of the gates: `g = -exp(A_log) * softplus(a + dt_bias)`, fp32 `[HV]` each."""
+
+    shape: GDNShape
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+class GDNPrefill(Protocol):
+    def __call__(
+        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
+    ) -> Tensor:
+        """Gated delta rule over segments, in 64-token chunks from each segment's start.
+
+        `mixed[T, mixed_dim]` after conv; `a`, `b` `[T, HV]` raw; q and k are l2-normalised inside (eps 1e-6
+        under the root), q scaled by K**-0.5. `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`."""
+
+
+class GDNDecode(Protocol):
+    def __call__(
+        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
+    ) -> Tensor:
+        """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`."""
+
+
+class PrepareExperts(Protocol):
+    def __call__(self, gate_up: Tensor, down: Tensor) -> Any:
+        """Pack expert weights `gate_up[E, 2I, H]`, `down[E, H, I]`."""
+
+
+class Experts(Protocol):
+    def __call__(self, x: Tensor, packed: Any, weights: Tensor, ids: Tensor) -> Tensor:
+        """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])`, `x[T, H]`, `weights`/`ids` `[T, top_k]`."""
+
+
+class StateCopy(Protocol):
+    def __call__(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
+        """`pool[dst[i]] = pool[src[i]]` (zeros where src is -1) for every pool `[P, ...]`, one launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """One backend's operators. `redirects` names the state operators that honour `src != dst`; for the
+    others the runner copies the state with `state_copy` before the step. `backends` is for the log."""
+
+    prepare_linear: PrepareLinear
+    linear: Linear
+    rmsnorm: RMSNorm
+    add_rmsnorm: AddRMSNorm
+    gated_rmsnorm: GatedRMSNorm
+    rope: Rope
+    silu_mul: SiluMul
+    sigmoid_mul: SigmoidMul
+    kv_write: KVWrite
+    paged_attention: PagedAttention
+    conv_prefill: ConvPrefill
+    conv_update: ConvUpdate
+    gdn_prefill: GDNPrefill
+    gdn_decode: GDNDecode
+    prepare_experts: PrepareExperts
+    experts: Experts
+    state_copy: StateCopy
+    redirects: frozenset[str] = frozenset(STATE_OPERATORS)
+    deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
+    backends: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,91 @@
+"""What a caller gets back."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from forkpoint.params import FinishReason
+
+
+@enum.unique
+class MissReason(enum.Enum):
+    """Why the tokens after the hit were not reused."""
+
+    COLD = "cold"  # never seen under this salt, or seen too long ago to remember
+    SHORT = "short"  # no block boundary lies before the prompt's last token
+    NO_CHECKPOINT = "no_checkpoint"  # keys and values reach further, but no state was kept there
+    EVICTED = "evicted"  # it was cached once and gave way to something of more value
+    SALT = "salt"  # cached, but under another cache_salt
+    BYPASSED = "bypassed"  # the request or the configuration forbids cache reads (prompt_logprobs, say)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the prefix cache did for one request.
+
+    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused; keys and values alone reached
+    `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused (None: it was).
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    kv_num_tokens: int = 0
+    miss: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token, its rank (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Clock readings in seconds (time.perf_counter); None until the event has happened."""
+
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` completions of a request. `stop_reason` is the stop string or token id that ended it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All that is known of a request so far; `finished` when no more will come."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    cache: CacheReport = field(default_factory=CacheReport)
+    metrics: RequestTimings = field(default_factory=RequestTimings)
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+    num_preemptions: int = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens of the first completion that the model did not compute."""
+        return self.cache.num_cached_tokens
