@@ -1,0 +1,467 @@
+"""A runner without a model, whose output depends on every block and slot that a plan names.
+
+What a block holds per token is the token's position and the rolling hash of all tokens up to it; a slot holds
+the number of tokens and their rolling hash. The next token is a hash of the state and of everything that
+attention would read. Contents are garbage until written, and garbage again when a block is handed out anew,
+when its page changes from blocks to slots or back, and at the source of a move. `submit` raises PlanViolation
+as soon as a plan breaks a rule of docs/architecture.md or reads anything but its own tokens' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.sched.plan import LAST_SAMPLED, NO_BLOCK, ZERO_STATE, AddedRow, MoveKind, StepPlan, StepResult
+from tests.rolling_hash import MASK, HashArray, RollingHash
+
+_GARBAGE = -1
+_NO_SLOT = -1
+
+
+class PlanViolation(AssertionError):
+    """A plan broke a rule, or read a block or slot that does not hold its row's tokens."""
+
+
+class InjectedFailure(RuntimeError):
+    """The failure that a test asked for with `fail_steps`."""
+
+
+@dataclass(slots=True)
+class _Row:
+    added: AddedRow
+    ids: list[int]
+    rolls: HashArray  # [capacity]; entry n is the hash after n tokens
+    blocks: npt.NDArray[np.int32]  # [capacity]
+    num_blocks: int
+    has_sampled: bool = False
+
+    @property
+    def seed(self) -> int:
+        return 0 if self.added.params.is_greedy else self.added.seed + 1
+
+    def append_token(self, token: int, hasher: RollingHash) -> None:
+        count = len(self.ids)
+        if count + 1 >= len(self.rolls):
+            self.rolls = np.resize(self.rolls, 2 * count + 64)
+        self.rolls[count + 1] = hasher.extend(int(self.rolls[count]), token)
+        self.ids.append(token)
+        hasher.reserve(count + 2)
+
+    def append_blocks(self, block_ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        end = self.num_blocks + len(block_ids)
+        if end > len(self.blocks):
+            self.blocks = np.resize(self.blocks, 2 * end + 8)
+        self.blocks[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A chunk or a decode row, in one form."""
+
+    row: int
+    start: int
+    end: int
+    read_slot: int
+    write_slot: int
+    saves: tuple[tuple[int, int], ...]  # (num_tokens, slot)
+    samples: bool
+
+
+@dataclass(slots=True)
+class _Pending:
+    value: StepResult | None
+    error: Exception | None
+    on_seen: HashRunner
+
+    def result(self) -> StepResult:
+        if self.error is not None:
+            self.on_seen.failure_seen()
+            raise self.error
+        assert self.value is not None
+        return self.value
+
+
+@dataclass(slots=True)
+class HashRunner:
+    """Implements `sched.plan.Runner`. Page 0 is reserved and may not be written.
+
+    Knobs for tests: `fail_steps` are steps whose result raises InjectedFailure (what they would have written
+    is garbage; steps submitted before that failure is seen fail too); `non_finite_requests` are reported in
+    `failed_rows` when they sample; `protected_slots` and `protected_blocks` may not be written by the next
+    plan (mark what was cached before that plan, in ids after its moves).
+    """
+
+    layout: CacheLayout
+    num_pages: int
+    vocab_size: int
+    fail_steps: set[int] = field(default_factory=set)
+    non_finite_requests: set[str] = field(default_factory=set)
+    protected_slots: Collection[int] = ()
+    protected_blocks: Collection[int] = ()
+    num_tokens: int = 0  # entered the model so far
+    num_steps: int = 0
+    closed: bool = False
+    _rows: dict[int, _Row] = field(default_factory=dict)
+    _failed: bool = False
+    _hasher: RollingHash = field(init=False)
+    _slot_position: npt.NDArray[np.int64] = field(init=False)  # [slots], -1: garbage
+    _slot_roll: HashArray = field(init=False)
+    _block_position: npt.NDArray[np.int32] = field(init=False)  # [blocks, block_size], -1: garbage
+    _block_roll: HashArray = field(init=False)
+    _block_users: npt.NDArray[np.int32] = field(init=False)  # rows whose table names the block
+    _page_kind: list[MoveKind | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = self.num_pages * self.layout.blocks_per_page
+        slots = self.num_pages * self.layout.slots_per_page
+        self._hasher = RollingHash(self.vocab_size)
+        self._slot_position = np.full(slots, _GARBAGE, np.int64)
+        self._slot_roll = np.zeros(slots, np.uint64)
+        self._block_position = np.full((blocks, self.layout.block_size), _GARBAGE, np.int32)
+        self._block_roll = np.zeros((blocks, self.layout.block_size), np.uint64)
+        self._block_users = np.zeros(blocks, np.int32)
+        self._page_kind = [None] * self.num_pages
+
+    # -- sched.plan.Runner
+
+    def submit(self, plan: StepPlan) -> _Pending:
+        """Execute a plan at once. Raises PlanViolation where the plan is at fault."""
+        if self.closed:
+            raise PlanViolation(f"step {plan.step} was submitted to a closed runner")
+        moved_bytes = self._update_rows(plan)
+        works = self._works(plan)
+        if not self._failed:
+            self._check(plan, works)
+        self._failed = self._failed or plan.step in self.fail_steps
+        if self._failed:
+            self._spoil(works)
+            return _Pending(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self)
+        for work in works:
+            self._write(work)
+        token_ids = [self._sample(work) for work in works if work.samples]
+        failed = [
+            work.row
+            for work in works
+            if work.samples and self._rows[work.row].added.request_id in self.non_finite_requests
+        ]
+        self.num_tokens += plan.num_tokens
+        self.num_steps += 1
+        ids = np.asarray(token_ids, np.int32)
+        result = StepResult(
+            plan.step, ids, tuple(failed), num_tokens=plan.num_tokens, moved_bytes=moved_bytes
+        )
+        return _Pending(result, None, self)
+
+    def close(self) -> None:
+        self.closed = True
+
+    # -- for tests
+
+    def failure_seen(self) -> None:
+        self._failed = False
+
+    @property
+    def rows(self) -> dict[int, str]:
+        """Request ids by occupied row."""
+        return {row: state.added.request_id for row, state in self._rows.items()}
+
+    def expected(self, prompt: Sequence[int], num_outputs: int, seed: int | None = None) -> list[int]:
+        """The outputs of an uncached run; `seed` is the row's seed where the request is not greedy."""
+        rolls = self._hasher.rolls(np.asarray(prompt, np.int32))
+        self._hasher.reserve(len(prompt) + num_outputs + 1)
+        weights = self._hasher.weights
+        state, digest = int(rolls[-1]), int((rolls[1:] * weights[: len(prompt)]).sum(dtype=np.uint64))
+        outputs: list[int] = []
+        for position in range(len(prompt), len(prompt) + num_outputs):
+            token = self._hasher.next_token(
+                state if self.layout.has_states else 0,
+                digest if self.layout.has_kv else 0,
+                0 if seed is None else seed + 1,
+            )
+            outputs.append(token)
+            state = self._hasher.extend(state, token)
+            digest = (digest + state * int(weights[position])) & MASK
+        return outputs
+
+    # -- rows and moves
+
+    def _update_rows(self, plan: StepPlan) -> int:
+        for row in plan.removed:
+            state = self._rows.pop(row, None)
+            self._require(state is not None, plan.step, f"removes row {row}, which is empty")
+            assert state is not None
+            self._block_users[state.blocks[: state.num_blocks]] -= 1
+        moved_bytes = 0
+        for move in plan.moves:
+            moved_bytes += self._move(plan.step, move.kind, move.src, move.dst)
+        for added in plan.added:
+            self._add(plan.step, added)
+        for replaced in plan.replaced:
+            state = self._row(plan.step, replaced.row)
+            self._block_users[state.blocks[: state.num_blocks]] -= 1
+            state.num_blocks = 0
+            self._attach(state, replaced.block_ids)
+        return moved_bytes
+
+    def _add(self, step: int, added: AddedRow) -> None:
+        self._require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
+        ids = np.asarray(added.token_ids, np.int32)
+        known = 0 < added.num_prompt_tokens <= len(ids)
+        self._require(
+            known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}"
+        )
+        in_range = bool((ids >= 0).all() and (ids < self.vocab_size).all())
+        self._require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
+        state = _Row(added, ids.tolist(), self._hasher.rolls(ids), np.empty(0, np.int32), 0)
+        self._rows[added.row] = state
+        self._attach(state, added.block_ids)
+
+    def _attach(self, state: _Row, block_ids: npt.NDArray[np.int32]) -> None:
+        state.append_blocks(block_ids)
+        np.add.at(self._block_users, block_ids, 1)
+
+    def _row(self, step: int, row: int) -> _Row:
+        self._require(row in self._rows, step, f"names row {row}, which is empty")
+        return self._rows[row]
+
+    def _move(self, step: int, kind: MoveKind, src: int, dst: int) -> int:
+        self._require(src != dst, step, f"moves {kind.value} {src} onto itself")
+        self._claim(step, kind, dst)
+        if kind is MoveKind.SLOT:
+            self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
+            self._slot_position[src] = _GARBAGE
+            return self.layout.slot_bytes
+        self._require(not self._block_users[dst], step, f"moves block {src} onto {dst}, which a row uses")
+        self._block_position[dst], self._block_roll[dst] = self._block_position[src], self._block_roll[src]
+        self._block_position[src] = _GARBAGE
+        self._block_users[dst], self._block_users[src] = self._block_users[src], 0
+        for state in self._rows.values():
+            used = state.blocks[: state.num_blocks]
+            used[used == src] = dst
+        return self.layout.block_bytes
+
+    def _claim(self, step: int, kind: MoveKind, index: int) -> None:
+        """A write to one kind of contents makes garbage of the other kind in the same page."""
+        is_block = kind is MoveKind.BLOCK
+        per_page = self.layout.blocks_per_page if is_block else self.layout.slots_per_page
+        in_range = per_page <= index < self.num_pages * per_page
+        self._require(
+            in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})"
+        )
+        page = index // per_page
+        if self._page_kind[page] is kind:
+            return
+        self._page_kind[page] = kind
+        blocks, slots = self.layout.blocks_per_page, self.layout.slots_per_page
+        if is_block:
+            self._slot_position[page * slots : (page + 1) * slots] = _GARBAGE
+        else:
+            used = bool(self._block_users[page * blocks : (page + 1) * blocks].any())
+            self._require(not used, step, f"writes slot {index} in page {page}, whose blocks a row uses")
+            self._block_position[page * blocks : (page + 1) * blocks] = _GARBAGE
+
+    # -- chunks
+
+    def _works(self, plan: StepPlan) -> list[_Work]:
+        """Give rows their new blocks; decode rows and chunks in one form."""
+        works: list[_Work] = []
+        columns = plan.decodes
+        slots = (columns.read_slots, columns.write_slots)
+        arrays = (columns.rows, columns.starts, columns.new_blocks, *slots, columns.samples)
+        lists = (array.tolist() for array in arrays)
+        for row, start, block, read, write, samples in zip(*lists, strict=True):
+            self._row(plan.step, row)
+            if block != NO_BLOCK:
+                self._append_blocks(plan.step, row, [block])
+            works.append(_Work(row, start, start + 1, read, write, (), bool(samples)))
+        for chunk in plan.chunks:
+            self._row(plan.step, chunk.row)
+            self._append_blocks(plan.step, chunk.row, chunk.new_blocks.tolist())
+            saves = tuple((save.num_tokens, save.slot) for save in chunk.saves)
+            read, write = chunk.read_slot, chunk.write_slot
+            works.append(_Work(chunk.row, chunk.start, chunk.end, read, write, saves, chunk.samples))
+        return works
+
+    def _check(self, plan: StepPlan, works: list[_Work]) -> None:
+        rows = [work.row for work in works]
+        self._require(len(set(rows)) == len(rows), plan.step, f"schedules a row twice: {rows}")
+        tokens = plan.decodes.tokens.tolist()
+        for work, token in zip(works, tokens, strict=False):
+            self._check_decode(plan.step, work.row, work.start, token)
+        for work in works[len(tokens) :]:
+            self._check_chunk(plan.step, work)
+        for work in works:
+            self._check_work(plan.step, work)
+        self._check_slots(plan.step, works)
+        for work in works:
+            self._read(work)
+
+    def _check_decode(self, step: int, row: int, start: int, token: int) -> None:
+        state = self._row(step, row)
+        where = f"decodes row {row} at {start}"
+        self._require(start >= state.added.num_prompt_tokens, step, f"{where}, inside its prompt")
+        self._require(start < len(state.ids), step, f"{where}, of which {len(state.ids)} tokens are known")
+        if token == LAST_SAMPLED:
+            last = state.has_sampled and start == len(state.ids) - 1
+            self._require(
+                last, step, f"{where} from its last sampled id, which is at {len(state.ids) - 1} or unsampled"
+            )
+        else:
+            self._require(
+                token == state.ids[start], step, f"{where} as {token}; the row has {state.ids[start]}"
+            )
+
+    def _check_chunk(self, step: int, work: _Work) -> None:
+        state, grid = self._rows[work.row], self.layout.checkpoint_grid
+        where = f"chunk [{work.start}, {work.end}) of row {work.row}"
+        self._require(
+            0 <= work.start < work.end <= len(state.ids), step, f"{where}: {len(state.ids)} tokens are known"
+        )
+        ends = work.end % grid == 0 or work.end in (state.added.num_prompt_tokens, len(state.ids))
+        self._require(ends, step, f"{where} ends neither on the grid nor with its prompt")
+        positions = [num_tokens for num_tokens, _ in work.saves]
+        self._require(positions == sorted(set(positions)), step, f"{where}: saves {positions} do not ascend")
+        for position in positions:
+            inside = work.start < position <= work.end and position % grid == 0
+            self._require(inside, step, f"{where}: save at {position} is outside of it or off the grid")
+            from_start = (position - work.start) % self.layout.block_size == 0 or position == work.end
+            self._require(from_start, step, f"{where}: save at {position} is between the kernel's chunks")
+
+    def _check_work(self, step: int, work: _Work) -> None:
+        state = self._rows[work.row]
+        where = f"row {work.row}, tokens [{work.start}, {work.end})"
+        if work.samples:
+            known = len(state.ids)
+            self._require(work.end == known, step, f"{where} samples, but {known} tokens are known already")
+        slots = (work.read_slot, work.write_slot, *(slot for _, slot in work.saves))
+        if not self.layout.has_states:
+            self._require(
+                set(slots) == {_NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states"
+            )
+        if not self.layout.has_kv:
+            self._require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
+            return
+        room = state.num_blocks * self.layout.block_size
+        self._require(room >= work.end, step, f"{where}: its blocks hold {room} tokens")
+        for block in self._written_blocks(work).tolist():
+            users = int(self._block_users[block])
+            self._require(users == 1, step, f"{where} writes block {block}, which {users} rows use")
+            self._require(block not in self.protected_blocks, step, f"{where} writes cached block {block}")
+            self._claim(step, MoveKind.BLOCK, block)
+
+    def _written_blocks(self, work: _Work) -> npt.NDArray[np.int32]:
+        size = self.layout.block_size
+        return self._rows[work.row].blocks[work.start // size : -(-work.end // size)]
+
+    def _append_blocks(self, step: int, row: int, block_ids: list[int]) -> None:
+        for block in block_ids:
+            self._claim(step, MoveKind.BLOCK, block)
+            users = int(self._block_users[block])
+            self._require(users == 0, step, f"gives row {row} block {block} as new; {users} rows use it")
+            self._require(
+                block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new"
+            )
+            self._block_position[block] = _GARBAGE
+            self._block_users[block] = 1
+        self._rows[row].append_blocks(block_ids)
+
+    def _check_slots(self, step: int, works: list[_Work]) -> None:
+        """No slot is written twice; no slot that a row reads is written by another row or by a save."""
+        writer: dict[int, int] = {}
+        for work in works:
+            for slot in (work.write_slot, *(slot for _, slot in work.saves)):
+                if slot == _NO_SLOT:
+                    continue
+                self._require(
+                    slot not in writer,
+                    step,
+                    f"writes slot {slot} twice (rows {writer.get(slot)}, {work.row})",
+                )
+                self._require(
+                    slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}"
+                )
+                writer[slot] = work.row
+        for work in works:
+            reader = writer.get(work.read_slot, work.row)
+            saved = any(slot == work.read_slot for _, slot in work.saves)
+            alone = work.read_slot == ZERO_STATE or (reader == work.row and not saved)
+            self._require(
+                alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes"
+            )
+
+    def _read(self, work: _Work) -> None:
+        """Check that what the row would read are the contents for its own tokens."""
+        state = self._rows[work.row]
+        where = f"row {work.row} ({state.added.request_id}) at {work.start}"
+        if self.layout.has_states and work.read_slot == ZERO_STATE:
+            self._require(work.start == 0, None, f"{where} reads the zero state")
+        elif self.layout.has_states:
+            position, roll = int(self._slot_position[work.read_slot]), self._slot_roll[work.read_slot]
+            held = "garbage" if position == _GARBAGE else f"the state after {position} tokens"
+            self._require(
+                position == work.start, None, f"{where} reads slot {work.read_slot}, which holds {held}"
+            )
+            right = roll == state.rolls[work.start]
+            self._require(
+                bool(right), None, f"{where} reads slot {work.read_slot}: the state of other tokens"
+            )
+        if self.layout.has_kv and work.start:
+            blocks = state.blocks[: -(-work.start // self.layout.block_size)]
+            rolls = self._block_roll[blocks].ravel()[: work.start]
+            positions = self._block_position[blocks].ravel()[: work.start]
+            right = (positions == np.arange(work.start)) & (rolls == state.rolls[1 : work.start + 1])
+            if not right.all():
+                self._describe_bad_block(where, state, int(np.argmin(right)))
+
+    def _describe_bad_block(self, where: str, state: _Row, token: int) -> None:
+        block, offset = int(state.blocks[token // self.layout.block_size]), token % self.layout.block_size
+        position = int(self._block_position[block, offset])
+        held = {_GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
+        raise PlanViolation(f"{where} attends to token {token} in block {block}, which holds {held}")
+
+    def _write(self, work: _Work) -> None:
+        state = self._rows[work.row]
+        if self.layout.has_kv:
+            positions = np.arange(work.start, work.end, dtype=np.int32)
+            size = self.layout.block_size
+            blocks, offsets = state.blocks[positions // size], positions % size
+            self._block_position[blocks, offsets] = positions
+            self._block_roll[blocks, offsets] = state.rolls[work.start + 1 : work.end + 1]
+        for position, slot in ((work.end, work.write_slot), *work.saves):
+            if slot != _NO_SLOT:
+                self._claim(-1, MoveKind.SLOT, slot)
+                self._slot_position[slot], self._slot_roll[slot] = position, state.rolls[position]
+
+    def _spoil(self, works: list[_Work]) -> None:
+        """What a failed step would have written is garbage."""
+        for work in works:
+            if self.layout.has_kv:
+                self._block_position[self._written_blocks(work)] = _GARBAGE
+            for slot in (work.write_slot, *(slot for _, slot in work.saves)):
+                if slot != _NO_SLOT:
+                    self._slot_position[slot] = _GARBAGE
+
+    def _sample(self, work: _Work) -> int:
+        """The next token, from the state as stored and the blocks as stored."""
+        state = self._rows[work.row]
+        roll, digest = 0, 0
+        if self.layout.has_states:
+            roll = int(state.rolls[work.end])
+        if self.layout.has_kv:
+            blocks = state.blocks[: -(-work.end // self.layout.block_size)]
+            rolls = self._block_roll[blocks].ravel()[: work.end]
+            digest = int((rolls * self._hasher.weights[: work.end]).sum(dtype=np.uint64))
+        token = self._hasher.next_token(roll, digest, state.seed)
+        state.append_token(token, self._hasher)
+        state.has_sampled = True
+        return token
+
+    def _require(self, ok: bool, step: int | None, message: str) -> None:
+        if not ok:
+            raise PlanViolation(message if step is None else f"step {step} {message}")
