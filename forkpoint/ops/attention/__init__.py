@@ -1,0 +1,1 @@
+"""Writing keys and values to blocks, and attention over them."""

@@ -1,0 +1,120 @@
+"""Paged attention in torch: one row at a time, keys and values gathered from their blocks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forkpoint.ops.metadata import AttentionIndex
+
+QUERY_TILE = 256
+FIXED_TILE = 64  # queries per tile in deterministic mode, on the absolute grid
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store `k[T, Hkv, D]`, `v[T, Hkv, Dv]` in `[P, Hkv, block_size, D]` caches of any strides.
+
+    Tokens whose `slot_mapping` is -1 are skipped.
+    """
+    present = slot_mapping >= 0
+    if not bool(present.all()):
+        k, v, slot_mapping = k[present], v[present], slot_mapping[present]
+    size = k_cache.shape[2]
+    block, offset = slot_mapping // size, slot_mapping % size
+    k_cache[block, :, offset] = k.to(k_cache.dtype)
+    v_cache[block, :, offset] = v.to(v_cache.dtype)
+
+
+def _gather(cache: Tensor, blocks: Tensor, num_tokens: int, num_padded: int) -> Tensor:
+    """The first `num_tokens` tokens of a row, `[1, Hkv, num_padded, D]`, zeros behind them."""
+    _, heads, size, dim = cache.shape
+    row = cache[blocks].transpose(0, 1).reshape(1, heads, blocks.shape[0] * size, dim)
+    if num_padded > num_tokens:
+        # What lies in a block behind the last token is anything, NaN included.
+        row = F.pad(row[:, :, :num_tokens], (0, 0, 0, num_padded - num_tokens))
+    return row[:, :, :num_padded]
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """`q[Hq, D]` over all of `k`, `v` `[1, Hkv, L, D]` -> `[Hq, Dv]`."""
+    if window is not None:
+        k, v = k[:, :, -window:], v[:, :, -window:]
+    grouped = q.view(1, k.shape[1], -1, q.shape[-1])  # heads that share keys are the queries of one product
+    return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape[0], -1)
+
+
+def _tile(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Queries `q[Tq, Hq, D]` at positions from `start` over keys at positions from 0 -> `[Tq, Hq, Dv]`."""
+    at = torch.arange(start, start + q.shape[0], device=q.device).unsqueeze(1)
+    keys = torch.arange(k.shape[2], device=q.device)
+    mask = keys <= at
+    if window is not None:
+        mask &= keys > at - window
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`."""
+    return _attend(q, k_cache, v_cache, index, scale, window, fixed=False)
+
+
+def paged_attention_fixed(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+) -> Tensor:
+    """The same in shapes that depend on a query's position alone: tiles on the absolute 64-token grid,
+    padded with zero queries, over keys up to the tile's end. Decode rows see shapes of their own length."""
+    return _attend(q, k_cache, v_cache, index, scale, window, fixed=True)
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: AttentionIndex,
+    scale: float,
+    window: int | None,
+    fixed: bool,
+) -> Tensor:
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
+    size = k_cache.shape[2]
+    first = 0
+    for row, (num_queries, kv_len) in enumerate(zip(index.query_lens, index.host_kv_lens, strict=True)):
+        blocks = index.block_table[row, : -(-kv_len // size)].long()
+        last = first + num_queries
+        if row < index.num_decodes:
+            k, v = (_gather(cache, blocks, kv_len, kv_len) for cache in (k_cache, v_cache))
+            out[first] = _one_query(q[first], k, v, scale, window)
+        else:
+            padded = -(-kv_len // FIXED_TILE) * FIXED_TILE if fixed else kv_len
+            k, v = (_gather(cache, blocks, kv_len, padded) for cache in (k_cache, v_cache))
+            attend = _segment_fixed if fixed else _segment
+            out[first:last] = attend(q[first:last], kv_len - num_queries, k, v, scale, window)
+        first = last
+    return out
+
+
+def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    parts = []
+    for low in range(0, q.shape[0], QUERY_TILE):
+        part = q[low : low + QUERY_TILE]
+        end = start + low + part.shape[0]
+        parts.append(_tile(part, start + low, k[:, :, :end], v[:, :, :end], scale, window))
+    return torch.cat(parts)
+
+
+def _segment_fixed(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    low = start // FIXED_TILE * FIXED_TILE
+    padded = F.pad(q, (0, 0, 0, 0, start - low, k.shape[2] - start - q.shape[0]))
+    parts = []
+    for at in range(low, k.shape[2], FIXED_TILE):
+        end = at + FIXED_TILE
+        # Copies, because a slice of a longer row has other strides than the same keys of a shorter one.
+        keys, values = k[:, :, :end].contiguous(), v[:, :, :end].contiguous()
+        parts.append(_tile(padded[at - low : end - low].contiguous(), at, keys, values, scale, window))
+    return torch.cat(parts)[start - low : start - low + q.shape[0]]

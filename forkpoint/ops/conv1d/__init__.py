@@ -1,0 +1,1 @@
+"""Short causal depthwise convolution with a window per slot."""

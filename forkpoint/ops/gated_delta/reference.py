@@ -1,0 +1,161 @@
+"""The gated delta rule in torch (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks").
+
+State `S[V, K]` per value head. One token: `S' = e^g S`, `u = beta (v - S' k)`, `S = S' + u k^T`, `o = S q`.
+A chunk of C tokens, with `c = cumsum(g)` and `A_ij = beta_i (k_i . k_j) e^{c_i - c_j}` for i > j:
+`(I + A) [U | W] = [diag(beta) V | diag(beta e^c) K]`, `V' = U - W S^T`,
+`O = diag(e^c) Q S^T + tril(Q K^T e^{c_i - c_j}) V'`, `S <- e^{c_C} S + sum_j e^{c_C - c_j} v'_j k_j^T`.
+All arithmetic is fp32, whatever the dtype of inputs and pool.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.activation.reference import sigmoid, softplus
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.state_copy.reference import read_slots, write_slots
+from forkpoint.ops.table import GDNParams, GDNShape
+
+CHUNK = 64
+L2_EPS = 1e-6
+
+
+class _Tokens(NamedTuple):
+    """Per token, fp32: q, k `[T, H, K]` (normalised, q scaled), v `[T, HV, V]`, g, beta `[T, HV]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def _prepare(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams) -> _Tokens:
+    shape = params.shape
+    keys = shape.num_k_heads * shape.key_dim
+    wide = mixed.float()
+    qk = wide[:, : 2 * keys].reshape(-1, 2, shape.num_k_heads, shape.key_dim)
+    qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + L2_EPS)
+    v = wide[:, 2 * keys :].reshape(-1, shape.num_v_heads, shape.value_dim)
+    beta = sigmoid(b.float())
+    if shape.allow_neg_eigval:
+        beta = beta * 2.0
+    g = softplus(a.float() + params.dt_bias) * -torch.exp(params.A_log)
+    return _Tokens(qk[:, 0] * shape.key_dim**-0.5, qk[:, 1], v, g, beta)
+
+
+class _Chunks(NamedTuple):
+    """Operands of the serial pass over NC chunks, all fp32 and per value head.
+
+    q_decayed `[NC, HV, C, K]` = `e^c q`, k_decayed `[NC, HV, C, K]` = `e^{c_C - c} k`,
+    intra `[NC, HV, C, C]`, u `[NC, HV, C, V]`, w `[NC, HV, C, K]`, decay `[NC, HV, 1, 1]` = `e^{c_C}`.
+    """
+
+    q_decayed: Tensor
+    k_decayed: Tensor
+    intra: Tensor
+    u: Tensor
+    w: Tensor
+    decay: Tensor
+
+
+def _chunk_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
+    """(chunked row of each token `[T]`, first chunk of each segment and the end `[N + 1]`)."""
+    rows: list[Tensor] = []
+    first = [0]
+    for length in lens:
+        rows.append(torch.arange(length, device=device) + first[-1] * CHUNK)
+        first.append(first[-1] - (-length // CHUNK))
+    return torch.cat(rows), first
+
+
+def _to_chunks(x: Tensor, rows: Tensor, num_chunks: int) -> Tensor:
+    """`[T, heads, ...] -> [NC, heads, C, ...]`; rows past a segment's end are zeros."""
+    padded = x.new_zeros(num_chunks * CHUNK, *x.shape[1:])
+    padded[rows] = x
+    return padded.view(num_chunks, CHUNK, *x.shape[1:]).transpose(1, 2)
+
+
+def _within_chunks(tokens: _Tokens, rows: Tensor, num_chunks: int, shape: GDNShape) -> _Chunks:
+    group = shape.num_v_heads // shape.num_k_heads
+    q, k, v = (_to_chunks(x, rows, num_chunks).contiguous() for x in (tokens.q, tokens.k, tokens.v))
+    g, beta = (_to_chunks(x, rows, num_chunks) for x in (tokens.g, tokens.beta))
+    total = g.cumsum(-1)  # [NC, HV, C]
+    steps = total.unsqueeze(-1) - total.unsqueeze(-2)
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    # Masked before the exponential: above the diagonal it may overflow.
+    decays = steps.masked_fill_(upper, float("-inf")).exp_()
+    scores = torch.cat((k, q), dim=2) @ k.transpose(-1, -2)  # [NC, H, 2C, C], one product for both
+    kk, qk = (x.repeat_interleave(group, dim=1) for x in scores.chunk(2, dim=2))
+    k, q = k.repeat_interleave(group, dim=1), q.repeat_interleave(group, dim=1)
+    grown = total.exp().unsqueeze(-1)
+    beta = beta.unsqueeze(-1)
+    # The solver takes the diagonal as ones and does not read above it.
+    system = (kk * decays).mul_(beta)
+    rhs = torch.cat((v * beta, k * (beta * grown)), dim=-1)
+    u, w = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True).split(
+        [shape.value_dim, shape.key_dim], dim=-1
+    )
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
+    return _Chunks(q * grown, k * left, qk * decays, u, w, grown[:, :, -1:])
+
+
+def gdn_prefill(
+    mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
+) -> Tensor:
+    """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`.
+
+    Reads and writes `pool[P, HV, V, K]` as `index` says. Everything inside chunks is batched over segments,
+    heads and chunks; only the pass over a segment's chunks is serial.
+    """
+    shape = params.shape
+    rows, first = _chunk_rows(index.lens, mixed.device)
+    chunks = _within_chunks(_prepare(mixed, a, b, params), rows, first[-1], shape)
+    states = read_slots(pool, index.src).float().transpose(-1, -2).contiguous()  # [N, HV, K, V]
+    exports = _exports_by_chunk(index)
+    out = torch.empty_like(chunks.u)
+    for step in range(max(-(-length // CHUNK) for length in index.lens)):
+        live = [n for n in range(len(index)) if first[n] + step < first[n + 1]]
+        at = torch.tensor([first[n] + step for n in live], device=mixed.device)
+        everyone = len(live) == len(index)
+        before = states if everyone else states[live]
+        fresh = chunks.u[at] - chunks.w[at] @ before
+        out[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
+        after = before * chunks.decay[at] + chunks.k_decayed[at].transpose(-1, -2) @ fresh
+        if everyone:
+            states = after
+        else:
+            states[live] = after
+        for n, dst in exports.get(step, ()):
+            pool[dst] = states[n].transpose(-1, -2).to(pool.dtype)
+    write_slots(pool, index.dst, states.transpose(-1, -2))
+    return out.transpose(1, 2).reshape(-1, shape.num_v_heads, shape.value_dim)[rows].to(mixed.dtype)
+
+
+def _exports_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
+    """Chunk of the segment after which to export -> (segment, slot)."""
+    ptr, positions, slots = index.exp_ptr.tolist(), index.exp_pos.tolist(), index.exp_dst.tolist()
+    found: dict[int, list[tuple[int, int]]] = {}
+    for n in range(len(index)):
+        for e in range(ptr[n], ptr[n + 1]):
+            if slots[e] >= 0:
+                found.setdefault(-(-positions[e] // CHUNK) - 1, []).append((n, slots[e]))
+    return found
+
+
+def gdn_decode(
+    mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
+) -> Tensor:
+    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`."""
+    shape = params.shape
+    tokens = _prepare(mixed, a, b, params)
+    group = shape.num_v_heads // shape.num_k_heads
+    q, k = (x.repeat_interleave(group, dim=1).unsqueeze(-1) for x in (tokens.q, tokens.k))  # [B, HV, K, 1]
+    states = read_slots(pool, index.src).float() * tokens.g.exp()[..., None, None]
+    u = (tokens.v.unsqueeze(-1) - states @ k) * tokens.beta[..., None, None]  # [B, HV, V, 1]
+    states += u * k.transpose(-1, -2)
+    write_slots(pool, index.dst, states)
+    return (states @ q).squeeze(-1).to(mixed.dtype)

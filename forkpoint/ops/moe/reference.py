@@ -1,0 +1,60 @@
+"""Routed experts in torch: tokens grouped by expert, one pair of products per expert that is hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.activation.reference import silu_mul
+from forkpoint.ops.linear.reference import PackedLinear, linear, linear_fixed_rows
+
+
+class PackedExperts(NamedTuple):
+    """`gate_up[E, 2I, H]` (gate rows first) and `down[E, H, I]`, as loaded."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+def prepare_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
+    """Keep the weights as they are; torch needs no packing."""
+    return PackedExperts(gate_up, down)
+
+
+def experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
+    """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`."""
+    return _experts(x, packed, weights, ids, linear)
+
+
+def experts_fixed_rows(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
+    """The same with products whose rows do not depend on the batch."""
+    return _experts(x, packed, weights, ids, linear_fixed_rows)
+
+
+def _experts(
+    x: Tensor,
+    packed: PackedExperts,
+    weights: Tensor,
+    ids: Tensor,
+    product: Callable[[Tensor, PackedLinear], Tensor],
+) -> Tensor:
+    num_tokens, top_k = ids.shape
+    order = ids.reshape(-1).argsort(stable=True)
+    counts = torch.bincount(ids.reshape(-1), minlength=packed.down.shape[0]).tolist()
+    answers = x.new_empty(num_tokens * top_k, packed.down.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            pairs = order[start : start + count]
+            hidden = silu_mul(product(x[pairs // top_k], PackedLinear(packed.gate_up[expert], None)))
+            answers[pairs] = product(hidden, PackedLinear(packed.down[expert], None))
+            start += count
+    # Summed in the order of the routing, so that the bits do not depend on the batch.
+    by_choice = answers.view(num_tokens, top_k, -1).float() * weights.float().unsqueeze(-1)
+    total = by_choice[:, 0].clone()
+    for j in range(1, top_k):
+        total += by_choice[:, j]
+    return total.to(x.dtype)

@@ -1,0 +1,30 @@
+"""Root-mean-square norms in torch: statistics and products in fp32, one rounding at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.activation.reference import silu
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    """fp32 `x / sqrt(mean(x^2) + eps)` over the last dim."""
+    wide = x.float()
+    return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dim of `x[..., D]`, `weight[D]` fp32; result in x's dtype."""
+    return (_normalised(x, eps) * weight).to(x.dtype)
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of `residual + x`, `residual + x`); neither argument is written."""
+    total = residual + x
+    return rmsnorm(total, weight, eps), total
+
+
+def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    return (_normalised(x, eps) * weight * silu(gate.float())).to(x.dtype)

@@ -1,0 +1,52 @@
+"""Which backend serves each operator."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from forkpoint.ops.activation import reference as activation
+from forkpoint.ops.attention import reference as attention
+from forkpoint.ops.conv1d import reference as conv1d
+from forkpoint.ops.gated_delta import reference as gated_delta
+from forkpoint.ops.linear import reference as linear
+from forkpoint.ops.moe import reference as moe
+from forkpoint.ops.norm import reference as norm
+from forkpoint.ops.rope import reference as rope
+from forkpoint.ops.state_copy import reference as state_copy
+from forkpoint.ops.table import OpTable
+
+_NOT_OPERATORS = ("redirects", "deterministic", "backends")
+
+
+def operator_names() -> tuple[str, ...]:
+    """Names of all operators of a table."""
+    return tuple(field.name for field in fields(OpTable) if field.name not in _NOT_OPERATORS)
+
+
+def torch_table(deterministic: bool = False) -> OpTable:
+    """Every operator in torch, on any device that torch knows.
+
+    With `deterministic` no row of any result depends, bit for bit, on what else is in the batch, on where the
+    row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
+    """
+    return OpTable(
+        prepare_linear=linear.prepare_linear,
+        linear=linear.linear_fixed_rows if deterministic else linear.linear,
+        rmsnorm=norm.rmsnorm,
+        add_rmsnorm=norm.add_rmsnorm,
+        gated_rmsnorm=norm.gated_rmsnorm,
+        rope=rope.rope,
+        silu_mul=activation.silu_mul,
+        sigmoid_mul=activation.sigmoid_mul,
+        kv_write=attention.kv_write,
+        paged_attention=attention.paged_attention_fixed if deterministic else attention.paged_attention,
+        conv_prefill=conv1d.conv_prefill,
+        conv_update=conv1d.conv_update,
+        gdn_prefill=gated_delta.gdn_prefill,
+        gdn_decode=gated_delta.gdn_decode,
+        prepare_experts=moe.prepare_experts,
+        experts=moe.experts_fixed_rows if deterministic else moe.experts,
+        state_copy=state_copy.state_copy,
+        deterministic=deterministic,
+        backends=dict.fromkeys(operator_names(), "torch"),
+    )

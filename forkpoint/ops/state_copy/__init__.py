@@ -1,0 +1,1 @@
+"""Copies between slots, for operators that cannot redirect."""

@@ -1,0 +1,98 @@
+"""Inputs for state operators, and a per-token oracle for the gated delta rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.table import GDNParams, GDNShape
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def segments(
+    lens: list[int], src: list[int], dst: list[int], exports: list[list[tuple[int, int]]] | None = None
+) -> SegmentIndex:
+    """A SegmentIndex; `exports[n]` lists (position, slot) of segment n."""
+    exports = exports or [[] for _ in lens]
+    ends = [0]
+    ptr = [0]
+    for length, listed in zip(lens, exports, strict=True):
+        ends.append(ends[-1] + length)
+        ptr.append(ptr[-1] + len(listed))
+    flat = [pair for listed in exports for pair in listed]
+    return SegmentIndex(
+        ints(ends),
+        ints(src),
+        ints(dst),
+        ints(ptr),
+        ints([p for p, _ in flat]),
+        ints([s for _, s in flat]),
+        tuple(lens),
+    )
+
+
+def rows(src: list[int], dst: list[int]) -> DecodeIndex:
+    return DecodeIndex(ints(src), ints(dst))
+
+
+def padded_pool(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random slots with a gap behind each, as strided views of an arena have."""
+    size = 1
+    for dim in shape:
+        size *= dim
+    return torch.randn(num_slots, size + 24).to(dtype)[:, 8 : 8 + size].view(num_slots, *shape)
+
+
+@dataclass(frozen=True)
+class GDNCase:
+    mixed: Tensor
+    a: Tensor
+    b: Tensor
+    params: GDNParams
+
+
+def gdn_case(
+    num_tokens: int, shape: GDNShape, decay: str = "slow", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> GDNCase:
+    torch.manual_seed(seed)
+    heads = shape.num_v_heads
+    a_log = {"slow": -3.0, "strong": 3.0, "none": -40.0, "mixed": 0.0}[decay] + torch.randn(heads) * 0.3
+    return GDNCase(
+        torch.randn(num_tokens, shape.mixed_dim).to(dtype),
+        torch.randn(num_tokens, heads).to(dtype),
+        torch.randn(num_tokens, heads).to(dtype),
+        GDNParams(shape, a_log, torch.randn(heads) * 0.5 - 1),
+    )
+
+
+def gdn_by_token(case: GDNCase, state: Tensor) -> tuple[Tensor, Tensor]:
+    """(outputs `[T, HV, V]`, states after each token `[T, HV, V, K]`) in fp64, one token and head at a time."""
+    shape = case.params.shape
+    h, hv, dk, dv = shape.num_k_heads, shape.num_v_heads, shape.key_dim, shape.value_dim
+    outputs, states = [], []
+    state = state.double().clone()
+    for t in range(case.mixed.shape[0]):
+        row = case.mixed[t].double()
+        q = F.normalize(row[: h * dk].view(h, dk), dim=-1) * dk**-0.5
+        k = F.normalize(row[h * dk : 2 * h * dk].view(h, dk), dim=-1)
+        v = row[2 * h * dk :].view(hv, dv)
+        g = -torch.exp(case.params.A_log.double()) * F.softplus(
+            case.a[t].double() + case.params.dt_bias.double()
+        )
+        beta = torch.sigmoid(case.b[t].double()) * (2 if shape.allow_neg_eigval else 1)
+        out = torch.empty(hv, dv, dtype=torch.float64)
+        for head in range(hv):
+            kh, qh = k[head // (hv // h)], q[head // (hv // h)]
+            kept = state[head] * torch.exp(g[head])
+            state[head] = kept + torch.outer(beta[head] * (v[head] - kept @ kh), kh)
+            out[head] = state[head] @ qh
+        outputs.append(out)
+        states.append(state.clone())
+    return torch.stack(outputs), torch.stack(states)
