@@ -1,0 +1,241 @@
+"""Accounting of the one arena: pages that hold blocks or slots, their owners, and compaction.
+
+The bytes themselves belong to `runtime.buffers`; here are only ids. Page 0 is reserved for padded rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.errors import ConfigError
+
+
+class UnitOwner(Protocol):
+    """Whoever holds a block or a slot; told when compaction moves it."""
+
+    def rebind(self, old: int, new: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMove:
+    """The contents of unit `src` are to go to `dst`; `is_slot` tells slots from blocks."""
+
+    is_slot: bool
+    src: int
+    dst: int
+
+
+class UnitPool:
+    """Units of one kind (blocks, or slots) cut from pages. Knows which page has how many free units."""
+
+    def __init__(self, per_page: int) -> None:
+        self.per_page = per_page
+        self.owners: dict[int, UnitOwner] = {}
+        self._free: dict[int, list[int]] = {}  # partly used page -> its free units
+        self._by_free: list[dict[int, None]] = [{} for _ in range(per_page + 1)]  # number free -> pages
+        self._nonempty = 0  # bit n is set where _by_free[n] has pages
+        self.num_free_in_partial = 0
+
+    @property
+    def num_used(self) -> int:
+        return len(self.owners)
+
+    def add_page(self, page: int) -> None:
+        first = page * self.per_page
+        self._free[page] = list(range(first + self.per_page - 1, first - 1, -1))
+        self._file(page, self.per_page)
+        self.num_free_in_partial += self.per_page
+
+    def take(self, owner: UnitOwner) -> int | None:
+        """A unit from the fullest partly used page; None if no page has a free one."""
+        if not self._nonempty:
+            return None
+        page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
+        unit = self._pop(page)
+        self.owners[unit] = owner
+        return unit
+
+    def give(self, unit: int) -> int | None:
+        """Free a unit; returns its page if that is now wholly free (and no longer this pool's)."""
+        del self.owners[unit]
+        page = unit // self.per_page
+        free = self._free.setdefault(page, [])
+        self._unfile(page, len(free))
+        free.append(unit)
+        self.num_free_in_partial += 1
+        if len(free) < self.per_page:
+            self._file(page, len(free))
+            return None
+        del self._free[page]
+        self.num_free_in_partial -= self.per_page
+        return page
+
+    def empty_one_page(self) -> tuple[int, list[tuple[int, int]]] | None:
+        """Move the units of the emptiest partly used page into the others.
+
+        Returns (the page, [(old unit, new unit)]), or None if the free units do not add up to a page.
+        """
+        if self.num_free_in_partial < self.per_page:
+            return None
+        page = next(iter(self._by_free[self._nonempty.bit_length() - 1]))
+        free = self._free.pop(page)
+        self._unfile(page, len(free))
+        self.num_free_in_partial -= len(free)
+        first, gone, moves = page * self.per_page, set(free), []
+        for old in range(first, first + self.per_page):
+            if old in gone:
+                continue
+            new = self._pop(next(iter(self._by_free[_lowest_bit(self._nonempty)])))
+            owner = self.owners.pop(old)
+            self.owners[new] = owner
+            owner.rebind(old, new)
+            moves.append((old, new))
+        return page, moves
+
+    def free_units(self) -> dict[int, list[int]]:
+        """Page -> its free units, for partly used pages."""
+        return {page: list(units) for page, units in self._free.items() if units}
+
+    def _pop(self, page: int) -> int:
+        free = self._free[page]
+        self._unfile(page, len(free))
+        unit = free.pop()
+        self.num_free_in_partial -= 1
+        if free:
+            self._file(page, len(free))
+        else:
+            del self._free[page]
+        return unit
+
+    def _file(self, page: int, num_free: int) -> None:
+        self._by_free[num_free][page] = None
+        self._nonempty |= 1 << num_free
+
+    def _unfile(self, page: int, num_free: int) -> None:
+        if num_free:
+            bucket = self._by_free[num_free]
+            del bucket[page]
+            if not bucket:
+                self._nonempty &= ~(1 << num_free)
+
+
+class Arena:
+    """`num_pages` pages, page 0 reserved. Any mix of blocks and slots fits at any time.
+
+    A new unit goes to the fullest partly used page of its kind, else to a free page, else, if the other
+    kind's free units add up to a page, compaction frees one (at most one page's bytes move). When even that
+    fails the caller has to evict.
+    """
+
+    def __init__(self, layout: CacheLayout, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ConfigError(f"an arena needs 2 pages or more (page 0 is reserved), not {num_pages}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.blocks = UnitPool(layout.blocks_per_page) if layout.has_kv else None
+        self.slots = UnitPool(layout.slots_per_page) if layout.has_states else None
+        self._free_pages = list(range(num_pages - 1, 0, -1))
+        self._moves: list[UnitMove] = []
+        self.turnover = 0.0  # bytes ever handed out, in arenas: the cache's clock
+        self._block_turn = layout.block_stride_bytes / (layout.page_bytes * num_pages)
+        self._slot_turn = layout.slot_stride_bytes / (layout.page_bytes * num_pages)
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free_pages)
+
+    def take_block(self, owner: UnitOwner) -> int | None:
+        assert self.blocks is not None
+        unit = self._take(self.blocks, self.slots, owner)
+        if unit is not None:
+            self.turnover += self._block_turn
+        return unit
+
+    def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
+        assert self.slots is not None
+        unit = self._take(self.slots, self.blocks if compact else None, owner)
+        if unit is not None:
+            self.turnover += self._slot_turn
+        return unit
+
+    def give_block(self, block: int) -> None:
+        assert self.blocks is not None
+        self._reclaim(self.blocks.give(block))
+
+    def give_slot(self, slot: int) -> None:
+        assert self.slots is not None
+        self._reclaim(self.slots.give(slot))
+
+    def transfer_slot(self, slot: int, owner: UnitOwner) -> None:
+        """The slot stays in use under another owner."""
+        assert self.slots is not None and slot in self.slots.owners
+        self.slots.owners[slot] = owner
+
+    def transfer_block(self, block: int, owner: UnitOwner) -> None:
+        assert self.blocks is not None and block in self.blocks.owners
+        self.blocks.owners[block] = owner
+
+    def drain_moves(self) -> tuple[UnitMove, ...]:
+        """Moves since the last call, in order; the next plan must carry them."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
+
+    def num_blocks_free(self) -> int:
+        """Blocks that could be handed out now without eviction, compaction of slots aside."""
+        assert self.blocks is not None
+        return self.blocks.num_free_in_partial + self.num_free_pages * self.blocks.per_page
+
+    def num_pages_without(self, num_blocks: int, num_slots: int) -> int:
+        """Pages that would be left if just these many units were in use, densely packed."""
+        used = -(-num_blocks // self.blocks.per_page) if self.blocks else 0
+        used += -(-num_slots // self.slots.per_page) if self.slots else 0
+        return self.num_pages - 1 - used
+
+    def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner) -> int | None:
+        unit = pool.take(owner)
+        if unit is not None:
+            return unit
+        if not self._free_pages and not (other and self._compact(other)):
+            return None
+        pool.add_page(self._free_pages.pop())
+        return pool.take(owner)
+
+    def _compact(self, pool: UnitPool) -> bool:
+        emptied = pool.empty_one_page()
+        if emptied is None:
+            return False
+        page, moves = emptied
+        is_slot = pool is self.slots
+        self._moves += [UnitMove(is_slot, old, new) for old, new in moves]
+        self._free_pages.append(page)
+        return True
+
+    def _reclaim(self, page: int | None) -> None:
+        if page is not None:
+            self._free_pages.append(page)
+
+    def check_integrity(self) -> None:
+        """Free, block and slot pages are disjoint and together all pages; no unit is both free and owned."""
+        seen: dict[int, str] = {0: "reserved"} | dict.fromkeys(self._free_pages, "free")
+        assert len(seen) == 1 + len(self._free_pages), "a page is twice on the free list"
+        for name, pool in (("blocks", self.blocks), ("slots", self.slots)):
+            if pool is None:
+                continue
+            free = pool.free_units()
+            num_units: dict[int, int] = {page: len(units) for page, units in free.items()}
+            assert sum(num_units.values()) == pool.num_free_in_partial, f"{name}: free count is off"
+            for page, units in free.items():
+                assert not pool.owners.keys() & set(units), f"{name}: a unit of page {page} is free and owned"
+            for unit in pool.owners:
+                num_units[unit // pool.per_page] = num_units.get(unit // pool.per_page, 0) + 1
+            for page, count in num_units.items():
+                assert page not in seen, f"page {page} holds {name} and is {seen.get(page)}"
+                assert count == pool.per_page, f"{name}: page {page} has {count} of {pool.per_page} units"
+                seen[page] = name
+        assert len(seen) == self.num_pages, f"{self.num_pages - len(seen)} pages are lost"
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
