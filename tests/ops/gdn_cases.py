@@ -73,7 +73,7 @@ def gdn_case(
 
 
 def gdn_by_token(case: GDNCase, state: Tensor) -> tuple[Tensor, Tensor]:
-    """(outputs `[T, HV, V]`, states after each token `[T, HV, V, K]`) in fp64, one token and head at a time."""
+    """(outputs `[T, HV, V]`, states after each token `[T, HV, V, K]`) in fp64, token by token."""
     shape = case.params.shape
     h, hv, dk, dv = shape.num_k_heads, shape.num_v_heads, shape.key_dim, shape.value_dim
     outputs, states = [], []
