@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from forkpoint.cache.tree import Origin
 
@@ -71,7 +71,7 @@ class CostPolicy:
     """
 
     name = "cost"
-    PRIORS = {
+    PRIORS: ClassVar[dict[Origin, float]] = {
         Origin.JUNCTION: 0.6,
         Origin.DECODE: 0.5,
         Origin.PROMPT_END: 0.5,
@@ -96,7 +96,8 @@ class CostPolicy:
 
 def make_policy(name: str) -> EvictionPolicy:
     """The policy called `name` ('cost' or 'lru')."""
-    return {"cost": CostPolicy, "lru": LRUPolicy}[name]()
+    policies: dict[str, type[EvictionPolicy]] = {"cost": CostPolicy, "lru": LRUPolicy}
+    return policies[name]()
 
 
 class Queued(Protocol):

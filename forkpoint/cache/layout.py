@@ -76,7 +76,11 @@ class CacheLayout:
 
     @classmethod
     def create(
-        cls, kv: Sequence[KVSpec], states: Sequence[StateSpec], block_size: int = BLOCK_SIZE, checkpoint_grid: int = 0
+        cls,
+        kv: Sequence[KVSpec],
+        states: Sequence[StateSpec],
+        block_size: int = BLOCK_SIZE,
+        checkpoint_grid: int = 0,
     ) -> CacheLayout:
         """Pick the smallest page that wastes at most 5 % whichever of the two it holds.
 

@@ -50,7 +50,9 @@ class Node:
     pins: int = 0
     last_used: float = 0.0
     condemned: bool = False
-    private: bool = False  # hashed under its owner's name: nobody else can find it
+    num_hits: int = 0
+    queue_entry: int = -1  # as in Checkpoint, for layouts without states
+    dropped: bool = False
 
     def rebind(self, old: int, new: int) -> None:
         assert self.block == old
@@ -123,6 +125,10 @@ class PrefixTree:
                 break
             path.append(node)
         return path
+
+    def find(self, block_hash: BlockHash) -> Node | None:
+        """The node of that hash, if it is cached."""
+        return self._by_hash.get(block_hash)
 
     def has_first_block(self, tokens: bytes) -> bool:
         """Whether any salt has a first block of these tokens."""

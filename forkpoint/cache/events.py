@@ -1,0 +1,46 @@
+"""Counters of what the cache did, for metrics, logs and the simulator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from forkpoint.cache.tree import Origin
+from forkpoint.outputs import MissReason
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Written by the cache alone; read them through `CacheManager.stats`."""
+
+    query_tokens: int = 0  # prompt tokens that asked
+    hit_tokens: int = 0  # of those, tokens that were reused
+    lost_tokens: Counter[MissReason] = field(default_factory=Counter)  # reusable tokens that were not, by reason
+    checkpoints_saved: Counter[Origin] = field(default_factory=Counter)
+    checkpoints_evicted: Counter[Origin] = field(default_factory=Counter)
+    checkpoint_hits: Counter[Origin] = field(default_factory=Counter)
+    checkpoints_skipped: Counter[Origin] = field(default_factory=Counter)  # wanted, but there was no room
+    blocks_evicted: int = 0
+    moves: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A reading of the cache: gauges now, counters since the start."""
+
+    num_pages: int
+    num_free_pages: int
+    num_blocks_used: int
+    num_slots_used: int
+    num_cached_blocks: int
+    num_checkpoints: int
+    num_ghosts: int
+    query_tokens: int
+    hit_tokens: int
+    lost_tokens: dict[str, int]
+    checkpoints_saved: dict[str, int]
+    checkpoints_evicted: dict[str, int]
+    checkpoint_hits: dict[str, int]
+    checkpoints_skipped: dict[str, int]
+    blocks_evicted: int
+    moves: int

@@ -1,0 +1,68 @@
+"""What one request holds of the cache and the arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.store import PendingSave
+from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Provenance
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's share. Written by CacheManager alone.
+
+    The request's block table has `num_blocks` blocks: those of `node.path()` except where `own_blocks` has
+    one, and `own_blocks` beyond. `node` is the deepest node of the request's own history, pinned. The state
+    after `state_tokens` tokens is in `read_from` (a checkpoint, not to be written) or else in `slot`.
+    """
+
+    owner: str
+    chain: HashChain
+    node: Node | None = None
+    num_blocks: int = 0
+    num_told_blocks: int = 0  # of those, blocks that the runner's row already has
+    own_blocks: dict[int, int] = field(default_factory=dict)  # index in the table -> block
+    slot: int = NO_UNIT
+    read_from: Checkpoint | None = None
+    state_tokens: int = 0
+    provenance: Provenance = Provenance.PREFILL
+    pending: list[PendingSave] = field(default_factory=list)
+    hit: Checkpoint | None = None
+    decode_checkpoint: Checkpoint | None = None
+    touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
+    made: list[Node] = field(default_factory=list)  # filed by this request
+    frozen: bool = False  # files nothing any more
+
+    def rebind(self, old: int, new: int) -> None:
+        """Compaction moved a unit that this lease owns (a block, or the running slot)."""
+        for index, block in self.own_blocks.items():
+            if block == old:
+                self.own_blocks[index] = new
+                return
+        raise AssertionError(f"{self.owner} does not own block {old}")
+
+    def block_ids(self, start: int, end: int) -> list[int]:
+        """The ids of blocks `[start, end)` of the row's table."""
+        ids = [NO_UNIT] * (end - start)
+        node = self.node
+        while node is not None and node.depth > start:
+            if node.depth <= end:
+                ids[node.depth - 1 - start] = node.block
+            node = node.parent
+        for index, block in self.own_blocks.items():
+            if start <= index < end:
+                ids[index - start] = block
+        return ids
+
+
+@dataclass(slots=True, eq=False)
+class RunningSlot:
+    """The owner of a lease's running slot, so that compaction can tell slots from blocks."""
+
+    lease: Lease
+
+    def rebind(self, old: int, new: int) -> None:
+        assert self.lease.slot == old
+        self.lease.slot = new

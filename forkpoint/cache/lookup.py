@@ -1,0 +1,74 @@
+"""Find the longest reusable prefix, and say why it is not longer. Pure: nothing is changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forkpoint.cache.ghosts import GhostKind, GhostTable
+from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tree import Checkpoint, Node, PrefixTree
+from forkpoint.outputs import MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The answer to a lookup.
+
+    `path` are the nodes of the `num_tokens` reusable tokens, `checkpoint` the state to start from (None when
+    nothing is reused, or for a layout without states). Keys and values alone reach `kv_num_tokens`. `miss`
+    explains the tokens up to the longest possible hit (None: all of them are reused). `junctions` are
+    positions where this history is seen to part from others and no state is kept.
+    """
+
+    num_tokens: int
+    path: tuple[Node, ...]
+    checkpoint: Checkpoint | None
+    kv_num_tokens: int
+    miss: MissReason | None
+    junctions: frozenset[int] = frozenset()
+
+
+NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
+
+
+def find_prefix(
+    chain: HashChain, num_known_tokens: int, layout: CacheLayout, tree: PrefixTree, ghosts: GhostTable
+) -> PrefixHit:
+    """Look up a prompt of `num_known_tokens` tokens; at least its last token is left to compute."""
+    size = layout.block_size
+    usable = layout.usable_prefix(num_known_tokens)
+    if usable == 0:
+        return PrefixHit(0, (), None, 0, MissReason.SHORT)
+    path = tree.match(chain, usable // size)
+    kv_num_tokens = len(path) * size
+    checkpoint, num_tokens = None, kv_num_tokens // layout.checkpoint_grid * layout.checkpoint_grid
+    if layout.has_states:
+        checkpoint = next((node.checkpoint for node in reversed(path) if node.checkpoint is not None), None)
+        num_tokens = checkpoint.num_tokens if checkpoint else 0
+    ghost_blocks = len(path)
+    while ghost_blocks < usable // size and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
+        ghost_blocks += 1
+    ends = {kv_num_tokens, ghost_blocks * size}
+    lost, salted = path[num_tokens // size :], not path and tree.has_first_block(chain.block_tokens(0))
+    return PrefixHit(
+        num_tokens=num_tokens,
+        path=tuple(path[: num_tokens // size]),
+        checkpoint=checkpoint,
+        kv_num_tokens=kv_num_tokens,
+        miss=_explain(lost, num_tokens, usable, ghost_blocks > len(path), salted, ghosts),
+        junctions=frozenset(end for end in ends if num_tokens < end < usable) if layout.has_states else frozenset(),
+    )
+
+
+def _explain(
+    lost: list[Node], num_tokens: int, usable: int, ghost_ahead: bool, salted: bool, ghosts: GhostTable
+) -> MissReason | None:
+    """`lost` are the matched nodes beyond the hit; `ghost_ahead`: the next block was evicted."""
+    if num_tokens == usable:
+        return None
+    if ghost_ahead or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):
+        return MissReason.EVICTED
+    if lost:
+        return MissReason.NO_CHECKPOINT
+    return MissReason.SALT if salted else MissReason.COLD

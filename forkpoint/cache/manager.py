@@ -1,0 +1,430 @@
+"""The cache as the scheduler sees it: look up, lease, save, publish, release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.arena import Arena, UnitMove
+from forkpoint.cache.capture import Candidate
+from forkpoint.cache.events import CacheStats
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost, make_policy
+from forkpoint.cache.ghosts import GhostTable
+from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lease import Lease, RunningSlot
+from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
+from forkpoint.cache.store import PendingSave, PrefixStore
+from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Origin, Provenance
+from forkpoint.config import CacheConfig
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class CacheManager:
+    """Owns tree, arena accounting and leases. Every method leaves all of them consistent.
+
+    `cost` weighs entries for eviction; `policy` overrides the one that `config` names.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        config: CacheConfig,
+        *,
+        deterministic: bool = False,
+        cost: RecomputeCost | None = None,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.layout = layout
+        self.deterministic = deterministic
+        self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
+        self.arena = Arena(layout, num_pages)
+        self.ghosts = GhostTable(config.num_ghosts)
+        self.store = PrefixStore(
+            layout, self.arena, policy or make_policy(config.eviction_policy), cost or RecomputeCost(), self.ghosts
+        )
+        self._num_own_blocks = 0
+        self._num_running_slots = 0
+        self._num_read = 0  # checkpoints with readers
+        self._planned: dict[BlockHash, int] = {}  # boundaries, in tokens, that the next plan makes reusable
+
+    # --- before a request runs
+
+    def new_lease(self, owner: str, salt: str, token_ids: TokenIds, private_from: int | None = None) -> Lease:
+        """A lease that holds nothing yet. In deterministic mode blocks with tokens at or after `private_from`
+        (those made by decode kernels) can be found by `owner` alone."""
+        chain = HashChain(salt, self.layout.block_size, owner, private_from if self.deterministic else None)
+        if self.enabled:
+            chain.extend(token_ids)
+        return Lease(owner, chain, frozen=not self.enabled)
+
+    def lookup(self, lease: Lease, num_known_tokens: int, read: bool = True) -> PrefixHit:
+        """The longest reusable prefix of the first `num_known_tokens` tokens. Changes nothing."""
+        if not self.enabled or not read:
+            return NOTHING
+        return find_prefix(lease.chain, num_known_tokens, self.layout, self.store.tree, self.ghosts)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether an otherwise empty arena holds a request of that final length."""
+        return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
+
+    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
+        blocks = self.layout.num_blocks_for(num_tokens) - len(hit.path) + spare_blocks if self.layout.has_kv else 0
+        blocks += sum(node.pins == 0 for node in hit.path) if self.layout.has_kv else 0
+        slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
+        return self.arena.num_pages_without(self._blocks_in_use + blocks, self._slots_in_use + slots) >= 0
+
+    def expect(self, checkpoint: Checkpoint | None, change: int) -> None:
+        """`change` waiting requests more are known to resume from `checkpoint`."""
+        if checkpoint is not None and not checkpoint.dropped:
+            checkpoint.num_expected += change
+            self.store.refile(checkpoint)
+
+    @property
+    def _blocks_in_use(self) -> int:
+        return (self.store.tree.num_pinned if self.layout.has_kv else 0) + self._num_own_blocks
+
+    @property
+    def _slots_in_use(self) -> int:
+        return self._num_running_slots + self._num_read
+
+    # --- while it runs
+
+    def attach(self, lease: Lease, hit: PrefixHit) -> None:
+        """Give the lease the hit's blocks and the checkpoint to read first."""
+        assert lease.node is None and lease.num_blocks == 0
+        lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
+        self.store.pin(lease.node)
+        lease.num_blocks = len(hit.path) if self.layout.has_kv else 0
+        self._start_from(lease, hit)
+
+    def jump(self, lease: Lease, hit: PrefixHit) -> bool:
+        """Move a lease in prefill onto a longer prefix that has been cached meanwhile; False: not worth it.
+
+        The blocks computed so far are given back; the running slot is kept for what follows.
+        """
+        if hit.num_tokens <= lease.state_tokens or lease.node is None or lease.frozen:
+            return False
+        old = lease.node
+        self.store.pin(hit.path[-1])
+        self._free_own_blocks(lease)
+        lease.node = hit.path[-1]
+        self.store.unpin(old)
+        lease.num_blocks = len(hit.path) if self.layout.has_kv else 0
+        self._start_from(lease, hit)
+        return True
+
+    def _start_from(self, lease: Lease, hit: PrefixHit) -> None:
+        if lease.read_from is not None:
+            self.done_reading(lease.read_from)
+        lease.num_told_blocks = 0
+        lease.state_tokens = hit.num_tokens
+        lease.read_from = lease.hit = hit.checkpoint
+        if hit.checkpoint is None:
+            if hit.path:
+                hit.path[-1].num_hits += 1
+            return
+        lease.provenance = hit.checkpoint.provenance
+        lease.touched.append(hit.checkpoint)
+        hit.checkpoint.num_hits += 1
+        self.store.counters.checkpoint_hits[hit.checkpoint.origin] += 1
+        self._start_reading(hit.checkpoint)
+        self.store.refile(hit.checkpoint, used=True)
+
+    def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens; False if the arena cannot give them (what it gave is kept)."""
+        while lease.num_blocks < self.layout.num_blocks_for(num_tokens):
+            block = self.store.take_block(lease)
+            if block is None:
+                return False
+            lease.own_blocks[lease.num_blocks] = block
+            lease.num_blocks += 1
+            self._num_own_blocks += 1
+        return True
+
+    def ensure_slot(self, lease: Lease) -> bool:
+        """A running slot; True at once for a layout without states."""
+        if lease.slot != NO_UNIT or not self.layout.has_states:
+            return True
+        slot = self.store.take_slot(RunningSlot(lease))
+        if slot is None:
+            return False
+        lease.slot = slot
+        self._num_running_slots += 1
+        return True
+
+    def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
+        """A chunk `[start, end)` is planned: take slots for the candidates that are worth it.
+
+        No room means no checkpoint, counted. Without states every full block is reusable by itself.
+        """
+        if lease.frozen:
+            return
+        size, hashes = self.layout.block_size, lease.chain.hashes
+        if not self.layout.has_states:
+            last = min(end // size, len(hashes))
+            self._planned.update((hashes[i], (i + 1) * size) for i in range(start // size, last))
+            return
+        for candidate in candidates:
+            index = candidate.num_tokens // size - 1
+            if index >= len(hashes) or hashes[index] in self._planned:
+                continue
+            present = self.store.tree.find(hashes[index])
+            if present is not None and present.checkpoint is not None:
+                continue
+            save = PendingSave(candidate.num_tokens, candidate.origin)
+            slot = self._take_candidate_slot(save, lease)
+            if slot is None:
+                self.store.counters.checkpoints_skipped[candidate.origin] += 1
+                continue
+            save.slot = slot
+            lease.pending.append(save)
+            self._planned[hashes[index]] = candidate.num_tokens
+        lease.pending.sort(key=lambda save: save.num_tokens)
+
+    def _take_candidate_slot(self, save: PendingSave, lease: Lease) -> int | None:
+        if save.origin is Origin.INTERVAL:
+            return self.arena.take_slot(save, compact=False)
+        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node)
+        return self.store.take_slot(save, below=key)
+
+    def reusable_soon(self, lease: Lease, limit: int) -> int:
+        """How many tokens of this lease's history, at most `limit`, the plan under construction makes
+        reusable for the next one."""
+        size, hashes = self.layout.block_size, lease.chain.hashes
+        fits = (
+            num_tokens
+            for block_hash, num_tokens in self._planned.items()
+            if num_tokens <= min(limit, len(hashes) * size) and hashes[num_tokens // size - 1] == block_hash
+        )
+        return max(fits, default=0)
+
+    def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> None:
+        """At a block boundary while decoding: file the block that `token_ids` complete, make the running slot
+        a checkpoint, and take a fresh one. Where no fresh slot is worth it the running slot stays."""
+        if not self.enabled:
+            return
+        lease.chain.extend(token_ids)
+        self.publish(lease, lease.state_tokens, Provenance.DECODE)
+        if lease.frozen or not self.layout.has_states or lease.read_from is not None:
+            return
+        start, node = lease.state_tokens, lease.node
+        assert node is not None
+        if node.depth * self.layout.block_size != start or node.checkpoint is not None:
+            return
+        fresh = self._fresh_slot(lease, start, node)
+        if fresh is None:
+            self.store.counters.checkpoints_skipped[Origin.DECODE] += 1
+            return
+        old, lease.slot = lease.slot, fresh
+        checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.provenance)
+        assert checkpoint is not None
+        self._adopt(lease, checkpoint)
+        lease.decode_checkpoint = lease.read_from = checkpoint
+        self._start_reading(checkpoint)
+
+    def _fresh_slot(self, lease: Lease, start: int, node: Node) -> int | None:
+        """The slot of the request's previous decode checkpoint if nobody used that, else a new one."""
+        previous, owner = lease.decode_checkpoint, RunningSlot(lease)
+        if previous is not None and not (
+            previous.dropped or previous.num_readers or previous.num_hits or previous.num_expected
+        ):
+            slot = previous.slot
+            self.store.drop_checkpoint(previous, keep_slot=True)
+            self.arena.transfer_slot(slot, owner)
+            return slot
+        key = self.store.candidate_key(start, Origin.DECODE, node)
+        return self.store.take_slot(owner, below=key)
+
+    # --- plans
+
+    def read_slot(self, lease: Lease) -> int:
+        """The slot with the state that the next chunk starts from; -1 for the zero state."""
+        if lease.read_from is not None:
+            return lease.read_from.slot
+        return lease.slot if lease.state_tokens else NO_UNIT
+
+    def advance(self, lease: Lease, end: int, provenance: Provenance) -> Checkpoint | None:
+        """A planned chunk takes the running state to `end` tokens. Returns the checkpoint that it reads, if
+        any; call `done_reading` with it once the step's result is known."""
+        reading, lease.read_from = lease.read_from, None
+        lease.state_tokens = end
+        lease.num_told_blocks = lease.num_blocks
+        if provenance.value > lease.provenance.value:
+            lease.provenance = provenance
+        return reading
+
+    def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> list[Node]:
+        """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree; returns new nodes.
+
+        To be called when the plan that computes them is issued.
+        """
+        made: list[Node] = []
+        saves = {save.num_tokens // self.layout.block_size: save for save in lease.pending}
+        lease.pending.clear()
+        assert lease.node is not None
+        size = self.layout.block_size
+        while not lease.frozen and (lease.node.depth + 1) * size <= min(num_tokens, lease.chain.num_tokens):
+            node = self._step_down(lease, lease.node, provenance, made)
+            if node is None:
+                lease.frozen = True
+                break
+            self.store.pin(node)
+            self.store.unpin(lease.node)
+            lease.node = node
+            if save := saves.pop(node.depth, None):
+                self._finish_save(lease, node, save)
+        for save in saves.values():
+            self.arena.give_slot(save.slot)
+        lease.made += made
+        return made
+
+    def _step_down(self, lease: Lease, parent: Node, provenance: Provenance, made: list[Node]) -> Node | None:
+        """The child of `parent` on the lease's history, filed if it is new; None: it cannot be filed."""
+        index = parent.depth
+        block_hash, tokens = lease.chain.hashes[index], lease.chain.block_tokens(index)
+        present = self.store.tree.find(block_hash)
+        if present is not None:
+            return present if present.tokens == tokens and present.parent is parent else None
+        if parent.condemned:
+            return None
+        block = NO_UNIT
+        if self.layout.has_kv:
+            if index not in lease.own_blocks:
+                return None
+            block = lease.own_blocks.pop(index)
+            self._num_own_blocks -= 1
+        node = self.store.add_block(parent, block_hash, tokens, block, provenance)
+        made.append(node)
+        return node
+
+    def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
+        checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance)
+        if checkpoint is not None:
+            self._adopt(lease, checkpoint)
+
+    def _adopt(self, lease: Lease, checkpoint: Checkpoint) -> None:
+        lease.touched.append(checkpoint)
+        hit = lease.hit
+        if hit is not None and checkpoint.origin in (Origin.PROMPT_END, Origin.DECODE) and not hit.superseded:
+            hit.superseded = True
+            self.store.refile(hit)
+
+    def finish_plan(self) -> tuple[UnitMove, ...]:
+        """The plan under construction is complete; returns the moves that it has to carry."""
+        self._planned.clear()
+        moves = self.arena.drain_moves()
+        self.store.counters.moves += len(moves)
+        return moves
+
+    def done_reading(self, checkpoint: Checkpoint) -> None:
+        """One reader of a checkpoint's slot is done."""
+        assert checkpoint.num_readers > 0
+        checkpoint.num_readers -= 1
+        if not checkpoint.num_readers:
+            self._num_read -= 1
+            self.store.refile(checkpoint)
+
+    def _start_reading(self, checkpoint: Checkpoint) -> None:
+        self._num_read += checkpoint.num_readers == 0
+        checkpoint.num_readers += 1
+
+    # --- afterwards
+
+    def release(self, lease: Lease, donate: bool = False) -> None:
+        """Give everything back. What the tree holds stays; with `donate` the running state, if it is at a
+        block boundary that has no checkpoint yet, stays too."""
+        for save in lease.pending:
+            self.arena.give_slot(save.slot)
+        lease.pending.clear()
+        if lease.read_from is not None:
+            self.done_reading(lease.read_from)
+            lease.read_from = None
+        if lease.slot != NO_UNIT:
+            self._num_running_slots -= 1
+            if not (donate and self._donate_state(lease)):
+                self.arena.give_slot(lease.slot)
+            lease.slot = NO_UNIT
+        self._free_own_blocks(lease)
+        if lease.node is not None:
+            self.store.unpin(lease.node)
+            lease.node = None
+        for checkpoint in lease.touched:
+            self.store.refile(checkpoint, used=True)
+        lease.touched.clear()
+        lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0
+        lease.hit = lease.decode_checkpoint = None
+        lease.provenance, lease.frozen = Provenance.PREFILL, not self.enabled
+
+    def _donate_state(self, lease: Lease) -> bool:
+        tokens, grid = lease.state_tokens, self.layout.checkpoint_grid
+        if lease.frozen or lease.node is None or not tokens or tokens % grid:
+            return False
+        self.publish(lease, tokens, lease.provenance)
+        node = lease.node
+        if lease.frozen or node.condemned or node.depth * self.layout.block_size != tokens or node.checkpoint:
+            return False
+        origin = Origin.DECODE if lease.provenance is Provenance.DECODE else Origin.PROMPT_END
+        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance)
+        assert checkpoint is not None
+        lease.touched.append(checkpoint)
+        return True
+
+    def forget_private(self, lease: Lease, num_public_tokens: int) -> None:
+        """Drop what only this lease's owner can find (deterministic mode: decode-made entries); released."""
+        if not self.deterministic:
+            return
+        for node in lease.made:
+            if not node.dropped and not node.condemned and node.depth * self.layout.block_size > num_public_tokens:
+                self.store.condemn(node)
+
+    def condemn(self, nodes: Iterable[Node]) -> None:
+        """These nodes, and all below them, were never computed or hold garbage."""
+        for node in nodes:
+            if not node.dropped:
+                self.store.condemn(node)
+
+    def reset(self) -> None:
+        """Nothing cached so far is found again; what running requests hold is freed with them."""
+        self.store.reset()
+
+    def _free_own_blocks(self, lease: Lease) -> None:
+        for block in lease.own_blocks.values():
+            self.arena.give_block(block)
+        self._num_own_blocks -= len(lease.own_blocks)
+        lease.own_blocks.clear()
+
+    def count_query(self, num_tokens: int, hit: PrefixHit) -> None:
+        """Record one prompt of `num_tokens` tokens that asked, and what it got."""
+        counters = self.store.counters
+        counters.query_tokens += num_tokens
+        counters.hit_tokens += hit.num_tokens
+        if hit.miss is not None:
+            lost = max((hit.kv_num_tokens, *hit.junctions)) - hit.num_tokens
+            counters.lost_tokens[hit.miss] += lost
+
+    def stats(self) -> CacheStats:
+        counters, arena = self.store.counters, self.arena
+        return CacheStats(
+            num_pages=arena.num_pages,
+            num_free_pages=arena.num_free_pages,
+            num_blocks_used=arena.blocks.num_used if arena.blocks else 0,
+            num_slots_used=arena.slots.num_used if arena.slots else 0,
+            num_cached_blocks=self.store.tree.num_nodes,
+            num_checkpoints=self.store.num_checkpoints,
+            num_ghosts=len(self.ghosts),
+            query_tokens=counters.query_tokens,
+            hit_tokens=counters.hit_tokens,
+            lost_tokens={reason.value: n for reason, n in counters.lost_tokens.items()},
+            checkpoints_saved={origin.value: n for origin, n in counters.checkpoints_saved.items()},
+            checkpoints_evicted={origin.value: n for origin, n in counters.checkpoints_evicted.items()},
+            checkpoint_hits={origin.value: n for origin, n in counters.checkpoint_hits.items()},
+            checkpoints_skipped={origin.value: n for origin, n in counters.checkpoints_skipped.items()},
+            blocks_evicted=counters.blocks_evicted,
+            moves=counters.moves,
+        )

@@ -1,0 +1,255 @@
+"""What is cached, and what gives way: tree, arena, eviction order and ghosts kept in step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from forkpoint.cache.arena import Arena, UnitOwner
+from forkpoint.cache.events import CacheCounters
+from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, EvictionQueue, RecomputeCost
+from forkpoint.cache.ghosts import GhostKind, GhostTable
+from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Origin, PrefixTree, Provenance
+
+
+@dataclass(slots=True, eq=False)
+class PendingSave:
+    """A slot taken for a state that a plan under construction will store; it becomes a checkpoint at issue."""
+
+    num_tokens: int
+    origin: Origin
+    slot: int = NO_UNIT
+
+    def rebind(self, old: int, new: int) -> None:
+        assert self.slot == old
+        self.slot = new
+
+
+class PrefixStore:
+    """Cached blocks and checkpoints over one arena.
+
+    Room is made in this order: free units, compaction, keys and values with no checkpoint at or below them
+    (`dead` leaves), then the checkpoint of least value. A layout without states has no checkpoints; there
+    the leaf of least value goes.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        arena: Arena,
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        ghosts: GhostTable,
+    ):
+        self.layout = layout
+        self.arena = arena
+        self.tree = PrefixTree()
+        self.ghosts = ghosts
+        self.counters = CacheCounters()
+        self.num_checkpoints = 0
+        self._policy = policy
+        self._cost = cost
+        self._dead: deque[Node] = deque()
+        self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
+            lambda c: self._policy.key(self._facts(c)), lambda c: c.num_readers == 0
+        )
+        self._leaves: EvictionQueue[Node] = EvictionQueue(self._leaf_key, _is_free_leaf)
+
+    # --- room
+
+    def take_block(self, owner: UnitOwner) -> int | None:
+        """A block, evicting whatever it takes; None if all that is left is in use."""
+        while (block := self.arena.take_block(owner)) is None:
+            if not self._evict_one(None):
+                return None
+        return block
+
+    def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
+        """A slot, evicting what it takes; with `below`, only entries whose key is smaller than that."""
+        while (slot := self.arena.take_slot(owner)) is None:
+            if not self._evict_one(below):
+                return None
+        return slot
+
+    def candidate_key(self, num_tokens: int, origin: Origin, parent: Node | None) -> float:
+        """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor."""
+        ancestor = _nearest_checkpoint(parent)
+        start = ancestor.num_tokens if ancestor else 0
+        return self._policy.key(self._make_facts(start, num_tokens, origin))
+
+    def _evict_one(self, below: float | None) -> bool:
+        if self._evict_dead():
+            return True
+        if not self.layout.has_states:
+            found_leaf = self._leaves.lowest()
+            if found_leaf is None:
+                return False
+            self._evict_leaf(found_leaf[1])
+            return True
+        found = self._checkpoints.lowest()
+        if found is None or (below is not None and found[0] >= below):
+            return False
+        checkpoint = found[1]
+        self.counters.checkpoints_evicted[checkpoint.origin] += 1
+        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT)
+        self.drop_checkpoint(checkpoint)
+        return True
+
+    def _evict_dead(self) -> bool:
+        while self._dead:
+            node = self._dead.popleft()
+            if not node.dropped and _is_free_leaf(node) and node.checkpoint is None:
+                self._evict_leaf(node)
+                return True
+        return False
+
+    def _evict_leaf(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        if not node.condemned:
+            self.ghosts.add(node.hash, GhostKind.KV)
+        self.counters.blocks_evicted += 1
+        node.dropped = True
+        self.tree.remove(node)
+        if node.block != NO_UNIT:
+            self.arena.give_block(node.block)
+        self._note_leaf(parent, first=True)
+
+    def _note_leaf(self, node: Node, first: bool = False) -> None:
+        """Remember a node that may have become an unpinned leaf."""
+        if node.depth == 0 or node.dropped or not _is_free_leaf(node) or node.checkpoint is not None:
+            return
+        if self.layout.has_states or node.condemned:
+            if first:
+                self._dead.appendleft(node)
+            else:
+                self._dead.append(node)
+        else:
+            self._leaves.push(node)
+
+    # --- entries
+
+    def add_block(self, parent: Node, block_hash: BlockHash, tokens: bytes, block: int, provenance: Provenance) -> Node:
+        """File a block under its parent; the arena's unit changes hands."""
+        node = self.tree.insert(parent, block_hash, tokens, block, provenance)
+        node.last_used = self.arena.turnover
+        if block != NO_UNIT:
+            self.arena.transfer_block(block, node)
+        if self.ghosts.get(node.hash) is GhostKind.KV:
+            self.ghosts.discard(node.hash)
+        return node
+
+    def add_checkpoint(self, node: Node, slot: int, origin: Origin, provenance: Provenance) -> Checkpoint | None:
+        """Make `slot` the checkpoint of `node`. Of two for one node the better provenance stays; None: the
+        one that is there stays, and the slot was freed."""
+        present = node.checkpoint
+        if present is not None and (present.provenance.value <= provenance.value or present.num_readers):
+            self.arena.give_slot(slot)
+            return None
+        if present is not None:
+            self.drop_checkpoint(present)
+        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance)
+        checkpoint.last_used = self.arena.turnover
+        node.checkpoint = checkpoint
+        self.arena.transfer_slot(slot, checkpoint)
+        self.num_checkpoints += 1
+        self.counters.checkpoints_saved[origin] += 1
+        self.ghosts.discard(node.hash)
+        self._checkpoints.push(checkpoint)
+        return checkpoint
+
+    def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
+        """Forget a checkpoint that nobody reads; with `keep_slot` the caller takes its slot over."""
+        assert checkpoint.num_readers == 0 and not checkpoint.dropped
+        checkpoint.dropped = True
+        checkpoint.node.checkpoint = None
+        self.num_checkpoints -= 1
+        if not keep_slot:
+            self.arena.give_slot(checkpoint.slot)
+        self._note_leaf(checkpoint.node)
+
+    def refile(self, checkpoint: Checkpoint, used: bool = False) -> None:
+        """The facts of a checkpoint changed; with `used` it was used just now."""
+        if checkpoint.dropped:
+            return
+        if used:
+            checkpoint.last_used = self.arena.turnover
+        if checkpoint.node.condemned and checkpoint.num_readers == 0:
+            self.drop_checkpoint(checkpoint)
+        else:
+            self._checkpoints.push(checkpoint)
+
+    def pin(self, node: Node) -> None:
+        self.tree.pin(node)
+
+    def unpin(self, node: Node) -> None:
+        node.last_used = self.arena.turnover
+        self.tree.unpin(node)
+        self._note_leaf(node)
+
+    def condemn(self, node: Node) -> None:
+        """Nothing at or below `node` is found again; what nobody holds goes at once."""
+        self.tree.condemn(node)
+        stack, leaves = [node], []
+        while stack:
+            item = stack.pop()
+            if item.checkpoint is not None and item.checkpoint.num_readers == 0:
+                self.drop_checkpoint(item.checkpoint)
+            stack.extend(item.children.values())
+            leaves.append(item)
+        for item in reversed(leaves):
+            if not item.dropped and _is_free_leaf(item) and item.checkpoint is None:
+                self._evict_leaf(item)
+
+    def reset(self) -> None:
+        """Condemn everything and forget the ghosts."""
+        for node in [node for node in self.tree.nodes() if node.depth == 1]:
+            self.condemn(node)
+        self.ghosts.clear()
+
+    # --- facts
+
+    def _facts(self, checkpoint: Checkpoint) -> EntryFacts:
+        ancestor = _nearest_checkpoint(checkpoint.node.parent)
+        start = ancestor.num_tokens if ancestor else 0
+        return self._make_facts(start, checkpoint.num_tokens, checkpoint.origin, checkpoint)
+
+    def _make_facts(self, start: int, end: int, origin: Origin, checkpoint: Checkpoint | None = None) -> EntryFacts:
+        num_bytes = self.layout.slot_bytes + (end - start) // self.layout.block_size * self.layout.block_bytes
+        return EntryFacts(
+            origin=origin,
+            saved=self._cost(start, end),
+            num_bytes=num_bytes,
+            last_used=checkpoint.last_used if checkpoint else self.arena.turnover,
+            num_hits=checkpoint.num_hits if checkpoint else 0,
+            num_expected=checkpoint.num_expected if checkpoint else 0,
+            superseded=checkpoint.superseded if checkpoint else False,
+        )
+
+    def _leaf_key(self, node: Node) -> float:
+        size = self.layout.block_size
+        return self._policy.key(
+            EntryFacts(
+                origin=Origin.PROMPT_END,
+                saved=self._cost((node.depth - 1) * size, node.depth * size),
+                num_bytes=self.layout.block_bytes,
+                last_used=node.last_used,
+                num_hits=node.num_hits,
+                num_expected=0,
+                superseded=False,
+            )
+        )
+
+
+def _is_free_leaf(node: Node) -> bool:
+    return not node.children and not node.pins
+
+
+def _nearest_checkpoint(node: Node | None) -> Checkpoint | None:
+    while node is not None:
+        if node.checkpoint is not None:
+            return node.checkpoint
+        node = node.parent
+    return None
