@@ -1,0 +1,136 @@
+"""Conversations to prompts, with the boundaries at which other conversations are expected to part."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import ConfigError, InvalidPromptError
+
+Message: TypeAlias = Mapping[str, Any]
+
+FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # whose ends are looked for; each costs one rendering
+PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that only ever part two renderings
+
+
+class ChatTemplate:
+    """Renders conversations through the tokenizer's chat template, or through one given in its place."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+        """`template` is a Jinja file or the template itself. Raises ConfigError for an unreadable file."""
+        self._tokenizer = tokenizer
+        self._template = _read_template(template)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of one conversation, with a declared boundary at the end of each message.
+
+        Raises InvalidPromptError for an empty or malformed conversation and where the template refuses it.
+        """
+        if self._template is None and not getattr(self._tokenizer.hf, "chat_template", None):
+            raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
+        conversation = [_normalised(message) for message in messages]
+        if not conversation:
+            raise InvalidPromptError("the conversation is empty; give at least one message")
+        options = {**(variables or {}), "tools": list(tools) if tools else None}
+        ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        try:
+            text = self._text(conversation, {**options, **ending})
+        except Exception as error:  # a template may raise anything
+            raise InvalidPromptError(f"the chat template refused the conversation: {error}") from error
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        cuts = self._message_ends(conversation, options, text)
+        return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
+
+    def _text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str:
+        return str(
+            self._tokenizer.hf.apply_chat_template(
+                list(conversation), chat_template=self._template, tokenize=False, **options
+            )
+        )
+
+    def _message_ends(self, conversation: list[Message], options: Mapping[str, Any], text: str) -> list[int]:
+        """Character positions in `text`: where the tool list ends, and each message but those cut elsewhere."""
+        counts = range(len(conversation) + 1)
+        looked_at = {*counts[:FIRST_MESSAGES], *counts[-LAST_MESSAGES:]}
+        ends = {self._end_of(conversation[:count], options, text) for count in looked_at}
+        return sorted(end for end in ends if 0 < end < len(text))
+
+    def _end_of(self, prefix: list[Message], options: Mapping[str, Any], text: str) -> int:
+        """Where `prefix` ends in `text`; 0 where the template does not show it.
+
+        Most templates render a prefix of a conversation to a prefix of its text. Where one raises, or writes
+        something else at the end, two continuations that differ in their text alone show where it ends.
+        """
+        if prefix:
+            alone = self._try_text(prefix, options)
+            if alone is not None and text.startswith(alone):
+                return len(alone)
+        shown = [self._try_text([*prefix, {"role": "user", "content": probe}], options) for probe in PROBES]
+        first, other = shown
+        if first is None or other is None:
+            return 0
+        shared = _common_prefix(first, other)
+        return shared if text.startswith(first[:shared]) else 0
+
+    def _try_text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str | None:
+        try:
+            return self._text(conversation, options)
+        except Exception:  # templates refuse partial conversations in many ways, and none of them matters here
+            return None
+
+
+def _token_positions(cuts: Sequence[int], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Token counts at which the text before a cut, and nothing else, has been read."""
+    starts = [start for start, _ in offsets]
+    found = set()
+    for cut in cuts:
+        position = bisect_left(starts, cut)
+        if 0 < position < len(offsets) and starts[position] == cut and offsets[position - 1][1] <= cut:
+            found.add(position)
+    return tuple(sorted(found))
+
+
+def _normalised(message: object) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidPromptError(f"a message is a dict with 'role' and 'content'; given {message!r:.80}")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if not isinstance(content, Sequence):
+        raise InvalidPromptError(f"message content must be a text or a list of text parts; given {content!r:.80}")
+    parts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidPromptError(f"only text parts are understood in a message; given {part!r:.80}")
+        parts.append(part["text"])
+    return {**message, "content": "\n".join(parts)}
+
+
+def _common_prefix(first: str, other: str) -> int:
+    for index, (a, b) in enumerate(zip(first, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(other))
+
+
+def _read_template(template: str | None) -> str | None:
+    if template is None or "{" in template or "\n" in template:
+        return template
+    path = Path(template)
+    if not path.is_file():
+        raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template")
+    return path.read_text()

@@ -1,0 +1,76 @@
+"""Prompts in, outputs out, one step at a time. `LLM` and the servers sit on it."""
+
+from __future__ import annotations
+
+import time
+
+from forkpoint.engine.core import EngineCore
+from forkpoint.engine.inputs import InputProcessor, Prompt
+from forkpoint.engine.outputs import OutputAssembler
+from forkpoint.errors import RequestError
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import FinishReason, SamplingParams
+
+
+class Engine:
+    """Requests with their texts, around an EngineCore of token sequences. One thread calls it."""
+
+    def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
+        self.core = core
+        self.inputs = inputs
+        self._outputs = OutputAssembler(inputs.tokenizer)
+        self._num_requests = 0
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
+        self.inputs.requests("", prompt, params, priority=0, number=0, arrival_s=0.0)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> str:
+        """Queue one prompt with its `n` completions and return the request's id.
+
+        Raises a RequestError, in which case nothing of it is queued.
+        """
+        now = time.perf_counter()
+        request_id = f"req-{self._num_requests}"
+        requests = self.inputs.requests(
+            request_id, prompt, params, priority=priority, number=self._num_requests, arrival_s=now
+        )
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.core.add(request)
+                added.append(request.id)
+        except RequestError:
+            for name in added:
+                self.core.abort(name)
+            raise
+        self._num_requests += 1
+        self._outputs.add(request_id, prompt, requests, now)
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request where it stands; None when it is not open."""
+        found = self._outputs.abort(request_id, time.perf_counter())
+        if found is None:
+            return None
+        output, sequences = found
+        for name in sequences:
+            self.core.abort(name)
+        return output
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End all open requests and wait for the steps in flight."""
+        outputs = [self.abort(request_id) for request_id in self._outputs.open_request_ids]
+        self.core.drain()
+        return [output for output in outputs if output is not None]
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that have news, each as far as it has come."""
+        updates = self.core.step()
+        outputs, stopped = self._outputs.apply(updates, time.perf_counter())
+        for name in stopped:
+            self.core.finish(name, FinishReason.STOP)
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        return self.core.has_unfinished()

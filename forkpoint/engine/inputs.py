@@ -1,0 +1,156 @@
+"""Prompts and sampling parameters to scheduler requests, everything checked before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import InvalidParamsError, InvalidPromptError
+from forkpoint.params import MAX_SEED, SamplingParams
+from forkpoint.sched.plan import IntArray
+from forkpoint.sched.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A checked prompt. `breakpoints` are declared boundaries, in tokens."""
+
+    token_ids: IntArray
+    text: str | None = None
+    breakpoints: tuple[int, ...] = ()
+
+
+PromptInput: TypeAlias = "str | Sequence[int] | Mapping[str, object] | Prompt"
+
+
+def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """One prompt (a text, a list of token ids) or a list of them, as a list."""
+    if isinstance(prompts, str | Mapping | Prompt):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class InputProcessor:
+    """Knows the model's vocabulary, its length limit and its end-of-sequence ids."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    seed: int
+
+    def prompt(self, given: PromptInput, breakpoints: Sequence[int] = ()) -> Prompt:
+        """Tokenise and check. Raises InvalidPromptError with what was given and what is allowed."""
+        if isinstance(given, Mapping):
+            given = self._from_mapping(given)
+        if isinstance(given, Prompt):
+            self._check_ids(given.token_ids)
+            return given
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise InvalidPromptError("the engine was started without a tokenizer; give token ids, not text")
+            ids, text = self.tokenizer.encode(given), given
+        else:
+            ids, text = _integers(given), None
+        token_ids = np.asarray(ids, np.int64)
+        self._check_ids(token_ids)
+        return Prompt(token_ids.astype(np.int32), text, tuple(breakpoints))
+
+    def requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int, number: int, arrival_s: float
+    ) -> list[Request]:
+        """The `n` requests of one prompt, `request_id` for the first and `request_id#i` for the others.
+
+        `number` counts the engine's requests; it makes their seeds differ where the caller names none.
+        Raises InvalidParamsError.
+        """
+        room = self.max_model_len - len(prompt.token_ids)
+        self._check_params(prompt, params, room)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        breakpoints = tuple(sorted({*prompt.breakpoints, *params.cache_breakpoints}))
+        base = params.seed if params.seed is not None else derive_seed(self.seed, number)
+        return [
+            Request(
+                id=sequence_id(request_id, index),
+                prompt_token_ids=prompt.token_ids,
+                # the prompt's own log-probabilities are reported once
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                seed=base if index == 0 else derive_seed(base, index),
+                stop_token_ids=stops,
+                breakpoints=breakpoints,
+                priority=priority,
+                arrival_s=arrival_s,
+            )
+            for index in range(params.n)
+        ]
+
+    def _from_mapping(self, given: Mapping[str, object]) -> PromptInput:
+        for key in ("prompt_token_ids", "prompt"):
+            if given.get(key) is not None:
+                return given[key]  # type: ignore[return-value]
+        raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {sorted(given)}")
+
+    def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
+        if not len(token_ids):
+            raise InvalidPromptError("the prompt is empty; give at least one token")
+        unknown = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
+        if len(unknown):
+            raise InvalidPromptError(
+                f"token id {int(unknown[0])} is unknown; the model has ids 0 to {self.vocab_size - 1}"
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidPromptError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} at most "
+                f"{self.max_model_len - 1} leave room for an answer: shorten it or raise max_model_len"
+            )
+
+    def _check_params(self, prompt: Prompt, params: SamplingParams, room: int) -> None:
+        if params.min_tokens > room:
+            raise InvalidParamsError(
+                f"sampling parameter min_tokens={params.min_tokens} is not allowed; a prompt of "
+                f"{len(prompt.token_ids)} tokens leaves room for {room} (max_model_len={self.max_model_len})"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidParamsError("stop strings need a tokenizer; give stop_token_ids instead")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+            bad = [token for token in ids if token >= self.vocab_size]
+            if bad:
+                raise InvalidParamsError(
+                    f"sampling parameter {name} names token id {bad[0]}; the model has ids 0 to {self.vocab_size - 1}"
+                )
+        beyond = [position for position in params.cache_breakpoints if position > len(prompt.token_ids)]
+        if beyond:
+            raise InvalidParamsError(
+                f"sampling parameter cache_breakpoints names position {beyond[0]}; the prompt ends at "
+                f"{len(prompt.token_ids)}"
+            )
+
+
+def sequence_id(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id}#{index}"
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """An independent seed, the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def _integers(given: object) -> list[int]:
+    allowed = "a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+    if not isinstance(given, Sequence | np.ndarray):
+        raise InvalidPromptError(f"a prompt of type {type(given).__name__} is not understood; give {allowed}")
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise InvalidPromptError(f"{value!r} is no token id; give {allowed}")
+    return [min(max(int(value), -1), 2**62) for value in given]

@@ -1,0 +1,189 @@
+"""The Python API: `LLM(model).generate(...)` and `.chat(...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from forkpoint.config import EngineConfig
+from forkpoint.engine.build import build_engine
+from forkpoint.engine.chat import ChatTemplate, Message
+from forkpoint.engine.inputs import Prompt, PromptInput, split_prompts
+from forkpoint.engine.interrupt import DeferredInterrupt
+from forkpoint.engine.progress import Progress
+from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import SamplingParams
+
+ParamsInput = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model, its cache and its scheduler, for use from one thread.
+
+    `LLM("path/to/model", max_model_len=4096, ...)` takes the options of `EngineConfig`, `CacheConfig` and
+    `SchedulerConfig` by name. Raises ConfigError, CheckpointError or UnsupportedModelError. Close it, or use
+    it in a `with` statement, to give the memory back.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_flat(model=model, **options)
+        self._engine, self._metrics = build_engine(self.config)
+        tokenizer = self._engine.inputs.tokenizer
+        self._chat = ChatTemplate(tokenizer, self.config.chat_template) if tokenizer is not None else None
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: ParamsInput = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete one prompt (text or token ids) or many; outputs come in the order of the prompts.
+
+        `sampling_params` and `priority` (smaller runs first) are one for all or one each. Raises a RequestError
+        before anything runs when a prompt or parameter is refused. A completion that fails while running says
+        so in its `finish_reason` and `error`; the others go on. Ctrl-C ends the open requests and raises.
+        """
+        checked = [self._engine.inputs.prompt(given) for given in split_prompts(prompts)]
+        return self._run(checked, sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: ParamsInput = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of `{"role", "content"}`) or many, as `generate` does.
+
+        The end of each message is a declared boundary: a later conversation that parts there reuses it.
+        """
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        prompts = [
+            self.render_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, priority, use_tqdm)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of one conversation, declared boundaries included; `generate` and `stream` take it."""
+        if self._chat is None:
+            raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
+        prompt = self._chat.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self._engine.inputs.prompt(prompt)
+
+    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt and yield its output, as far as it has come, after each step with news.
+
+        Ctrl-C, or leaving the iteration, ends the request; after Ctrl-C the last output has
+        `finish_reason` ABORT.
+        """
+        request_id = self._engine.add_request(self._engine.inputs.prompt(prompt), sampling_params or SamplingParams())
+        try:
+            with DeferredInterrupt() as interrupt:
+                while self._engine.has_unfinished():
+                    outputs = [output for output in self._engine.step() if output.request_id == request_id]
+                    if interrupt.requested and not (outputs and outputs[-1].finished):
+                        outputs = self._engine.abort_all()
+                    yield from outputs
+        finally:
+            self._engine.abort_all()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix. False, and nothing forgotten, while running requests hold some."""
+        return self._engine.core.reset_prefix_cache()
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Counters and gauges since the start, by name (tokens, pages, requests)."""
+        return self._metrics()
+
+    def close(self) -> None:
+        """Give the memory back; further calls raise EngineStoppedError."""
+        self._engine.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: ParamsInput, priority: int | Sequence[int], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        todo = list(zip(prompts, _one_each(params, len(prompts)), _priorities(priority, len(prompts)), strict=True))
+        for prompt, own, _ in todo:
+            self._engine.check(prompt, own)
+        done: dict[str, RequestOutput] = {}
+        order: list[str] = []
+        try:
+            with DeferredInterrupt() as interrupt, Progress(len(todo), show=use_tqdm) as progress:
+                while len(done) < len(todo):
+                    self._feed(todo, order)
+                    for output in self._engine.step():
+                        if output.finished:
+                            done[output.request_id] = output
+                            progress.add(output)
+                    if interrupt.requested:
+                        raise KeyboardInterrupt
+        finally:
+            self._engine.abort_all()
+        return [done[request_id] for request_id in order]
+
+    def _feed(self, todo: Sequence[tuple[Prompt, SamplingParams, int]], order: list[str]) -> None:
+        """Queue what the bounded queue takes; the rest follows as it drains."""
+        for prompt, params, priority in todo[len(order) :]:
+            try:
+                order.append(self._engine.add_request(prompt, params, priority=priority))
+            except QueueFullError:
+                if not self._engine.has_unfinished():
+                    raise
+                return
+
+
+def _one_each(params: ParamsInput, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidParamsError(f"{len(params)} sampling parameters for {count} prompts; give one, or one each")
+    return list(params)
+
+
+def _priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    if isinstance(priority, int):
+        return [priority] * count
+    if len(priority) != count:
+        raise InvalidParamsError(f"{len(priority)} priorities for {count} prompts; give one, or one each")
+    return list(priority)

@@ -1,0 +1,209 @@
+"""News of sequences to what the caller sees: texts, log-probabilities, timings, cache reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forkpoint.engine.detokenize import Detokenizer, StopStrings
+from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
+from forkpoint.params import FinishReason
+from forkpoint.sched.plan import TokenLogprobs
+from forkpoint.sched.request import Request, RequestUpdate
+
+
+class Completion:
+    """One sequence on its way to a CompletionOutput."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.first_token_s: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self._index = index
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            Detokenizer(tokenizer, request.prompt_token_ids.tolist(), skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative = 0.0
+        self._stop_reason: str | int | None = None
+        self._error: str | None = None
+
+    def apply(self, update: RequestUpdate, now_s: float) -> bool:
+        """Take in one update. True: a stop string ended the completion and the scheduler does not know yet."""
+        if update.token_id is not None:
+            self._add_token(update, now_s)
+        if self.finish_reason is None and update.finish_reason is not None:
+            self._finish(update)
+        return self.finish_reason is not None and update.finish_reason is None
+
+    def abort(self) -> None:
+        if self.finish_reason is None:
+            self._extend(self._flushed())
+            self.finish_reason = FinishReason.ABORT
+
+    def output(self) -> CompletionOutput:
+        wanted = self.request.params.logprobs is not None
+        hidden = 0 if self.finish_reason is not None else self._stops.num_undecided(self._text)
+        return CompletionOutput(
+            index=self._index,
+            text=self._text[: len(self._text) - hidden],
+            token_ids=tuple(self._token_ids),
+            cumulative_logprob=self._cumulative if wanted else None,
+            logprobs=tuple(self._logprobs) if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+
+    def _add_token(self, update: RequestUpdate, now_s: float) -> None:
+        assert update.token_id is not None
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self._token_ids.append(update.token_id)
+        if update.logprobs is not None:
+            self._cumulative += update.logprobs.logprob
+            self._logprobs.append(logprob_dict(update.logprobs, self._tokenizer))
+        if self._detokenizer is None:
+            return
+        if update.stop_token_id is None or self.request.params.include_stop_str_in_output:
+            self._extend(self._detokenizer.add(update.token_id))
+
+    def _extend(self, text: str) -> None:
+        """Append text and look for a stop string in it, once `min_tokens` are out."""
+        self._text += text
+        if len(self._token_ids) < self.request.params.min_tokens:
+            return
+        hit = self._stops.find(self._text, len(text))
+        if hit is not None:
+            self._text = self._text[: hit.length]
+            self._stop_reason = hit.stop
+            self.finish_reason = FinishReason.STOP
+
+    def _finish(self, update: RequestUpdate) -> None:
+        self._extend(self._flushed())
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = update.finish_reason
+        if update.stop_token_id in self.request.params.stop_token_ids:
+            self._stop_reason = update.stop_token_id
+        if update.error is not None:
+            self._error = f"{type(update.error).__name__}: {update.error}"
+
+    def _flushed(self) -> str:
+        return self._detokenizer.flush() if self._detokenizer is not None else ""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The completions of one prompt and what they have in common."""
+
+    request_id: str
+    prompt: Prompt
+    completions: list[Completion]
+    arrival_s: float
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+    finished_s: float | None = None
+
+    def output(self) -> RequestOutput:
+        first = self.completions[0].request
+        scheduled = [c.request.first_scheduled_s for c in self.completions if c.request.first_scheduled_s is not None]
+        tokens = [c.first_token_s for c in self.completions if c.first_token_s is not None]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=tuple(self.prompt.token_ids.tolist()),
+            outputs=tuple(c.output() for c in self.completions),
+            finished=self.finished_s is not None,
+            cache=first.cache,
+            metrics=RequestTimings(
+                arrival_s=self.arrival_s,
+                first_scheduled_s=min(scheduled, default=None),
+                first_token_s=min(tokens, default=None),
+                finished_s=self.finished_s,
+            ),
+            prompt_logprobs=self._prompt_logprobs(),
+            num_preemptions=sum(c.request.num_preemptions for c in self.completions),
+        )
+
+    def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """One entry per prompt token; nothing foretells the first."""
+        if self.completions[0].request.params.prompt_logprobs is None:
+            return None
+        return tuple(self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids)))
+
+
+class OutputAssembler:
+    """Holds the open requests and turns updates of their sequences into outputs."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+        self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
+
+    @property
+    def open_request_ids(self) -> list[str]:
+        return list(self._states)
+
+    def add(self, request_id: str, prompt: Prompt, requests: Sequence[Request], arrival_s: float) -> None:
+        completions = [Completion(request, index, self._tokenizer) for index, request in enumerate(requests)]
+        state = RequestState(request_id, prompt, completions, arrival_s)
+        self._states[request_id] = state
+        for completion in completions:
+            self._by_sequence[completion.request.id] = (state, completion)
+
+    def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> tuple[list[RequestOutput], list[str]]:
+        """(outputs of the requests that have news, sequences that a stop string has just ended)."""
+        stopped: list[str] = []
+        changed: dict[str, RequestState] = {}
+        for update in updates:
+            entry = self._by_sequence.get(update.request.id)
+            if entry is None:
+                continue  # it ended by a stop string or an abort after this step was issued
+            state, completion = entry
+            changed[state.request_id] = state
+            for position, logprobs in update.prompt_logprobs:
+                state.prompt_logprobs[position] = logprob_dict(logprobs, self._tokenizer)
+            if completion.apply(update, now_s):
+                stopped.append(update.request.id)
+            if completion.finish_reason is not None:
+                del self._by_sequence[update.request.id]
+        return [self._output(state, now_s) for state in changed.values()], stopped
+
+    def abort(self, request_id: str, now_s: float) -> tuple[RequestOutput, list[str]] | None:
+        """(the output as far as it came, sequences to abort); None for a request that is not open."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        sequences = [c.request.id for c in state.completions if c.finish_reason is None]
+        for completion in state.completions:
+            completion.abort()
+            self._by_sequence.pop(completion.request.id, None)
+        return self._output(state, now_s), sequences
+
+    def _output(self, state: RequestState, now_s: float) -> RequestOutput:
+        if all(c.finish_reason is not None for c in state.completions):
+            state.finished_s = now_s
+            del self._states[state.request_id]
+        return state.output()
+
+
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The chosen token first, then the most likely ones."""
+    found = {entry.token_id: _logprob(entry.token_id, entry.logprob, entry.rank, tokenizer)}
+    for rank, (token, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
+        found.setdefault(token, _logprob(token, value, rank, tokenizer))
+    return found
+
+
+def _logprob(token_id: int, value: float, rank: int, tokenizer: Tokenizer | None) -> Logprob:
+    text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else ""
+    return Logprob(value, rank, text)

@@ -1,0 +1,39 @@
+"""The progress bar of a batch."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+from forkpoint.outputs import RequestOutput
+
+
+class Progress:
+    """Counts finished prompts, with the speed of prompt and output tokens."""
+
+    def __init__(self, total: int, *, show: bool) -> None:
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
+        self._started_s = time.perf_counter()
+        self._num_input = 0
+        self._num_output = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def add(self, output: RequestOutput) -> None:
+        self._num_input += len(output.prompt_token_ids)
+        self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed_s = max(time.perf_counter() - self._started_s, 1e-9)
+        self._bar.set_postfix_str(_speed(self._num_input, self._num_output, elapsed_s), refresh=False)
+        self._bar.update(1)
+
+
+def _speed(num_input: int, num_output: int, elapsed_s: float) -> str:
+    return f"input: {num_input / elapsed_s:.1f} toks/s, output: {num_output / elapsed_s:.1f} toks/s"

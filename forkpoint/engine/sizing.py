@@ -1,0 +1,64 @@
+"""How large the arena is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.errors import ConfigError
+
+DEFAULT_REQUESTS = 4  # of max_model_len, for which the default arena has room
+DEFAULT_SLOTS_PER_REQUEST = 8  # one running, one being written, the rest checkpoints
+MEMORY_SHARE = 4  # the default arena takes at most one part in so many of free memory
+RESERVED_PAGES = 1  # page 0 serves padded rows
+MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
+
+
+def num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int) -> int:
+    """Pages of the arena, page 0 included.
+
+    `memory_bytes` is what the user set, None for the default. Raises ConfigError when not even one short
+    request fits, with the bytes that it needs.
+    """
+    wanted = memory_bytes
+    if wanted is None:
+        per_request = layout.num_pages_for(max_model_len, DEFAULT_SLOTS_PER_REQUEST)
+        pages = RESERVED_PAGES + DEFAULT_REQUESTS * per_request
+        wanted = min(pages * layout.page_bytes, free_bytes // MEMORY_SHARE)
+    pages = wanted // layout.page_bytes
+    least = RESERVED_PAGES + layout.num_pages_for(layout.block_size, MIN_SLOTS)
+    if pages < least:
+        given = f"kv_cache_memory_bytes={memory_bytes}" if memory_bytes is not None else f"{free_bytes} free bytes"
+        raise ConfigError(
+            f"{given} leave no room for a single request; one of {layout.block_size} tokens needs "
+            f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
+        )
+    return pages
+
+
+def free_memory_bytes() -> int:
+    """Host memory that this process may still take: the kernel's estimate, within the control group's limit."""
+    free = _available()
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _available() -> int:
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

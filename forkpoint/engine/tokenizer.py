@@ -1,0 +1,89 @@
+"""The tokenizer of a model folder: text to ids, ids to text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A transformers tokenizer and the `tokenizers` object behind it, which streams."""
+
+    hf: Any
+    backend: Any
+
+    @classmethod
+    def load(cls, folder: str) -> Tokenizer:
+        """Read the tokenizer of a local folder. Raises CheckpointError where there is none that can stream."""
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds here, and each means the same to the user
+            raise CheckpointError(
+                f"no usable tokenizer in {folder}: {_first_line(error)}; add tokenizer.json, name another folder with "
+                "--tokenizer, or pass token ids with --skip-tokenizer-init"
+            ) from error
+        return cls.wrap(hf)
+
+    @classmethod
+    def wrap(cls, hf: Any) -> Tokenizer:
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise CheckpointError(
+                f"the tokenizer {type(hf).__name__} has no tokenizer.json form; convert it with transformers' "
+                "AutoTokenizer and save_pretrained"
+            )
+        return cls(hf, backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids without added special tokens, and the half-open character range of `text` behind each."""
+        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        value = self.hf.eos_token_id
+        return None if value is None else int(value)
+
+
+def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's own."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        values = _read_json(Path(folder) / name)
+        text = values.get("text_config")
+        value = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        if value is not None:
+            found.update(int(v) for v in (value if isinstance(value, list) else [value]))
+            break
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return values
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
