@@ -1,0 +1,85 @@
+"""The small parts that all families share: projections, norms, the dense MLP and the rotary table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.models.config import ModelConfig
+from forkpoint.models.weights import WeightSource, join_rows
+from forkpoint.ops.table import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What every layer is built from."""
+
+    config: ModelConfig
+    weights: WeightSource
+    ops: OpTable
+    cos_sin: Tensor | None  # None: no rotary embedding
+
+
+class Projection:
+    """A linear layer, packed once."""
+
+    def __init__(self, ops: OpTable, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._ops = ops
+        self._packed: Any = ops.prepare_linear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x[T, K] -> [T, N]`."""
+        return self._ops.linear(x, self._packed)
+
+
+def read_projection(build: Build, name: str, rows: int, columns: int, bias: bool = False) -> Projection:
+    """The layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`."""
+    weight = build.weights.get(f"{name}.weight", (rows, columns))
+    return Projection(build.ops, weight, build.weights.get(f"{name}.bias", (rows,)) if bias else None)
+
+
+class RMSNorm:
+    """A norm whose weight is held in fp32; `centred` weights are stored as their distance from 1."""
+
+    def __init__(self, build: Build, name: str, size: int, centred: bool, eps: float | None = None) -> None:
+        span = (-0.1, 0.1) if centred else (0.9, 1.1)
+        weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span)
+        self.weight = weight + 1.0 if centred else weight
+        self.eps = build.config.rms_norm_eps if eps is None else eps
+        self._ops = build.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dim."""
+        return self._ops.rmsnorm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of `residual + x`, `residual + x`); without a residual, x starts it."""
+        if residual is None:
+            return self(x), x
+        return self._ops.add_rmsnorm(x, residual, self.weight, self.eps)
+
+
+class MLP:
+    """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
+
+    def __init__(self, build: Build, name: str, intermediate_size: int) -> None:
+        hidden = build.config.hidden_size
+        names = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
+        gate_up = join_rows(build.weights, names, [intermediate_size] * 2, hidden)
+        self._gate_up = Projection(build.ops, gate_up)
+        self._down = read_projection(build, f"{name}.down_proj", hidden, intermediate_size)
+        self._ops = build.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x[T, H] -> [T, H]`."""
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
+
+
+def rotary_table(rotary_dim: int, theta: float, max_len: int) -> Tensor:
+    """`[max_len, rotary_dim]` fp32: cos of `position * theta^(-2i/rotary_dim)`, then sin."""
+    frequencies = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)

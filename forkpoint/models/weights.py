@@ -1,0 +1,231 @@
+"""Weights by name: out of sharded safetensors, or made up."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from forkpoint.errors import CheckpointError
+from forkpoint.models.config import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Parts of multimodal and speculative checkpoints that a text model does not use.
+IGNORED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
+
+
+class WeightSource(Protocol):
+    """Where a model gets its tensors, by their canonical names (`model.layers.0...`)."""
+
+    dtype: torch.dtype
+
+    def has(self, name: str) -> bool:
+        """Whether `get` can return this tensor."""
+
+    def get(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        span: tuple[float, float] | None = None,
+    ) -> Tensor:
+        """A new tensor of `shape` in `dtype` (default: the model's).
+
+        Made-up weights are uniform in `span`, or normal with the deviation `shape[-1] ** -0.5`.
+        """
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape; None for made-up weights, which take any."""
+
+    def rest(self) -> list[str]:
+        """Names that nobody asked for."""
+
+
+def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
+    """`[sum(rows), columns]`: the named matrices below each other, each read straight into its place."""
+    out = torch.empty(sum(rows), columns, dtype=source.dtype)
+    start = 0
+    for name, count in zip(names, rows, strict=True):
+        out[start : start + count] = source.get(name, (count, columns))
+        start += count
+    return out
+
+
+class DummyWeights:
+    """Random weights for any name and shape; the bits depend on the seed, the name and the shape alone."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self.dtype = dtype
+        self._seed = seed
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return None
+
+    def rest(self) -> list[str]:
+        return []
+
+    def get(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        span: tuple[float, float] | None = None,
+    ) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        out = torch.empty(*shape, dtype=dtype or self.dtype)
+        if span is not None:
+            return out.uniform_(*span, generator=generator)
+        return out.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+
+class FileWeights:
+    """Tensors of a model folder, read one at a time. Use as a context; leaving it closes the files.
+
+    Raises CheckpointError for a missing, broken or unexpected shard, a missing tensor, a wrong shape, and
+    values that are not finite, naming the tensor and the file.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, progress: bool) -> None:
+        self.dtype = dtype
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        listed = _listed_tensors(folder)
+        for shard in sorted(set(listed.values())):
+            self._files[shard] = _open_shard(folder / shard)
+        self._stored = {_canonical(name): (name, shard) for name, shard in listed.items() if not _ignored(name)}
+        self._check_against_shards(listed)
+        self._unread = set(self._stored)
+        self._bar = tqdm(total=len(self._stored), desc="Loading weights", unit="tensor", disable=not progress)
+
+    def __enter__(self) -> FileWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        self._files.clear()
+
+    def _check_against_shards(self, listed: dict[str, str]) -> None:
+        for shard, file in self._files.items():
+            inside = set(file.keys())
+            named = {name for name, where in listed.items() if where == shard}
+            if named - inside:
+                raise CheckpointError(
+                    f"{self._folder / shard} lacks {_some(named - inside)}, which {INDEX_NAME} says it holds; "
+                    "fetch the file again"
+                )
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        stored, shard = self._find(name)
+        return tuple(self._files[shard].get_slice(stored).get_shape())
+
+    def rest(self) -> list[str]:
+        return sorted(self._unread)
+
+    def get(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        span: tuple[float, float] | None = None,
+    ) -> Tensor:
+        stored, shard = self._find(name)
+        found = self.shape(name)
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"tensor {stored!r} in {self._folder / shard} has shape {list(found or ())}; "
+                f"config.json asks for {list(shape)}"
+            )
+        try:
+            tensor: Tensor = self._files[shard].get_tensor(stored)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
+        if not _is_finite(tensor):
+            raise CheckpointError(
+                f"tensor {stored!r} in {self._folder / shard} holds NaN or infinite values; fetch the file again, "
+                "or repair the training run that wrote it"
+            )
+        if name in self._unread:
+            self._unread.remove(name)
+            self._bar.update()
+        # A copy: the tensor otherwise keeps the whole file mapped.
+        return tensor.to(dtype or self.dtype, copy=True)
+
+    def _find(self, name: str) -> tuple[str, str]:
+        if name not in self._stored:
+            raise CheckpointError(
+                f"{self._folder} holds no tensor {name!r}; config.json and the weights belong to different models, "
+                "or a shard is missing from the index"
+            )
+        return self._stored[name]
+
+
+def _listed_tensors(folder: Path) -> dict[str, str]:
+    """Stored name -> file name."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        if not (folder / SINGLE_NAME).is_file():
+            raise CheckpointError(
+                f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights, "
+                "or load_format='dummy' for random ones"
+            )
+        return dict.fromkeys(_open_shard(folder / SINGLE_NAME).keys(), SINGLE_NAME)
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise CheckpointError(f"{index} has no 'weight_map' from tensor to file name")
+    extra = {path.name for path in folder.glob("model-*-of-*.safetensors")} - set(listed.values())
+    if extra:
+        raise CheckpointError(
+            f"{folder} holds {_some(extra)}, which {INDEX_NAME} does not name; the index or the shards are of "
+            "another version: fetch both again"
+        )
+    return listed
+
+
+def _open_shard(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"shard {path} is missing; fetch it again")
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"shard {path} is broken or cut short: {error}; fetch it again") from error
+
+
+def _canonical(name: str) -> str:
+    """Names of a text model, also for one inside a multimodal checkpoint."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return "model." + name[len(prefix) :]
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
+
+
+def _ignored(name: str) -> bool:
+    return name.startswith(IGNORED) or name.endswith("rotary_emb.inv_freq")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # One pass without a mask; only a sum that overflows needs the exact look.
+    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        return True
+    return bool(torch.isfinite(tensor).all())
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return ", ".join(repr(name) for name in first) + more

@@ -1,0 +1,118 @@
+"""Tiny random Hugging Face checkpoints whose states matter, written by transformers itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+HEAD = {"head_dim": 32}
+DENSE = {"intermediate_size": 96}
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+
+
+def _multimodal(**extra: Any) -> Any:
+    text = {**COMMON, **HEAD, **GDN, **MOE, "model_type": "qwen3_5_moe_text", **extra}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=dict(VISION))
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+# Family -> a function that makes the model; keyword arguments replace fields of its config.
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "qwen3": lambda **x: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**COMMON, **HEAD, **DENSE, **x})),
+    "qwen3_next": lambda **x: transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**{**COMMON, **HEAD, **DENSE, **GDN, "num_experts": 0, **x})
+    ),
+    "qwen3_next_moe": lambda **x: transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**{**COMMON, **HEAD, **DENSE, **GDN, **MOE, **x})
+    ),
+    "qwen3_5": lambda **x: transformers.Qwen3_5ForCausalLM(
+        transformers.Qwen3_5TextConfig(**{**COMMON, **HEAD, **DENSE, **GDN, **x})
+    ),
+    "qwen3_5_moe": lambda **x: transformers.Qwen3_5MoeForCausalLM(
+        transformers.Qwen3_5MoeTextConfig(**{**COMMON, **HEAD, **GDN, **MOE, **x})
+    ),
+    "qwen3_5_multimodal": _multimodal,
+    "olmo_hybrid": lambda **x: transformers.OlmoHybridForCausalLM(
+        transformers.OlmoHybridConfig(
+            **{
+                **COMMON,
+                **DENSE,
+                **GDN,
+                "linear_key_head_dim": 24,
+                "linear_value_head_dim": 48,
+                "rope_parameters": None,
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                **x,
+            }
+        )
+    ),
+}
+HYBRID = tuple(name for name in FAMILIES if name != "qwen3")
+
+
+@torch.no_grad()
+def make_state_sensitive(model: Any, seed: int) -> None:
+    """Fill every weight so that recurrent states decay slowly and carry much of the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.uniform_(-4, -1, generator=generator)
+        elif name.endswith("dt_bias"):
+            weight.uniform_(-3, -1, generator=generator)
+        elif weight.dim() == 1 and "norm" in name:
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+        elif "embed_tokens" in name:
+            weight.normal_(0, 1, generator=generator)
+        elif "conv1d" in name:
+            weight.normal_(0, 0.5, generator=generator)
+        else:
+            gain = 2.0 if "linear_attn" in name else 1.0
+            weight.normal_(0, gain * weight.shape[-1] ** -0.5, generator=generator)
+
+
+def write_checkpoint(
+    folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "", **config: Any
+) -> Any:
+    """Save a state-sensitive model of `family` and return transformers' own instance of it, in eval mode.
+
+    `shard_size` such as "100KB" writes several shards and an index.
+    """
+    torch.manual_seed(seed)
+    model = FAMILIES[family](**config).eval()
+    make_state_sensitive(model, seed)
+    model.to(dtype)
+    sharding = {"max_shard_size": shard_size} if shard_size else {}
+    model.save_pretrained(folder, **sharding)
+    return model

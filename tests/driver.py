@@ -1,0 +1,162 @@
+"""A minimal runner for tests of models: it owns pools and block tables, and runs hand-made batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from forkpoint.models.context import ForwardContext, KVCache, StateCache, StateIndex
+from forkpoint.models.decoder import Model
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BLOCK = 64
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+@dataclass
+class Row:
+    """One sequence. `read_slot` -1 is the zero state."""
+
+    blocks: list[int]
+    read_slot: int
+    slot: int
+    num_computed: int = 0
+
+
+@dataclass
+class Work:
+    """What a row does in one pass. `decode` picks the recurrent kernels; `exports` lists (position, slot)."""
+
+    row: Row
+    tokens: list[int]
+    decode: bool = False
+    exports: list[tuple[int, int]] = field(default_factory=list)
+    write_slot: int | None = None  # None: the row's own slot
+
+
+class Driver:
+    """Pools with gaps between slots and NaN everywhere, so that a stray read shows."""
+
+    def __init__(self, model: Model, num_blocks: int = 64, num_slots: int = 24) -> None:
+        self.model = model
+        self.kv = tuple(
+            KVCache(
+                _pool(num_blocks, (s.num_heads, BLOCK, s.key_dim), s.dtype),
+                _pool(num_blocks, (s.num_heads, BLOCK, s.value_dim), s.dtype),
+            )
+            for s in model.kv_specs
+        )
+        self.states = tuple(
+            StateCache(_pool(num_slots, s.conv_shape, s.conv_dtype), _pool(num_slots, s.matrix_shape, s.matrix_dtype))
+            for s in model.state_specs
+        )
+        # Handed out from the back and every other one, so that a row's blocks are not neighbours.
+        self._blocks = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
+        self._slots = list(range(num_slots))
+
+    def row(self) -> Row:
+        """A new, empty sequence."""
+        return Row([], -1, self._slots.pop())
+
+    def fork(self, row: Row, slot: int, num_tokens: int) -> Row:
+        """A new sequence that shares the first `num_tokens` (a multiple of 64) of `row`, from the state in `slot`."""
+        return Row(row.blocks[: num_tokens // BLOCK], slot, self._slots.pop(), num_tokens)
+
+    def slot(self) -> int:
+        """A free slot."""
+        return self._slots.pop()
+
+    def zero_state(self, row: Row) -> None:
+        """Forget the recurrent state of a sequence."""
+        row.read_slot = -1
+
+    def context(self, work: Sequence[Work]) -> ForwardContext:
+        """Index tensors for one pass; decode rows must come first."""
+        num_decodes = sum(w.decode for w in work)
+        assert all(w.decode for w in work[:num_decodes])
+        positions: list[int] = []
+        slots: list[int] = []
+        for w in work:
+            end = w.row.num_computed + len(w.tokens)
+            while len(w.row.blocks) * BLOCK < end:
+                w.row.blocks.append(self._blocks.pop())
+            at = range(w.row.num_computed, end)
+            positions += at
+            slots += [w.row.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in at]
+        lens = [len(w.tokens) for w in work]
+        kv_lens = [w.row.num_computed + n for w, n in zip(work, lens, strict=True)]
+        width = max(len(w.row.blocks) for w in work)
+        table = ints([b for w in work for b in w.row.blocks + [0] * (width - len(w.row.blocks))])
+        attention = AttentionIndex(
+            num_decodes,
+            ints([0, *torch.tensor(lens).cumsum(0).tolist()]),
+            ints(kv_lens),
+            table.view(len(work), width),
+            torch.tensor(slots),
+            tuple(lens),
+            tuple(kv_lens),
+        )
+        index = StateIndex(_decode_index(work[:num_decodes]), _segment_index(work[num_decodes:]))
+        return ForwardContext(torch.tensor(positions), num_decodes, attention, index, index, self.kv, self.states)
+
+    @torch.no_grad()
+    def run(self, work: Sequence[Work]) -> list[Tensor]:
+        """One forward pass; the fp32 logits `[tokens, vocab]` of each row."""
+        tokens = torch.tensor([t for w in work for t in w.tokens])
+        logits = self.model.logits(self.model.forward(tokens, self.context(work)))
+        for w in work:
+            w.row.num_computed += len(w.tokens)
+            w.row.read_slot = _write_slot(w)
+        return list(logits.split([len(w.tokens) for w in work]))
+
+    def prefill(self, row: Row, tokens: list[int], cuts: Sequence[int] = ()) -> Tensor:
+        """Logits of all tokens of one sequence, cut at `cuts` (counted from the first of `tokens`)."""
+        ends = [*cuts, len(tokens)]
+        starts = [0, *cuts]
+        return torch.cat([self.run([Work(row, tokens[a:b])])[0] for a, b in zip(starts, ends, strict=True)])
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Prefill, then decode greedily."""
+        row = self.row()
+        found = [int(self.prefill(row, prompt)[-1].argmax())]
+        while len(found) < num_tokens:
+            found.append(int(self.run([Work(row, found[-1:], decode=True)])[0][-1].argmax()))
+        return found
+
+
+def _pool(count: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    size = int(torch.tensor(shape).prod())
+    arena = torch.full((count, size + 48), float("nan"), dtype=DTYPES[dtype])
+    return arena[:, 16 : 16 + size].view(count, *shape)
+
+
+def _write_slot(work: Work) -> int:
+    return work.row.slot if work.write_slot is None else work.write_slot
+
+
+def _decode_index(work: Sequence[Work]) -> DecodeIndex:
+    return DecodeIndex(ints([w.row.read_slot for w in work]), ints([_write_slot(w) for w in work]))
+
+
+def _segment_index(work: Sequence[Work]) -> SegmentIndex:
+    ends, ptr = [0], [0]
+    for w in work:
+        ends.append(ends[-1] + len(w.tokens))
+        ptr.append(ptr[-1] + len(w.exports))
+    flat = [pair for w in work for pair in w.exports]
+    return SegmentIndex(
+        ints(ends),
+        ints([w.row.read_slot for w in work]),
+        ints([_write_slot(w) for w in work]),
+        ints(ptr),
+        ints([p for p, _ in flat]),
+        ints([s for _, s in flat]),
+        tuple(len(w.tokens) for w in work),
+    )
