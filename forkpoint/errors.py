@@ -13,6 +13,7 @@ ForkpointError
     + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
     + StepFailedError         the forward pass that carried this request raised
   + EngineStoppedError      the engine was closed or died
+  + BlockTableError         a row, block or position lies outside of a block table
 """
 
 from __future__ import annotations
@@ -68,3 +69,7 @@ class StepFailedError(RequestFailedError):
 
 class EngineStoppedError(ForkpointError):
     """The engine was closed or died; no further requests are accepted."""
+
+
+class BlockTableError(ForkpointError):
+    """A row, block or position lies outside of a block table."""

@@ -1,4 +1,4 @@
-"""The hash runner accepts right plans, computes what an uncached run computes, and names a wrong plan's fault."""
+"""The hash runner accepts right plans, computes what an uncached run computes, and names faults."""
 
 from __future__ import annotations
 
