@@ -1,0 +1,150 @@
+"""Plans by hand: a small driver around ModelRunner that gives rows blocks and slots and records results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import transformers
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import OpTable
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.sched.plan import (
+    LAST_SAMPLED,
+    NO_BLOCK,
+    AddedRow,
+    Chunk,
+    DecodeColumns,
+    IntArray,
+    StateSave,
+    StepPlan,
+    StepResult,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+VOCAB = 96
+
+
+def ints(*values: int) -> IntArray:
+    return np.asarray(values, np.int32)
+
+
+def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
+    """A Qwen3.5 of three recurrent layers and one attention layer, fp32, with made-up weights."""
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=2048,
+        dtype="float32",
+        architectures=["Qwen3_5ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    return load_model(folder, ops=ops or torch_table(), load_format="dummy")
+
+
+def tokens(count: int, seed: int = 0) -> IntArray:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+@dataclass(slots=True)
+class Driver:
+    """Slots and blocks are handed out in order; pages below 100 hold blocks, the others slots."""
+
+    runner: ModelRunner
+    step: int = 0
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    results: list[StepResult] = field(default_factory=list)
+    _next_block: int = 0
+    _next_slot: int = 0
+    _lengths: dict[int, int] = field(default_factory=dict)  # tokens that a row's blocks hold
+
+    @classmethod
+    def create(
+        cls, model: Model, ops: OpTable | None = None, force_state_copy: bool = False, max_model_len: int = 1024
+    ) -> Driver:
+        layout = CacheLayout.create(model.kv_specs, model.state_specs)
+        runner = ModelRunner(
+            model,
+            ops or torch_table(),
+            layout,
+            200,
+            max_num_rows=8,
+            max_model_len=max_model_len,
+            force_state_copy=force_state_copy,
+        )
+        return cls(runner, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)
+
+    @property
+    def last(self) -> StepResult:
+        return self.results[-1]
+
+    def slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot - 1
+
+    def blocks(self, count: int) -> IntArray:
+        first = self._next_block
+        self._next_block += count
+        return np.arange(first, first + count, dtype=np.int32)
+
+    def chunk(
+        self,
+        row: int,
+        start: int,
+        end: int,
+        read_slot: int,
+        write_slot: int,
+        saves: Sequence[StateSave] = (),
+        samples: bool = False,
+    ) -> Chunk:
+        held = self._lengths.get(row, start)
+        new = self.blocks(max(0, -(-end // 64) - -(-held // 64)))
+        self._lengths[row] = max(end, held)
+        return Chunk(row, start, end, new, read_slot, write_slot, tuple(saves), samples)
+
+    def decode(self, row: int, start: int, read_slot: int, write_slot: int, token: int = LAST_SAMPLED) -> DecodeColumns:
+        held = self._lengths[row]
+        self._lengths[row] = max(held, start + 1)
+        new = int(self.blocks(1)[0]) if -(-(start + 1) // 64) > -(-held // 64) else NO_BLOCK
+        yes = np.ones(1, np.bool_)
+        return DecodeColumns(ints(row), ints(start), ints(token), ints(new), ints(read_slot), ints(write_slot), yes)
+
+    def added(self, row: int, ids: IntArray, params: SamplingParams = GREEDY, **changes: object) -> AddedRow:
+        base = AddedRow(row, f"r{row}", ids, len(ids), params, 0, (), ints())
+        return replace(base, **changes)  # type: ignore[arg-type]
+
+    def run(
+        self,
+        chunks: Sequence[Chunk] = (),
+        decodes: Sequence[DecodeColumns] = (),
+        added: Sequence[AddedRow] = (),
+        **changes: object,
+    ) -> StepResult:
+        columns = DecodeColumns.empty()
+        if decodes:
+            names = DecodeColumns.__dataclass_fields__
+            columns = DecodeColumns(*(np.concatenate([getattr(d, name) for d in decodes]) for name in names))
+        plan = StepPlan(self.step, added=tuple(added), decodes=columns, chunks=tuple(chunks))
+        plan = replace(plan, **changes)  # type: ignore[arg-type]
+        self.step += 1
+        result = self.runner.submit(plan).result()
+        self.results.append(result)
+        for row, token in zip(plan.sampled_rows.tolist(), result.token_ids.tolist(), strict=True):
+            self.outputs.setdefault(row, []).append(token)
+        return result
