@@ -46,6 +46,7 @@ class EngineCore:
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._closed = False
+        self._released = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
         self.slot_bytes_copied = 0
 
@@ -67,6 +68,13 @@ class EngineCore:
     def step(self) -> list[RequestUpdate]:
         """Run one step to its end and return the news; empty when there is nothing to do."""
         self._check_open()
+        try:
+            return self._step()
+        except BaseException:
+            self._closed = True  # torn in the middle: what was planned and what has run may differ
+            raise
+
+    def _step(self) -> list[RequestUpdate]:
         while len(self._in_flight) < self._depth:
             plan = self._scheduler.schedule()
             if plan is None:
@@ -78,7 +86,6 @@ class EngineCore:
         if self._in_flight:
             return self._finish_oldest()
         if self._scheduler.has_unfinished():
-            self._closed = True
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")
         return []
 
@@ -94,8 +101,10 @@ class EngineCore:
         return self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        """Release the runner; harmless a second time."""
+        self._closed = True
+        if not self._released:
+            self._released = True
             self._in_flight.clear()
             self._runner.close()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import ConfigError
 
@@ -14,7 +12,7 @@ RESERVED_PAGES = 1  # page 0 serves padded rows
 MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
 
 
-def num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int) -> int:
+def choose_num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int) -> int:
     """Pages of the arena, page 0 included.
 
     `memory_bytes` is what the user set, None for the default. Raises ConfigError when not even one short
@@ -34,31 +32,3 @@ def num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int | None,
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
         )
     return pages
-
-
-def free_memory_bytes() -> int:
-    """Host memory that this process may still take: the kernel's estimate, within the control group's limit."""
-    free = _available()
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
-        free = min(free, max(0, limit - used))
-    return free
-
-
-def _available() -> int:
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

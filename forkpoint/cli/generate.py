@@ -1,0 +1,64 @@
+"""`forkpoint generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from forkpoint.cli.options import engine_options, sampling_params
+from forkpoint.cli.stats import cache_line
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import ConfigError
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import FinishReason, SamplingParams
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Print completions on standard output and cache statistics on standard error; 1 if a completion failed."""
+    params = sampling_params(options, n=options.n)
+    prompts = options.prompt or [_standard_input()]
+    if options.stream and (len(prompts) > 1 or options.n > 1):
+        raise ConfigError("--stream prints one completion; give one prompt and leave --n at 1")
+    with LLM(**engine_options(options)) as llm:
+        if options.stream:
+            outputs = [_stream(llm, prompts[0], params)]
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=len(prompts) > 1 and sys.stderr.isatty())
+            _print(outputs)
+    for output in outputs:
+        print(cache_line(output), file=sys.stderr)
+    return int(any(_report_failures(output) for output in outputs))
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        raise ConfigError("no prompt; give --prompt TEXT, or pipe it into standard input")
+    return sys.stdin.read()
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    shown = 0
+    last: RequestOutput | None = None
+    for last in llm.stream(prompt, params):
+        text = last.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()
+    assert last is not None
+    return last
+
+
+def _print(outputs: list[RequestOutput]) -> None:
+    plain = len(outputs) == 1 and len(outputs[0].outputs) == 1
+    for number, output in enumerate(outputs):
+        for completion in output.outputs:
+            if not plain:
+                print(f"--- prompt {number}, completion {completion.index}")
+            print(completion.text)
+
+
+def _report_failures(output: RequestOutput) -> bool:
+    failed = [c for c in output.outputs if c.finish_reason is FinishReason.ERROR]
+    for completion in failed:
+        print(f"error: {output.request_id}, completion {completion.index}: {completion.error}", file=sys.stderr)
+    return bool(failed)

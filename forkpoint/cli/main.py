@@ -1,0 +1,109 @@
+"""The `forkpoint` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options
+from forkpoint.errors import ForkpointError
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (an error, told in one line)."""
+    options = build_parser().parse_args(arguments)
+    command: Callable[..., int] = options.command
+    try:
+        return command(options)
+    except ForkpointError as error:
+        return _fail(_one_line(error), options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on; close quietly
+        return 0
+    except Exception as error:
+        return _fail(f"unexpected {type(error).__name__}: {_one_line(error)} (traceback: --log-level debug)", options)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="forkpoint", description="Run hybrid language models with exact, fine-grained prefix caching.")
+    parser.add_argument("--version", action="version", version=f"forkpoint {version('forkpoint')}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
+    generate.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
+    generate.add_argument("--n", type=int, default=1, metavar="INT", help="completions per prompt (default: 1)")
+    generate.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt, n 1)")
+    add_sampling_options(generate, max_tokens=128)
+    add_engine_options(generate)
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a model", description="Talk to a model.")
+    chat.add_argument("--system-prompt", help="the first message")
+    chat.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this one thing and end")
+    add_sampling_options(chat, max_tokens=512)
+    add_engine_options(chat)
+    chat.set_defaults(command=_chat)
+
+    demo = commands.add_parser(
+        "demo",
+        help="show what the cache saves",
+        description="Chat, shared system prompt and fork, with the cache on and off; exit code 1 if an answer differs.",
+    )
+    demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
+    add_engine_options(demo, model_required=False)
+    demo.set_defaults(command=_demo)
+
+    env = commands.add_parser("collect-env", help="print what a bug report needs")
+    env.set_defaults(command=_collect_env)
+    return parser
+
+
+# The commands import torch, which --help and --version need not wait for.
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from forkpoint.cli.generate import generate
+
+    return generate(options)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from forkpoint.cli.chat import chat
+
+    return chat(options)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from forkpoint.cli.demo import demo
+
+    return demo(options)
+
+
+def _collect_env(options: argparse.Namespace) -> int:
+    from forkpoint.cli.env import report
+
+    print("\n".join(report()))
+    return 0
+
+
+def _fail(message: str, options: argparse.Namespace) -> int:
+    if getattr(options, "log_level", "") == "debug":
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""Command-line flags, made from the option dataclasses so that the two never differ."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from types import MappingProxyType
+from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
+from forkpoint.params import SamplingParams
+
+GROUPS: Final = (
+    ("engine options", EngineConfig),
+    ("cache options", CacheConfig),
+    ("scheduler options", SchedulerConfig),
+)
+SAMPLING_HELP: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "max_tokens": "longest answer, in tokens",
+        "min_tokens": "tokens before which nothing ends the answer",
+        "temperature": "0 takes the most likely token",
+        "top_p": "sample among the most likely tokens that make up this share",
+        "top_k": "sample among so many most likely tokens; 0 takes all",
+        "min_p": "drop tokens less likely than this share of the most likely one",
+        "presence_penalty": "subtracted once from tokens already in the answer",
+        "frequency_penalty": "subtracted per occurrence from tokens already in the answer",
+        "repetition_penalty": "divides the scores of tokens already seen",
+        "stop": "end the answer before this text; may be given several times",
+        "ignore_eos": "go on after the end-of-sequence token",
+        "cache_salt": "prompts share cached prefixes only under the same salt",
+    }
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line, as all other errors are reported."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
+    """Add every option of EngineConfig and its parts. Only those given end up in the namespace."""
+    for title, kind in GROUPS:
+        group = parser.add_argument_group(title)
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            if field.metadata:
+                _add_flag(group, field, hints[field.name], required=field.name == "model" and model_required)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling options")
+    for field in fields(SamplingParams):
+        text = SAMPLING_HELP.get(field.name)
+        if text is None:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        default = max_tokens if field.name == "max_tokens" else field.default
+        match field.name:
+            case "ignore_eos":
+                group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            case "stop":
+                group.add_argument(flag, action="append", default=argparse.SUPPRESS, help=text)
+            case "cache_salt":
+                group.add_argument(flag, default=argparse.SUPPRESS, help=text)
+            case _:
+                kind = float if isinstance(default, float) else int
+                shown = f"{text} (default: {default})" if default is not None else text
+                group.add_argument(flag, type=kind, default=default, help=shown, metavar=kind.__name__.upper())
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine options given on the command line, by field name."""
+    names = {field.name for _, kind in GROUPS for field in fields(kind) if field.metadata}
+    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+
+
+def sampling_params(arguments: argparse.Namespace, **extra: Any) -> SamplingParams:
+    given = {name: value for name, value in vars(arguments).items() if name in SAMPLING_HELP}
+    return SamplingParams(**given, **extra)
+
+
+def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    choices = get_args(hint) if get_origin(hint) is Literal else None
+    text = field.metadata["help"].replace("%", "%%")
+    if field.default not in (None, "", MISSING):
+        text += f" (default: {field.default})"
+    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if hint is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif choices:
+        group.add_argument(flag, choices=choices, **common)
+    elif int in (hint, *get_args(hint)):
+        group.add_argument(flag, type=int, metavar="INT", **common)
+    else:
+        group.add_argument(
+            flag, metavar="PATH" if field.name in ("model", "tokenizer") else "TEXT", required=required, **common
+        )

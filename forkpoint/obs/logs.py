@@ -1,0 +1,103 @@
+"""The log on standard error, and the lines that say at start what runs and what is kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Final, TextIO
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import EngineConfig
+
+LOGGER: Final = logging.getLogger("forkpoint")
+COLORS: Final = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
+MIB: Final = 2**20
+
+
+class Formatter(logging.Formatter):
+    """`LEVEL time [file:line] message`, the level in colour on a terminal."""
+
+    def __init__(self, *, color: bool) -> None:
+        super().__init__("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S")
+        self._color = color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if not self._color:
+            return line
+        level = record.levelname
+        return f"\033[{COLORS.get(level, '0')}m{level}\033[0m{line[len(level) :]}"
+
+
+def set_up_logging(level: str, stream: TextIO | None = None) -> None:
+    """Send forkpoint's log to `stream` (standard error) from `level` upward; a second call replaces the first."""
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(Formatter(color=wants_color(stream)))
+    for old in list(LOGGER.handlers):
+        LOGGER.removeHandler(old)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level.upper())
+    LOGGER.propagate = False
+
+
+def wants_color(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
+    """NO_COLOR wins, then FORCE_COLOR, then whether `stream` is a terminal."""
+    environment = os.environ if environment is None else environment
+    if environment.get("NO_COLOR"):
+        return False
+    return bool(environment.get("FORCE_COLOR")) or stream.isatty()
+
+
+def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int) -> list[str]:
+    """What the arena holds, what a block and a slot cost, and what is reused from which length on."""
+    lines = [
+        f"arena: {num_pages} pages of {layout.page_bytes:,} bytes ({num_pages * layout.page_bytes / MIB:.1f} MiB); "
+        f"a page holds {_contents(layout)}, {layout.padding:.1%} padding at most"
+    ]
+    if layout.has_kv:
+        lines.append(f"block: {layout.block_size} tokens, {layout.block_bytes:,} bytes")
+    if layout.has_states:
+        lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes")
+    room = num_pages // max(1, layout.num_pages_for(max_model_len, 1))
+    lines.append(f"room for {room} requests of max_model_len={max_model_len} at once")
+    return [*lines, _caching_line(layout, config)]
+
+
+def operator_lines(backends: Mapping[str, str], copied: Iterable[str]) -> list[str]:
+    """Which backend serves each operator, and which state operators need their states copied before a step."""
+    by_backend: dict[str, list[str]] = {}
+    for name, backend in sorted(backends.items()):
+        by_backend.setdefault(backend, []).append(name)
+    lines = [f"operators by {backend}: {', '.join(names)}" for backend, names in sorted(by_backend.items())]
+    copied = sorted(copied)
+    if copied:
+        lines.append(f"state_copy before each step for: {', '.join(copied)}")
+    else:
+        lines.append("state_copy: not needed, all state operators redirect")
+    return lines
+
+
+def _contents(layout: CacheLayout) -> str:
+    kinds = []
+    if layout.has_kv:
+        kinds.append(f"{layout.blocks_per_page} blocks")
+    if layout.has_states:
+        kinds.append(f"{layout.slots_per_page} slots")
+    return " or ".join(kinds)
+
+
+def _caching_line(layout: CacheLayout, config: EngineConfig) -> str:
+    cache = config.cache
+    if not cache.enable_prefix_caching:
+        return "prefix caching: off"
+    if layout.has_states and not cache.checkpoints:
+        return "prefix caching: no state checkpoints (mamba_cache_mode=none), so this model never hits"
+    interval = f"every {cache.checkpoint_interval} tokens" if cache.checkpoint_interval else "off"
+    periodic = f", periodic checkpoints {interval}" if layout.has_states else ""
+    return (
+        f"prefix caching: on, smallest reusable prefix {layout.checkpoint_grid} tokens{periodic}, "
+        f"eviction by {cache.eviction_policy}"
+    )
