@@ -103,6 +103,12 @@ class CacheManager:
         lease.num_blocks = len(hit.path) if self.layout.has_kv else 0
         self._start_from(lease, hit)
 
+    def continues(self, lease: Lease) -> bool:
+        """Whether the tree has the block after the lease's deepest node: others went further."""
+        assert lease.node is not None
+        depth, hashes = lease.node.depth, lease.chain.hashes
+        return depth < len(hashes) and self.store.tree.find(hashes[depth]) is not None
+
     def jump(self, lease: Lease, hit: PrefixHit) -> bool:
         """Move a lease in prefill onto a longer prefix that has been cached meanwhile; False: not worth it.
 
@@ -248,6 +254,10 @@ class CacheManager:
         if lease.read_from is not None:
             return lease.read_from.slot
         return lease.slot if lease.state_tokens else NO_UNIT
+
+    def told(self, lease: Lease, num_blocks: int) -> None:
+        """The plan under construction names the first `num_blocks` blocks of the lease's table."""
+        lease.num_told_blocks = num_blocks
 
     def advance(self, lease: Lease, end: int, provenance: Provenance) -> Checkpoint | None:
         """A planned chunk takes the running state to `end` tokens. Returns the checkpoint that it reads, if

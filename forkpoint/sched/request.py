@@ -43,7 +43,8 @@ class Request:
     cache: CacheReport = field(default_factory=CacheReport)
     first_scheduled_s: float | None = None
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # prompt and output tokens that entered the model again after a preemption
+    resume_cache: CacheReport | None = None  # of the latest run after a preemption; its "prompt" is all known tokens
+    prompt_logprobs_done: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -52,6 +53,10 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and not self.prompt_logprobs_done
 
     def all_token_ids(self) -> IntArray:
         return np.concatenate([self.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])

@@ -1,0 +1,57 @@
+"""The waiting queue, which is also an oracle: it knows which prefixes will be asked for next."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.sched.entry import Entry
+
+
+class WaitingQueue:
+    """Entries by (priority, arrival). Counts, for each block hash, the waiting prompts that contain it."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._entries: list[Entry] = []
+        self._interest: Counter[BlockHash] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries))
+
+    def add(self, entry: Entry) -> None:
+        bisect.insort(self._entries, entry, key=lambda e: e.order)
+        self._interest.update(self._reusable_hashes(entry))
+
+    def remove(self, entry: Entry) -> None:
+        index = bisect.bisect_left(self._entries, entry.order, key=lambda e: e.order)
+        assert self._entries[index] is entry
+        del self._entries[index]
+        interest = self._interest
+        for block_hash in self._reusable_hashes(entry):
+            interest[block_hash] -= 1
+            if not interest[block_hash]:
+                del interest[block_hash]
+
+    def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
+        """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
+        if not self._interest:
+            return frozenset()
+        size, interest = self._layout.block_size, self._interest
+        last = min(end // size, len(hashes))
+        counts = [interest.get(block_hash, 0) for block_hash in hashes[start // size : last + 1]]
+        if last >= len(hashes):
+            counts.append(0)
+        first = start // size + 1
+        pairs = zip(counts, counts[1:], strict=False)
+        return frozenset((first + i) * size for i, (here, beyond) in enumerate(pairs) if here > beyond)
+
+    def _reusable_hashes(self, entry: Entry) -> list[BlockHash]:
+        usable = self._layout.usable_prefix(entry.request.num_tokens)
+        return entry.lease.chain.hashes[: usable // self._layout.block_size]

@@ -1,0 +1,474 @@
+"""Who runs next. There are no phases: every step gives chunks to requests, whose tokens catch up."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from forkpoint.cache.capture import CaptureContext, CapturePolicy, DefaultCapture
+from forkpoint.cache.events import CacheStats
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lookup import NOTHING, PrefixHit
+from forkpoint.cache.manager import CacheManager
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
+from forkpoint.outputs import CacheReport
+from forkpoint.params import FinishReason
+from forkpoint.sched.builder import PlanBuilder, replay_token
+from forkpoint.sched.entry import NO_ROW, Entry, IssuedStep, Leaving
+from forkpoint.sched.plan import StepPlan, StepResult
+from forkpoint.sched.queue import WaitingQueue
+from forkpoint.sched.request import Request, RequestStatus, RequestUpdate
+
+MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
+MAX_PASSED_OVER = 32  # waiting requests looked at behind one that cannot start in this step
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters; `cache` has those of the cache."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    cache: CacheStats
+
+
+class Scheduler:
+    """Plans steps for one runner.
+
+    Call `schedule`, submit the plan, call `apply` with its result; with look-ahead, `schedule` may be called
+    again before `apply`. Results must be applied in the order of the plans. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        *,
+        max_model_len: int,
+        deterministic: bool = False,
+        cost: RecomputeCost | None = None,
+        policy: EvictionPolicy | None = None,
+        capture: CapturePolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.layout = layout
+        self.config = scheduler
+        self.max_model_len = max_model_len
+        self.deterministic = deterministic
+        self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
+        self._capture = capture or DefaultCapture(cache.checkpoint_interval)
+        self._clock = clock
+        self._waiting = WaitingQueue(layout)
+        self._running: list[Entry] = []  # by order
+        self._leaving: list[Entry] = []
+        self._entries: dict[str, Entry] = {}
+        self._issued: deque[IssuedStep] = deque()
+        self._free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
+        self._removed_rows: list[int] = []
+        self._steps = itertools.count()
+        self._arrivals = itertools.count()
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._preempted_now = False
+
+    # --- requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
+        if len(self._waiting) >= self.config.max_queue_len:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting, the limit is max_queue_len={self.config.max_queue_len}; "
+                "try again later"
+            )
+        total = request.num_prompt_tokens + request.max_tokens
+        if not self.cache.can_ever_fit(total):
+            need = self.layout.num_pages_for(total, 1) * self.layout.page_bytes
+            have = (self.cache.arena.num_pages - 1) * self.layout.page_bytes
+            raise RequestTooLargeError(
+                f"request {request.id}: {request.num_prompt_tokens} prompt + {request.max_tokens} output tokens need "
+                f"{need} bytes of cache and the arena has {have}; shorten it or raise kv_cache_memory_bytes"
+            )
+        lease = self.cache.new_lease(
+            request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
+        )
+        entry = Entry(request, lease, (request.priority, next(self._arrivals)))
+        self._entries[request.id] = entry
+        self._waiting.add(entry)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at once, wherever it is; False if it is not known (or ended already)."""
+        return self._end(request_id)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """The caller ended a request for a reason that the scheduler cannot see (a stop string)."""
+        self._end(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._entries or self._leaving or self._issued)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing cached so far is found again."""
+        self.cache.reset()
+        return True
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            len(self._running), len(self._waiting), self._num_preemptions, self._num_steps, self.cache.stats()
+        )
+
+    # --- planning
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be planned before a result arrives or a request is added."""
+        self._preempted_now = False
+        builder = PlanBuilder(next(self._steps), self.config.max_num_batched_tokens, self.cache)
+        self._plan_decodes(builder)
+        for entry in list(self._running):
+            if entry.in_prefill and entry.leaving is None and entry.row != NO_ROW:
+                self._plan_prefill(builder, entry)
+        if not self._preempted_now:
+            self._admit_waiting(builder)
+        if builder.is_empty:
+            assert self._issued or not (self._running or len(self._waiting)), "nothing can run, yet requests wait"
+            return None
+        removed, self._removed_rows = tuple(self._removed_rows), []
+        plan, issued = builder.finish(removed)
+        self._issued.append(issued)
+        self._num_steps += 1
+        return plan
+
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
+        size = self.layout.block_size
+        for entry in list(self._running):
+            if entry.in_prefill or entry.leaving is not None or entry.row == NO_ROW:
+                continue
+            request, start = entry.request, entry.num_computed
+            if len(request.output_token_ids) + entry.num_sampling >= request.max_tokens:
+                continue  # its last token is in flight
+            if start % size == 0:
+                self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
+            while not self.cache.ensure_blocks(entry.lease, start + 1):
+                if not self._make_room(entry, builder, may_preempt_itself=True):
+                    break
+            else:
+                entry.planned_step = builder.step
+                builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
+
+    def _tokens_since_chain(self, entry: Entry) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The tokens before the position to be computed that the lease's hash chain does not have yet."""
+        request, known = entry.request, entry.lease.chain.num_tokens
+        first, last = known - request.num_prompt_tokens, entry.num_computed - request.num_prompt_tokens
+        return np.asarray(request.output_token_ids[max(first, 0) : last], np.int32)
+
+    def _plan_prefill(self, builder: PlanBuilder, entry: Entry) -> None:
+        self._try_jump(builder, entry)
+        start = entry.num_computed
+        end = self._chunk_end(start, entry.prefill_end, builder.budget)
+        if end <= start:
+            return
+        while not self.cache.ensure_blocks(entry.lease, end):
+            if not self._make_room(entry, builder, may_preempt_itself=False):
+                end = min(end, entry.lease.num_blocks * self.layout.block_size) if self.layout.has_kv else end
+                break
+        if start < end:
+            self._add_chunk(builder, entry, start, end)
+
+    def _chunk_end(self, start: int, prefill_end: int, budget: int) -> int:
+        """Where a chunk from `start` ends: at the end of the prompt, else on the grid."""
+        end = min(prefill_end, start + budget)
+        grid = self.layout.checkpoint_grid
+        return end if end == prefill_end else end // grid * grid
+
+    def _add_chunk(self, builder: PlanBuilder, entry: Entry, start: int, end: int) -> None:
+        request, lease = entry.request, entry.lease
+        context = CaptureContext(
+            start=start,
+            end=end,
+            prompt_end=entry.prefill_end,
+            grid=self.layout.checkpoint_grid,
+            breakpoints=request.breakpoints,
+            junctions=entry.junctions | self._waiting.junctions(lease.chain.hashes, start, end),
+        )
+        self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
+        entry.planned_step = builder.step
+        builder.add_chunk(entry, start, end, samples=end == entry.num_known)
+
+    def _try_jump(self, builder: PlanBuilder, entry: Entry) -> None:
+        """If another request has meanwhile cached more of this prompt, go on from there."""
+        lease, request = entry.lease, entry.request
+        if lease.frozen or request.wants_prompt_logprobs or not self.cache.continues(lease):
+            return
+        hit = self.cache.lookup(lease, entry.prefill_end)
+        start = entry.num_computed
+        if hit.num_tokens > start and self.cache.jump(lease, hit):
+            entry.num_computed = hit.num_tokens
+            entry.hit_blocks = lease.num_blocks
+            builder.replace_prefix(entry)
+            self._report(entry, hit, gained=hit.num_tokens - start)
+
+    def _make_room(self, entry: Entry, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
+        """Preempt the last request in order that this step has not planned yet; False: `entry` must wait."""
+        if self._leaving:
+            return False  # their pages come back with the results in flight
+        victim = next((e for e in reversed(self._running) if e.planned_step != builder.step), None)
+        if victim is None or victim.order < entry.order:
+            return False
+        if victim is entry:
+            if may_preempt_itself and len(self._running) > 1:
+                self._preempt(entry)
+            return False
+        self._preempt(victim)
+        return not self._leaving
+
+    # --- admission
+
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
+        passed_over = 0
+        for entry in self._waiting:
+            if not self._free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
+                return
+            hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
+            usable = self.layout.usable_prefix(entry.request.num_tokens)
+            if self.cache.reusable_soon(entry.lease, usable) - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+                passed_over += 1
+                continue
+            prefill_end = self._prefill_end(entry.request)
+            start = hit.num_tokens
+            if start < prefill_end and self._chunk_end(start, prefill_end, builder.budget) <= start:
+                passed_over += 1
+                continue
+            if not self._admit(builder, entry, hit):
+                return
+
+    def _prefill_end(self, request: Request) -> int:
+        """Tokens that go through the prefill kernels. Outputs of an earlier run do too, except in
+        deterministic mode, where they are replayed through the decode kernels."""
+        return request.num_prompt_tokens if self.deterministic else request.num_tokens
+
+    def _admit(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit) -> bool:
+        request, lease = entry.request, entry.lease
+        spare = len(self._running)
+        if not self.cache.has_room(hit, request.num_tokens + 1, spare):
+            if self._running or self._leaving:
+                return False
+            hit = hit if self.cache.has_room(hit, request.num_tokens, 0) else NOTHING
+        self.cache.attach(lease, hit)
+        start, prefill_end = hit.num_tokens, self._prefill_end(request)
+        end = self._chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
+        if not (self.cache.ensure_slot(lease) and self.cache.ensure_blocks(lease, end)):
+            self.cache.release(lease)
+            if self._running or self._leaving or hit is NOTHING:
+                return False
+            return self._admit(builder, entry, NOTHING)
+        self._waiting.remove(entry)
+        self._start(builder, entry, hit, prefill_end)
+        if start < prefill_end:
+            self._add_chunk(builder, entry, start, end)
+        else:
+            entry.planned_step = builder.step
+            builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
+        return True
+
+    def _start(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit, prefill_end: int) -> None:
+        request = entry.request
+        self.cache.expect(entry.expected, -1)
+        entry.expected = None
+        entry.row = self._free_rows.pop()
+        entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
+        entry.hit_blocks = entry.lease.num_blocks if not entry.lease.own_blocks else len(hit.path)
+        entry.junctions = hit.junctions
+        request.status = RequestStatus.RUNNING
+        self.cache.count_query(request.num_tokens, hit)
+        self._report(entry, hit, gained=None)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+        self._running.append(entry)
+        self._running.sort(key=lambda e: e.order)
+        builder.add_row(entry)
+
+    def _report(self, entry: Entry, hit: PrefixHit, gained: int | None) -> None:
+        """Record the hit on the request; `gained` tokens more of a run that is under way."""
+        request = entry.request
+        first_run = request.num_preemptions == 0
+        before = (request.cache if first_run else request.resume_cache) or CacheReport()
+        cached = hit.num_tokens if gained is None else before.num_cached_tokens + gained
+        report = CacheReport(entry.num_known, cached, hit.kv_num_tokens, hit.miss)
+        if first_run:
+            request.cache = report
+        else:
+            request.resume_cache = report
+
+    # --- leaving
+
+    def _preempt(self, entry: Entry) -> None:
+        self._preempted_now = True
+        self._num_preemptions += 1
+        entry.request.num_preemptions += 1
+        self._leave(entry, Leaving.PREEMPTED)
+
+    def _end(self, request_id: str) -> bool:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        entry.request.status = RequestStatus.FINISHED
+        if entry.leaving is not None:
+            entry.leaving = Leaving.FINISHED
+        elif entry.row == NO_ROW:
+            self._waiting.remove(entry)
+            self.cache.expect(entry.expected, -1)
+            self.cache.forget_private(entry.lease, entry.request.num_prompt_tokens)
+        else:
+            self._leave(entry, Leaving.FINISHED)
+        return True
+
+    def _leave(self, entry: Entry, why: Leaving) -> None:
+        self._running.remove(entry)
+        entry.leaving = why
+        if entry.num_issued:
+            self._leaving.append(entry)
+        else:
+            self._settle_leaving(entry)
+
+    def _settle_leaving(self, entry: Entry) -> None:
+        """No plan in flight carries the entry any more: give back what it holds."""
+        why, entry.leaving = entry.leaving, None
+        self._removed_rows.append(entry.row)
+        self._free_rows.append(entry.row)
+        entry.row = NO_ROW
+        request, lease = entry.request, entry.lease
+        if lease.state_tokens <= request.num_tokens:
+            self._extend_chain(entry, lease.state_tokens)
+        self.cache.release(lease, donate=lease.state_tokens <= request.num_tokens)
+        if why is Leaving.FINISHED:
+            self.cache.forget_private(lease, request.num_prompt_tokens)
+            return
+        self._extend_chain(entry, request.num_tokens)
+        request.status = RequestStatus.WAITING
+        entry.num_computed = 0
+        entry.junctions = frozenset()
+        hit = self.cache.lookup(lease, request.num_tokens)
+        entry.expected = hit.checkpoint
+        self.cache.expect(entry.expected, 1)
+        self._waiting.add(entry)
+
+    def _extend_chain(self, entry: Entry, num_tokens: int) -> None:
+        chain, request = entry.lease.chain, entry.request
+        first, last = chain.num_tokens - request.num_prompt_tokens, num_tokens - request.num_prompt_tokens
+        if self.cache.enabled and first < last:
+            chain.extend(np.asarray(request.output_token_ids[first:last], np.int32))
+
+    # --- results
+
+    def apply(self, result: StepResult) -> list[RequestUpdate]:
+        """Take in the result of the oldest issued step."""
+        issued = self._issued.popleft()
+        assert issued.step == result.step, f"result of step {result.step}, expected {issued.step}"
+        self._settle(issued)
+        updates = self._take_prompt_logprobs(issued, result) if result.prompt_logprobs else []
+        if result.failed_rows:
+            failed = set(result.failed_rows)
+            broken = [e for e in issued.entries if e.row in failed and e.request.status is not RequestStatus.FINISHED]
+            updates += [self._fail_entry(entry) for entry in broken]
+        for entry, token in zip(issued.sampled, result.token_ids.tolist(), strict=True):
+            if entry.request.status is not RequestStatus.FINISHED:
+                updates.append(self._take_token(entry, token, result))
+        self._settle_all_leaving()
+        return updates
+
+    def _settle(self, issued: IssuedStep) -> None:
+        for entry in issued.entries:
+            entry.num_issued -= 1
+        for entry in issued.sampled:
+            entry.num_sampling -= 1
+        for checkpoint in issued.readers:
+            self.cache.done_reading(checkpoint)
+
+    def _settle_all_leaving(self) -> None:
+        if self._leaving:
+            ready = [entry for entry in self._leaving if not entry.num_issued]
+            self._leaving = [entry for entry in self._leaving if entry.num_issued]
+            for entry in ready:
+                self._settle_leaving(entry)
+
+    def _take_token(self, entry: Entry, token: int, result: StepResult) -> RequestUpdate:
+        request = entry.request
+        request.output_token_ids.append(token)
+        num_outputs = len(request.output_token_ids)
+        reason: FinishReason | None = None
+        stopped = token in request.stop_token_ids and num_outputs > request.params.min_tokens
+        if stopped:
+            reason = FinishReason.STOP
+        elif num_outputs >= request.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(request.id)
+        return RequestUpdate(
+            request,
+            token_id=token,
+            logprobs=result.logprobs.get(entry.row) if result.logprobs else None,
+            finish_reason=reason,
+            stop_token_id=token if stopped else None,
+        )
+
+    def _take_prompt_logprobs(self, issued: IssuedStep, result: StepResult) -> list[RequestUpdate]:
+        updates = []
+        for entry in issued.entries:
+            news = result.prompt_logprobs.get(entry.row)
+            if news is None or entry.leaving is Leaving.FINISHED or not entry.request.wants_prompt_logprobs:
+                continue
+            entry.request.prompt_logprobs_done = news[-1][0] == entry.request.num_prompt_tokens - 1
+            updates.append(RequestUpdate(entry.request, prompt_logprobs=news))
+        return updates
+
+    def _fail_entry(self, entry: Entry) -> RequestUpdate:
+        """The model produced garbage for this request: end it, and let nobody reuse what it computed."""
+        made, entry.lease.frozen = list(entry.lease.made), True
+        self._end(entry.request.id)
+        self.cache.condemn(made)
+        text = f"request {entry.request.id}: the model produced non-finite logits; check the weights and the dtype"
+        return RequestUpdate(entry.request, finish_reason=FinishReason.ERROR, error=NonFiniteLogitsError(text))
+
+    def fail(self, step: int, error: Exception) -> list[RequestUpdate]:
+        """Step `step`, the oldest issued one, raised `error`. It and all later ones are undone: what they
+        were to compute is condemned; the requests of the failed step end with the error, those that are only
+        in later ones wait to run again."""
+        updates: list[RequestUpdate] = []
+        while self._issued:
+            issued = self._issued.popleft()
+            self._settle(issued)
+            self.cache.condemn(issued.made)
+            for entry in issued.entries:
+                if entry.leaving is Leaving.FINISHED or entry.request.status is RequestStatus.FINISHED:
+                    continue
+                entry.lease.frozen = True
+                if issued.step == step:
+                    updates.append(RequestUpdate(entry.request, finish_reason=FinishReason.ERROR, error=error))
+                    self._end(entry.request.id)
+                elif entry.leaving is None:
+                    self._preempt(entry)
+        self._settle_all_leaving()
+        return updates
+
+    @property
+    def entries_holding(self) -> Iterable[Entry]:
+        """Every entry that holds blocks or slots (for integrity checks)."""
+        return [*self._running, *self._leaving]
