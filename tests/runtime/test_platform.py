@@ -1,0 +1,64 @@
+"""What the platform says of memory, and which devices it resolves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forkpoint.errors import ConfigError
+from forkpoint.runtime.platform import CpuPlatform, resolve_platform
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    500 kB\n"
+
+
+def make_root(root: Path, files: dict[str, str]) -> CpuPlatform:
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return CpuPlatform(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 512000),
+        ({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "7\n"}, 512000),
+        ({"sys/fs/cgroup/memory.max": "300000\n", "sys/fs/cgroup/memory.current": "100000\n"}, 200000),
+        ({"sys/fs/cgroup/memory.max": "300\n", "sys/fs/cgroup/memory.current": "400\n"}, 0),
+        (
+            {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+            },
+            512000,
+        ),
+    ],
+)
+def test_free_bytes_respect_the_control_group(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    assert make_root(tmp_path, files).free_bytes() == free
+
+
+def test_meminfo_without_the_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        make_root(tmp_path, {"proc/meminfo": "MemTotal: 3 kB\n"}).free_bytes()
+
+
+def test_this_machine_has_memory() -> None:
+    platform = resolve_platform()
+    assert platform.device == torch.device("cpu")
+    assert platform.free_bytes() > 0
+    array = np.arange(3, dtype=np.int32)
+    shared = platform.upload(array)
+    array[0] = 9
+    assert shared.tolist() == [9, 1, 2]
+    assert platform.host_buffer((2, 3), torch.int32).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cpu:1", "cuda:99"])
+def test_unknown_and_absent_devices_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        resolve_platform(name)
