@@ -79,7 +79,9 @@ class CudaPlatform:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        source = torch.from_numpy(array)
+        staged = self.host_buffer(tuple(source.shape), source.dtype).copy_(source)
+        return staged.to(self.device, non_blocking=True)
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])

@@ -48,8 +48,8 @@ class UniformSource:
 class Sampler:
     """Applies, in vLLM's order: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p."""
 
-    def __init__(self) -> None:
-        self._uniform = UniformSource()
+    def __init__(self, uniform: UniformSource | None = None) -> None:
+        self._uniform = uniform or UniformSource()
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling], positions: IntArray) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already."""

@@ -16,7 +16,8 @@ def ints(*values: int) -> IntArray:
 
 def slots_of(table: BlockTable, positions: range | list[int], row: int = 0) -> list[int]:
     where = np.asarray(list(positions), np.int64)
-    return table.slot_mapping(np.full(len(where), row, np.int32), where).tolist()
+    slots: list[int] = table.slot_mapping(np.full(len(where), row, np.int32), where).tolist()
+    return slots
 
 
 def ranked(

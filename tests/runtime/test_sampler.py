@@ -1,0 +1,216 @@
+"""The sampler against transformers' logits processors, and its independence of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.batch import RowSampling
+from forkpoint.runtime.sampler import Sampled, Sampler, UniformSource, prompt_logprobs
+from forkpoint.sched.plan import AddedRow
+
+VOCAB = 61
+GRID = 4096
+
+
+def row(
+    params: SamplingParams, prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), seed: int = 0, stops: Any = ()
+) -> RowSampling:
+    ids = np.asarray([*prompt, *outputs], np.int32)
+    added = AddedRow(0, "r", ids, len(prompt), params, seed, tuple(stops), np.empty(0, np.int32))
+    return RowSampling.create(added, VOCAB, torch.device("cpu"))
+
+
+def logits_of(count: int, seed: int = 0, scale: float = 3.0) -> Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int] | None = None) -> Sampled:
+    return Sampler().sample(logits, rows, np.asarray(positions or [0] * len(rows), np.int32))
+
+
+class GridSource(UniformSource):
+    """Evenly spaced numbers, so that counts are probabilities."""
+
+    def draw(self, seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+        return (np.arange(len(seeds)) + 0.5) / len(seeds)
+
+
+def frequencies(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """How often each token comes out of `logits[V]`."""
+    sampler = Sampler(GridSource())
+    ids = sampler.sample(logits.expand(GRID, VOCAB), [sampling] * GRID, np.zeros(GRID, np.int32)).token_ids
+    return torch.bincount(ids, minlength=VOCAB) / GRID
+
+
+def oracle(logits: Tensor, params: SamplingParams, ids: Sequence[int] = (1,)) -> Tensor:
+    """Probabilities by transformers' processors, for parameters whose order of application is the same."""
+    processors = transformers.LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.min_p > 0:
+        processors.append(transformers.MinPLogitsWarper(params.min_p))
+    if params.top_k > 0:
+        processors.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(params.top_p))
+    return torch.softmax(processors(torch.tensor([list(ids)]), logits[None].clone()), dim=-1)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 5},
+        {"top_k": -1},
+        {"top_k": 1},
+        {"top_p": 0.8},
+        {"top_p": 0.001},
+        {"min_p": 0.1, "temperature": 1.5},
+        {"top_k": 10, "top_p": 0.6, "min_p": 0.02, "temperature": 1.3},
+        {"repetition_penalty": 1.7, "top_p": 0.9},
+        {"top_k": 1000},
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_distribution_is_that_of_transformers(options: dict[str, Any], seed: int) -> None:
+    params = SamplingParams(**options)
+    logits = logits_of(1, seed)[0]
+    seen = [3, 7, 7, 40]
+    found = frequencies(logits, row(params, seen[:2], seen[2:]))
+    expected = oracle(logits, params, seen)
+    assert (found - expected).abs().max() < 2 / GRID
+    assert not found[expected == 0].any()
+
+
+def test_greedy_and_near_zero_temperatures_take_the_largest() -> None:
+    logits = logits_of(4)
+    for temperature in (0.0, 1e-6, 1e-300):
+        rows = [row(SamplingParams(temperature=temperature))] * 4
+        assert sample(logits, rows).token_ids.tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_presence_and_frequency_count_outputs_only() -> None:
+    logits = logits_of(1)
+    prompt, outputs = [5, 5, 6], [7, 7, 7, 8, 6]
+    params = SamplingParams(temperature=1.0, presence_penalty=0.7, frequency_penalty=0.3)
+    counts = torch.bincount(torch.tensor(outputs), minlength=VOCAB)
+    expected = torch.softmax(logits[0] - 0.3 * counts - 0.7 * (counts > 0), dim=-1)
+    found = frequencies(logits[0], row(params, prompt, outputs))
+    assert (found - expected).abs().max() < 2 / GRID
+
+
+def test_bias_then_min_tokens() -> None:
+    logits = logits_of(1)
+    params = SamplingParams(temperature=0.0, logit_bias={9: 100.0, 11: 50.0}, min_tokens=3, max_tokens=9)
+    sampling = row(params, stops=[9])
+    assert sample(logits, [sampling], [2]).token_ids.tolist() == [11]
+    assert sample(logits, [sampling], [3]).token_ids.tolist() == [9]
+
+
+def test_ids_outside_the_vocabulary_are_passed_over() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={VOCAB + 5: 100.0}, min_tokens=1)
+    logits = logits_of(1)
+    assert sample(logits, [row(params, stops=[VOCAB])]).token_ids.tolist() == [int(logits.argmax())]
+
+
+MIXED = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 7, "logprobs": 3},
+    {"top_p": 0.7, "temperature": 1.4},
+    {"min_p": 0.05, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "presence_penalty": 1.0, "logprobs": 0},
+    {"logit_bias": {4: 5.0}, "frequency_penalty": -1.0},
+    {"top_k": 3, "top_p": 0.9, "logprobs": 20},
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_does_not_depend_on_the_batch(seed: int) -> None:
+    rows = [row(SamplingParams(**options), [1, 2], [3], seed=seed + i) for i, options in enumerate(MIXED)]  # type: ignore[arg-type]
+    logits, positions = logits_of(len(rows), seed), list(range(len(rows)))
+    together = sample(logits, rows, positions)
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    shuffled = sample(logits[order], [rows[i] for i in order], [positions[i] for i in order])
+    for i in range(len(rows)):
+        alone = sample(logits[i : i + 1], [rows[i]], [positions[i]])
+        assert alone.token_ids[0] == together.token_ids[i] == shuffled.token_ids[order.index(i)]
+        assert alone.logprobs.get(0) == together.logprobs.get(i) == shuffled.logprobs.get(order.index(i))
+
+
+def test_a_seed_names_the_same_tokens_and_positions_differ() -> None:
+    logits = torch.zeros(40, VOCAB)
+    rows = [row(SamplingParams(), seed=2**63 - 1)] * 40
+    first = sample(logits, rows, list(range(40))).token_ids.tolist()
+    assert first == sample(logits, rows, list(range(40))).token_ids.tolist()
+    assert len(set(first)) > 10
+    assert first != sample(logits, [row(SamplingParams(), seed=5)] * 40, list(range(40))).token_ids.tolist()
+
+
+def test_uniform_numbers_are_philox_of_seed_and_position() -> None:
+    source = UniformSource()
+    drawn = source.draw([3, 3, 2**63 - 1], [0, 70, 9])
+    expected = [
+        np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
+        for seed, position in ((3, 0), (3, 70), (2**63 - 1, 9))
+    ]
+    assert drawn.tolist() == expected == source.draw([3, 3, 2**63 - 1], [0, 70, 9]).tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"logprobs": 2}, {"top_k": 4}])
+def test_non_finite_rows_fail_alone(bad: float, options: dict[str, Any]) -> None:
+    params, logits = SamplingParams(**options), logits_of(3)
+    good = sample(logits, [row(params)] * 3)
+    logits[1, 17] = bad
+    found = sample(logits, [row(params)] * 3)
+    assert found.failed == (1,)
+    assert found.token_ids[[0, 2]].tolist() == good.token_ids[[0, 2]].tolist()
+    assert set(found.logprobs) <= {0, 2}
+    logits[2] = -torch.inf
+    assert sample(logits, [row(params)] * 3).failed == (1, 2)
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = logits_of(1)
+    params = SamplingParams(temperature=0.0, logit_bias={9: 100.0}, logprobs=4)
+    entry = sample(logits, [row(params)]).logprobs[0]
+    expected = torch.log_softmax(logits[0], dim=-1)
+    values, ids = expected.topk(4)
+    assert entry.token_id == 9
+    assert entry.logprob == pytest.approx(float(expected[9]))
+    assert entry.rank == int((expected > expected[9]).sum()) + 1
+    assert list(entry.top_ids) == ids.tolist()
+    assert list(entry.top_logprobs) == pytest.approx(values.tolist())
+
+
+def test_prompt_logprobs_of_following_tokens() -> None:
+    logits = logits_of(5)
+    following = torch.tensor([3, 60, 0, 7, 7])
+    expected = torch.log_softmax(logits, dim=-1)
+    for i, entry in enumerate(prompt_logprobs(logits, following, 2)):
+        assert entry.logprob == pytest.approx(float(expected[i, following[i]]))
+        assert entry.top_ids[0] == int(logits[i].argmax())
+        assert len(entry.top_ids) == 2
+
+
+def test_min_p_of_one_keeps_the_largest() -> None:
+    logits = logits_of(3)
+    assert sample(logits, [row(SamplingParams(min_p=1.0))] * 3).token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_bf16_logits() -> None:
+    logits = logits_of(3).bfloat16()
+    assert sample(logits, [row(SamplingParams(temperature=0.0))] * 3).token_ids.tolist() == logits.argmax(-1).tolist()
+    assert len(sample(logits, [row(SamplingParams(logprobs=1))] * 3).logprobs) == 3
