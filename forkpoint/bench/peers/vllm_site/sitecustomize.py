@@ -1,0 +1,36 @@
+"""Start-up hook for vLLM's processes (on PYTHONPATH, so that the workers it spawns run it too).
+
+The CPU build of torch cannot load torchvision's compiled operators, and torchvision's import then fails on two
+schemas that are missing. They are declared here, just before torchvision is first imported.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class DeclareTorchvisionSchemas(MetaPathFinder):
+    """Finds nothing itself: it declares the schemas when torchvision is looked for, then steps aside."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision._meta_registrations":
+            sys.meta_path.remove(self)
+            import torch
+
+            self.library = torch.library.Library("torchvision", "FRAGMENT")  # schemas live as long as this does
+            sys.modules[__name__].__dict__["finder"] = self
+            for schema in SCHEMAS:
+                self.library.define(schema)
+        return None
+
+
+sys.meta_path.insert(0, DeclareTorchvisionSchemas())
