@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 
 from forkpoint.ops.activation import reference as activation
 from forkpoint.ops.attention import reference as attention
 from forkpoint.ops.conv1d import reference as conv1d
 from forkpoint.ops.gated_delta import reference as gated_delta
 from forkpoint.ops.linear import reference as linear
+from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.moe import reference as moe
 from forkpoint.ops.norm import reference as norm
 from forkpoint.ops.rope import reference as rope
@@ -29,9 +31,10 @@ def torch_table(deterministic: bool = False) -> OpTable:
     With `deterministic` no row of any result depends, bit for bit, on what else is in the batch, on where the
     row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
     """
+    fixed = FixedRowsLinear()
     return OpTable(
         prepare_linear=linear.prepare_linear,
-        linear=linear.linear_fixed_rows if deterministic else linear.linear,
+        linear=fixed if deterministic else linear.linear,
         rmsnorm=norm.rmsnorm,
         add_rmsnorm=norm.add_rmsnorm,
         gated_rmsnorm=norm.gated_rmsnorm,
@@ -45,7 +48,7 @@ def torch_table(deterministic: bool = False) -> OpTable:
         gdn_prefill=gated_delta.gdn_prefill,
         gdn_decode=gated_delta.gdn_decode,
         prepare_experts=moe.prepare_experts,
-        experts=moe.experts_fixed_rows if deterministic else moe.experts,
+        experts=partial(moe.experts_by, fixed) if deterministic else moe.experts,
         state_copy=state_copy.state_copy,
         deterministic=deterministic,
         backends=dict.fromkeys(operator_names(), "torch"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import FAMILIES, HYBRID, write_checkpoint
+from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.driver import Driver, Work
 
 TOLERANCE = 1e-4  # of the logits' standard deviation

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.activation.reference import silu_mul
-from forkpoint.ops.linear.reference import PackedLinear, linear, linear_fixed_rows
+from forkpoint.ops.linear.reference import PackedLinear, linear
 
 
 class PackedExperts(NamedTuple):
@@ -26,21 +26,17 @@ def prepare_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
 
 def experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
     """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`."""
-    return _experts(x, packed, weights, ids, linear)
+    return experts_by(linear, x, packed, weights, ids)
 
 
-def experts_fixed_rows(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
-    """The same with products whose rows do not depend on the batch."""
-    return _experts(x, packed, weights, ids, linear_fixed_rows)
-
-
-def _experts(
+def experts_by(
+    product: Callable[[Tensor, PackedLinear], Tensor],
     x: Tensor,
     packed: PackedExperts,
     weights: Tensor,
     ids: Tensor,
-    product: Callable[[Tensor, PackedLinear], Tensor],
 ) -> Tensor:
+    """As `experts`, with `product(x, packed)` for every matrix product; its rows are then as good as those."""
     num_tokens, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(ids.reshape(-1), minlength=packed.down.shape[0]).tolist()
