@@ -40,6 +40,12 @@ def write_page(path: Path, results: Sequence[Measured], work: Workload, threads:
     """Write the page to `path` and return its table."""
     rows = table(results, work)
     shape = SHAPE_131M
+    sizes = (
+        f"{shape.num_layers} layers, every {shape.attention_interval}th attends; hidden {shape.hidden_size}, MLP "
+        f"{shape.intermediate_size}, vocabulary {shape.vocab_size} (tied); attention {shape.num_heads} heads / "
+        f"{shape.num_kv_heads} KV x {shape.head_dim}; delta net {shape.num_key_heads} key / {shape.num_value_heads} "
+        f"value heads x {shape.state_dim}; convolution {shape.conv_width}"
+    )
     page = f"""# CPU speed, side by side
 
 Written by `{command}` on {machine.today()}, commit {machine.commit_hash()}.
@@ -47,16 +53,13 @@ Written by `{command}` on {machine.today()}, commit {machine.commit_hash()}.
 - Machine: {machine.cpu_model()}, {machine.num_cpus()} CPUs, {machine.cpu_isa()}; {threads} threads for every peer;
   load average at the end {machine.load_average():.1f}.
 - Model: 131 M parameters in Qwen3.5's text layout (`python -m forkpoint.bench.model131m FOLDER`), bf16, random and
-  state-sensitive: {shape.num_layers} layers, every {shape.attention_interval}th attends; hidden {shape.hidden_size}, \
-MLP {shape.intermediate_size}, vocabulary {shape.vocab_size} (tied);
-  attention {shape.num_heads} heads / {shape.num_kv_heads} KV x {shape.head_dim}; delta net {shape.num_key_heads} key / \
-{shape.num_value_heads} value heads x {shape.state_dim}; convolution {shape.conv_width}.
+  state-sensitive: {sizes}.
 - Peers: {"; ".join(f"{r.peer} = {r.description}" for r in results)}.
 
 Cells: median of {work.repeats} (best). Cold: {work.prompt} random ids, one token out. Warm: the same ids and
-{work.extension} new ones, one token out. Decode: {work.decode} tokens after prompts of {work.decode_prompt} ids, counted from the first token on.
-The peers take turns within one run, get the same ids, and are stopped while another one is measured. Each is warmed up
-with a short round of all phases first.
+{work.extension} new ones, one token out. Decode: {work.decode} tokens after prompts of {work.decode_prompt} ids,
+counted from the first token on. The peers take turns within one run, get the same ids, and are stopped while another
+one is measured. Each is warmed up with a short round of all phases first.
 
 {rows}
 
@@ -64,8 +67,9 @@ with a short round of all phases first.
 vLLM runs in an environment of its own; `--vllm-python` names its interpreter.
 ```
 {VLLM_ENVIRONMENT}```
-torchvision's missing operator schemas are declared by `forkpoint/bench/peers/vllm_site/sitecustomize.py`. `--vllm-preload`
-takes a colon-separated list of libraries: tcmalloc (package `libtcmalloc-minimal4`) and `/tmp/vllm-env/lib/libiomp5.so`.
+torchvision's missing operator schemas are declared by `forkpoint/bench/peers/vllm_site/sitecustomize.py`.
+`--vllm-preload` takes a colon-separated list of libraries: tcmalloc (Debian package `libtcmalloc-minimal4`) and
+`/tmp/vllm-env/lib/libiomp5.so`.
 """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)

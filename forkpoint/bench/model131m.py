@@ -149,7 +149,7 @@ def write_checkpoint(folder: Path, shape: HybridShape = SHAPE_131M, seed: int = 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Token i is the word `ti`: engines that insist on a tokenizer get one whose ids are all reachable."""
     vocab = {f"t{i}": i for i in range(vocab_size)}
-    tokenizer = {
+    tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

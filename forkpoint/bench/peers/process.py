@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from forkpoint.bench.peers.protocol import Answer, Job, PeerOptions, option_args, repository_root
 from forkpoint.errors import ForkpointError
@@ -37,7 +38,7 @@ class PeerProcess:
                 env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(path)},
                 start_new_session=True,
             )
-        self.description: str = self._read()["peer"]
+        self.description = str(self._read()["peer"])
         self._signal(signal.SIGSTOP)
 
     def run(self, job: Job) -> Answer:
@@ -64,12 +65,12 @@ class PeerProcess:
                 self._signal(signal.SIGKILL)
                 self._process.wait()
 
-    def _read(self) -> dict[str, object] | dict[str, str]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise self._failed()
-        answer: dict[str, object] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def _failed(self) -> PeerFailedError:

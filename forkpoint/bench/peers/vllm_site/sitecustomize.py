@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -26,7 +27,8 @@ class DeclareTorchvisionSchemas(MetaPathFinder):
             sys.meta_path.remove(self)
             import torch
 
-            self.library = torch.library.Library("torchvision", "FRAGMENT")  # schemas live as long as this does
+            api: Any = torch.library
+            self.library = api.Library("torchvision", "FRAGMENT")  # schemas live as long as this does
             sys.modules[__name__].__dict__["finder"] = self
             for schema in SCHEMAS:
                 self.library.define(schema)
