@@ -153,9 +153,7 @@ class HashRunner:
         self.num_tokens += plan.num_tokens
         self.num_steps += 1
         ids = np.asarray(token_ids, np.int32)
-        result = StepResult(
-            plan.step, ids, tuple(failed), num_tokens=plan.num_tokens, moved_bytes=moved_bytes
-        )
+        result = StepResult(plan.step, ids, tuple(failed), num_tokens=plan.num_tokens, moved_bytes=moved_bytes)
         return _Pending(result, None, self)
 
     def close(self) -> None:
@@ -213,9 +211,7 @@ class HashRunner:
         self._require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
         ids = np.asarray(added.token_ids, np.int32)
         known = 0 < added.num_prompt_tokens <= len(ids)
-        self._require(
-            known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}"
-        )
+        self._require(known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}")
         in_range = bool((ids >= 0).all() and (ids < self.vocab_size).all())
         self._require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
         state = _Row(added, ids.tolist(), self._hasher.rolls(ids), np.empty(0, np.int32), 0)
@@ -251,9 +247,7 @@ class HashRunner:
         is_block = kind is MoveKind.BLOCK
         per_page = self.layout.blocks_per_page if is_block else self.layout.slots_per_page
         in_range = per_page <= index < self.num_pages * per_page
-        self._require(
-            in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})"
-        )
+        self._require(in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})")
         page = index // per_page
         if self._page_kind[page] is kind:
             return
@@ -313,16 +307,12 @@ class HashRunner:
                 last, step, f"{where} from its last sampled id, which is at {len(state.ids) - 1} or unsampled"
             )
         else:
-            self._require(
-                token == state.ids[start], step, f"{where} as {token}; the row has {state.ids[start]}"
-            )
+            self._require(token == state.ids[start], step, f"{where} as {token}; the row has {state.ids[start]}")
 
     def _check_chunk(self, step: int, work: _Work) -> None:
         state, grid = self._rows[work.row], self.layout.checkpoint_grid
         where = f"chunk [{work.start}, {work.end}) of row {work.row}"
-        self._require(
-            0 <= work.start < work.end <= len(state.ids), step, f"{where}: {len(state.ids)} tokens are known"
-        )
+        self._require(0 <= work.start < work.end <= len(state.ids), step, f"{where}: {len(state.ids)} tokens are known")
         ends = work.end % grid == 0 or work.end in (state.added.num_prompt_tokens, len(state.ids))
         self._require(ends, step, f"{where} ends neither on the grid nor with its prompt")
         positions = [num_tokens for num_tokens, _ in work.saves]
@@ -341,9 +331,7 @@ class HashRunner:
             self._require(work.end == known, step, f"{where} samples, but {known} tokens are known already")
         slots = (work.read_slot, work.write_slot, *(slot for _, slot in work.saves))
         if not self.layout.has_states:
-            self._require(
-                set(slots) == {_NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states"
-            )
+            self._require(set(slots) == {_NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states")
         if not self.layout.has_kv:
             self._require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
             return
@@ -364,9 +352,7 @@ class HashRunner:
             self._claim(step, MoveKind.BLOCK, block)
             users = int(self._block_users[block])
             self._require(users == 0, step, f"gives row {row} block {block} as new; {users} rows use it")
-            self._require(
-                block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new"
-            )
+            self._require(block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new")
             self._block_position[block] = _GARBAGE
             self._block_users[block] = 1
         self._rows[row].append_blocks(block_ids)
@@ -383,17 +369,13 @@ class HashRunner:
                     step,
                     f"writes slot {slot} twice (rows {writer.get(slot)}, {work.row})",
                 )
-                self._require(
-                    slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}"
-                )
+                self._require(slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}")
                 writer[slot] = work.row
         for work in works:
             reader = writer.get(work.read_slot, work.row)
             saved = any(slot == work.read_slot for _, slot in work.saves)
             alone = work.read_slot == ZERO_STATE or (reader == work.row and not saved)
-            self._require(
-                alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes"
-            )
+            self._require(alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes")
 
     def _read(self, work: _Work) -> None:
         """Check that what the row would read are the contents for its own tokens."""
@@ -404,13 +386,9 @@ class HashRunner:
         elif self.layout.has_states:
             position, roll = int(self._slot_position[work.read_slot]), self._slot_roll[work.read_slot]
             held = "garbage" if position == _GARBAGE else f"the state after {position} tokens"
-            self._require(
-                position == work.start, None, f"{where} reads slot {work.read_slot}, which holds {held}"
-            )
+            self._require(position == work.start, None, f"{where} reads slot {work.read_slot}, which holds {held}")
             right = roll == state.rolls[work.start]
-            self._require(
-                bool(right), None, f"{where} reads slot {work.read_slot}: the state of other tokens"
-            )
+            self._require(bool(right), None, f"{where} reads slot {work.read_slot}: the state of other tokens")
         if self.layout.has_kv and work.start:
             blocks = state.blocks[: -(-work.start // self.layout.block_size)]
             rolls = self._block_roll[blocks].ravel()[: work.start]

@@ -44,17 +44,13 @@ def first_slot(runner: HashRunner) -> int:
     return runner.layout.slots_per_page * 100 if runner.layout.has_states else -1
 
 
-def added(
-    row: int, ids: list[int], blocks: IntArray | None = None, num_prompt: int | None = None
-) -> AddedRow:
+def added(row: int, ids: list[int], blocks: IntArray | None = None, num_prompt: int | None = None) -> AddedRow:
     hit = ints() if blocks is None else blocks
     params = SamplingParams(temperature=0.0)
     return AddedRow(row, f"r{row}", ints(*ids), num_prompt or len(ids), params, 0, (), hit)
 
 
-def decode(
-    row: int, start: int, slot: int, token: int = LAST_SAMPLED, read: int | None = None
-) -> DecodeColumns:
+def decode(row: int, start: int, slot: int, token: int = LAST_SAMPLED, read: int | None = None) -> DecodeColumns:
     read_slot = slot if read is None else read
     yes = np.ones(1, np.bool_)
     return DecodeColumns(ints(row), ints(start), ints(token), ints(-1), ints(read_slot), ints(slot), yes)
@@ -64,9 +60,7 @@ def prefill_plan(runner: HashRunner) -> StepPlan:
     block, slot = first_block(runner), first_slot(runner)
     blocks = ints(block, block + 1, block + 2) if runner.layout.has_kv else ints()
     saves = (StateSave(64, slot + 1), StateSave(128, slot + 2)) if runner.layout.has_states else ()
-    return StepPlan(
-        0, added=(added(0, PROMPT),), chunks=(Chunk(0, 0, 150, blocks, -1, slot, saves, samples=True),)
-    )
+    return StepPlan(0, added=(added(0, PROMPT),), chunks=(Chunk(0, 0, 150, blocks, -1, slot, saves, samples=True),))
 
 
 @pytest.mark.parametrize(("kv", "states"), [(True, True), (True, False), (False, True)])
@@ -89,9 +83,7 @@ def test_a_hit_continues_from_a_checkpoint_after_a_move() -> None:
     chunk = Chunk(1, 128, 131, ints(block + 50), slot + 9, slot + 10, samples=True)
     plan = StepPlan(1, moves=moves, added=(added(1, other, ints(block, block + 40)),), chunks=(chunk,))
     assert runner.submit(plan).result().token_ids.tolist() == runner.expected(other, 1)
-    moved_from = StepPlan(
-        2, added=(added(2, other, ints(block, block + 1)),), chunks=(replace(chunk, row=2),)
-    )
+    moved_from = StepPlan(2, added=(added(2, other, ints(block, block + 1)),), chunks=(replace(chunk, row=2),))
     with pytest.raises(PlanViolation, match="garbage"):
         moved_from = replace(
             moved_from, chunks=(replace(chunk, row=2, new_blocks=ints(block + 60), write_slot=slot + 11),)
@@ -103,9 +95,7 @@ def second_request(runner: HashRunner, **changes: object) -> StepPlan:
     block, slot = first_block(runner), first_slot(runner)
     chunk = Chunk(1, 128, 192, ints(block + 50), slot + 2, slot + 10, samples=True)
     chunk = replace(chunk, **changes)  # type: ignore[arg-type]
-    return StepPlan(
-        1, added=(added(1, [*PROMPT[:128], *PROMPT[:64]], ints(block, block + 1)),), chunks=(chunk,)
-    )
+    return StepPlan(1, added=(added(1, [*PROMPT[:128], *PROMPT[:64]], ints(block, block + 1)),), chunks=(chunk,))
 
 
 def test_wrong_plans_are_named() -> None:

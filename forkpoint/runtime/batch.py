@@ -70,6 +70,7 @@ class Batch:
         blocks = layout.num_blocks_for(max_model_len)
         self.table = BlockTable(num_rows, blocks, layout.block_size, platform=platform)
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=platform.device)
+        self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self._has_kv = layout.has_kv
         self._rows: dict[int, AddedRow] = {}
         self._sampling: dict[int, RowSampling] = {}
@@ -77,8 +78,8 @@ class Batch:
     def row(self, row: int) -> AddedRow:
         return self._rows[row]
 
-    def sampling(self, row: int) -> RowSampling:
-        return self._sampling[row]
+    def sampling(self, rows: IntArray) -> list[RowSampling]:
+        return [self._sampling[row] for row in rows.tolist()]
 
     def update(self, plan: StepPlan) -> None:
         """Remove, remap, add and replace rows, then give rows their new blocks."""
@@ -89,6 +90,7 @@ class Batch:
             self.table.remap(plan.moves)
         for added in plan.added:
             self._rows[added.row] = added
+            self.num_prompt_tokens[added.row] = added.num_prompt_tokens
             self._sampling[added.row] = RowSampling.create(added, self.vocab_size, self.platform.device)
             self.table.add(added.row, added.block_ids)
         for replaced in plan.replaced:
@@ -103,10 +105,9 @@ class Batch:
     def record(self, rows: IntArray, token_ids: Tensor) -> None:
         """The rows' newly sampled ids, `[N]` int64."""
         self.last_sampled[torch.from_numpy(rows.astype(np.int64)).to(self.platform.device)] = token_ids
-        for i, row in enumerate(rows.tolist()):
-            counts = self._sampling[row].counts
-            if counts is not None:
-                counts.outputs[token_ids[i]] += 1
+        for i, sampling in enumerate(self.sampling(rows)):
+            if sampling.counts is not None:
+                sampling.counts.outputs[token_ids[i]] += 1
 
     def token_ids(self, plan: StepPlan) -> Tensor:
         """`[T]` int64: decode rows' tokens, then the chunks'."""

@@ -132,13 +132,18 @@ class BlockTable:
 
     def remap(self, moves: Sequence[Move]) -> None:
         """Follow compaction: every row that names a moved block names its new place."""
+        origins: dict[int, int] = {}  # where contents are now -> where they were before the moves
         for move in moves:
-            if move.kind is not MoveKind.BLOCK:
-                continue
-            offsets = np.arange(self.ratio, dtype=np.int32)
-            used = np.arange(self._table.shape[1]) < self._num_blocks[:, None]
-            for old, new in zip(move.src * self.ratio + offsets, move.dst * self.ratio + offsets, strict=True):
-                self._table[(self._table == old) & used] = new
+            if move.kind is MoveKind.BLOCK:
+                origins[move.dst] = origins.pop(move.src, move.src)
+        if not origins:
+            return
+        used = np.arange(self._table.shape[1]) < self._num_blocks[:, None]
+        kernel_ids = self._table[used]
+        block_ids = kernel_ids // self.ratio
+        places = np.arange(max(int(block_ids.max(initial=0)), *origins.values()) + 1, dtype=np.int32)
+        places[list(origins.values())] = list(origins)
+        self._table[used] = places[block_ids] * self.ratio + kernel_ids % self.ratio
 
     def slot_mapping(self, rows: IntArray, positions: SlotArray) -> SlotArray:
         """`[T]` int64: the slot of token `positions[t]` (int64) of row `rows[t]`, -1 for tokens of other ranks.

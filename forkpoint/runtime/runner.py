@@ -147,16 +147,14 @@ class ModelRunner:
             return StepResult(plan.step, np.empty(0, np.int32))
         last, positions = _sampled_tokens(plan)
         logits = self._model.logits(hidden[self.platform.upload(last)])
-        row_list = rows.tolist()
-        prompts = np.asarray([self.batch.row(row).num_prompt_tokens for row in row_list], np.int32)
-        sampling = [self.batch.sampling(row) for row in row_list]
-        sampled = self._sampler.sample(logits, sampling, positions - prompts)
+        num_outputs = positions - self.batch.num_prompt_tokens[rows]
+        sampled = self._sampler.sample(logits, self.batch.sampling(rows), num_outputs)
         self.batch.record(rows, sampled.token_ids)
         return StepResult(
             plan.step,
             sampled.token_ids.cpu().numpy().astype(np.int32),
-            tuple(row_list[i] for i in sampled.failed),
-            {row_list[i]: entry for i, entry in sampled.logprobs.items()},
+            tuple(int(rows[i]) for i in sampled.failed),
+            {int(rows[i]): entry for i, entry in sampled.logprobs.items()},
         )
 
     def _prompt_logprobs(self, chunk: Chunk, first: int, hidden: Tensor) -> tuple[tuple[int, TokenLogprobs], ...]:

@@ -36,9 +36,9 @@ def ints(*values: int) -> IntArray:
     return np.asarray(values, np.int32)
 
 
-def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
-    """A Qwen3.5 of three recurrent layers and one attention layer, fp32, with made-up weights."""
-    config = transformers.Qwen3_5TextConfig(
+def tiny_config() -> transformers.Qwen3_5TextConfig:
+    """A Qwen3.5 of three recurrent layers and one attention layer, fp32."""
+    return transformers.Qwen3_5TextConfig(
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=64,
@@ -54,7 +54,11 @@ def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
         dtype="float32",
         architectures=["Qwen3_5ForCausalLM"],
     )
-    config.save_pretrained(folder)
+
+
+def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
+    """That model with made-up weights."""
+    tiny_config().save_pretrained(folder)
     return load_model(folder, ops=ops or torch_table(), load_format="dummy")
 
 
@@ -88,6 +92,7 @@ class Driver:
             max_model_len=max_model_len,
             force_state_copy=force_state_copy,
         )
+        runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
         return cls(runner, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)
 
     @property

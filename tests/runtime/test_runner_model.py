@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import AddedRow, Move, MoveKind, StateSave, TokenLogprobs
-from tests.runtime.driver import Driver, ints, tiny_hybrid, tokens
+from tests.runtime.driver import Driver, ints, tiny_config, tiny_hybrid, tokens
 
 TOP = SamplingParams(temperature=0.0, logprobs=20)
 
@@ -146,3 +151,40 @@ def test_moves_carry_contents(model: Model) -> None:
     for i in range(2):
         driver.run(decodes=[driver.decode(0, 151 + i, far_slot, far_slot)])
     assert driver.outputs[0] == expected
+
+
+def state_sensitive(folder: Path) -> transformers.PreTrainedModel:
+    """transformers' model of the same shape, with slow decay and weights that make states matter; saved in `folder`."""
+    torch.manual_seed(0)
+    oracle = transformers.Qwen3_5ForCausalLM(tiny_config()).eval()
+    for name, weight in oracle.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.uniform_(-4, -1)
+        elif name.endswith("dt_bias"):
+            weight.data.uniform_(-3, -1)
+        elif weight.ndim > 1:
+            weight.data.normal_(0, 1.5 * weight.shape[-1] ** -0.5)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, force: bool) -> None:
+    oracle = state_sensitive(tmp_path)
+    driver = Driver.create(load_model(tmp_path, ops=torch_table()), force_state_copy=force)
+    prompts = [tokens(130, 1), tokens(65, 2), tokens(1, 3)]
+    slots = [driver.slot() for _ in prompts]
+    added = [driver.added(row, prompt) for row, prompt in enumerate(prompts)]
+    first = [driver.chunk(row, 0, len(p), -1, slots[row], samples=True) for row, p in enumerate(prompts) if row]
+    driver.run([driver.chunk(0, 0, 64, -1, slots[0]), *first], added=added)
+    driver.run([driver.chunk(0, 64, 130, slots[0], slots[0], samples=True)])
+    for step in range(23):
+        driver.run(decodes=[driver.decode(row, len(prompts[row]) + step, slots[row], slots[row]) for row in (2, 0, 1)])
+    distinct = set()
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([[*prompt.tolist(), *driver.outputs[row]]])
+        with torch.no_grad():
+            expected = oracle(ids).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+        assert driver.outputs[row] == expected
+        distinct |= set(expected)
+    assert len(distinct) >= 20
