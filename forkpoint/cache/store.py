@@ -110,18 +110,21 @@ class PrefixStore:
         assert parent is not None
         if not node.condemned:
             self.ghosts.add(node.hash, GhostKind.KV)
-        self.counters.blocks_evicted += 1
+            self.counters.blocks_evicted += 1
         node.dropped = True
         self.tree.remove(node)
         if node.block != NO_UNIT:
             self.arena.give_block(node.block)
-        self._note_leaf(parent, first=True)
+        if not parent.condemned:  # `_sweep` climbs by itself
+            self._note_leaf(parent, first=True)
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
         """Remember a node that may have become an unpinned leaf."""
         if node.depth == 0 or node.dropped or not _is_free_leaf(node) or node.checkpoint is not None:
             return
-        if self.layout.has_states or node.condemned:
+        if node.condemned:
+            self._sweep(node)
+        elif self.layout.has_states:
             if first:
                 self._dead.appendleft(node)
             else:
@@ -197,11 +200,17 @@ class PrefixStore:
             item = stack.pop()
             if item.checkpoint is not None and item.checkpoint.num_readers == 0:
                 self.drop_checkpoint(item.checkpoint)
-            stack.extend(item.children.values())
+            stack.extend(item.children)
             leaves.append(item)
         for item in reversed(leaves):
-            if not item.dropped and _is_free_leaf(item) and item.checkpoint is None:
-                self._evict_leaf(item)
+            self._sweep(item)
+
+    def _sweep(self, node: Node) -> None:
+        """A condemned node goes as soon as nothing holds it, and then perhaps its parent."""
+        while node.condemned and not node.dropped and _is_free_leaf(node) and node.checkpoint is None:
+            assert node.parent is not None
+            self._evict_leaf(node)
+            node = node.parent
 
     def reset(self) -> None:
         """Condemn everything and forget the ghosts."""

@@ -45,7 +45,7 @@ class Node:
     depth: int  # blocks from the root, this one included
     block: int
     provenance: Provenance
-    children: dict[BlockHash, Node] = field(default_factory=dict)
+    children: dict[Node, None] = field(default_factory=dict)  # a condemned and a sound one may share a hash
     checkpoint: Checkpoint | None = None
     pins: int = 0
     last_used: float = 0.0
@@ -137,7 +137,7 @@ class PrefixTree:
     def insert(self, parent: Node, block_hash: BlockHash, tokens: bytes, block: int, provenance: Provenance) -> Node:
         assert block_hash not in self._by_hash
         node = Node(parent, block_hash, tokens, parent.depth + 1, block, provenance)
-        parent.children[block_hash] = node
+        parent.children[node] = None
         self._by_hash[block_hash] = node
         self.num_nodes += 1
         if parent.depth == 0:
@@ -148,7 +148,7 @@ class PrefixTree:
         """Remove an unpinned leaf without a checkpoint."""
         assert not node.children and not node.pins and node.checkpoint is None and node.parent is not None
         parent = node.parent
-        del parent.children[node.hash]
+        del parent.children[node]
         if not node.condemned:
             self._forget(node)
         self.num_nodes -= 1
@@ -163,7 +163,7 @@ class PrefixTree:
             if not item.condemned:
                 item.condemned = True
                 self._forget(item)
-            stack.extend(item.children.values())
+            stack.extend(item.children)
 
     def pin(self, node: Node) -> None:
         item: Node | None = node
@@ -188,11 +188,11 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self._roots.values() for child in root.children]
         while stack:
             node = stack.pop()
             yield node
-            stack.extend(node.children.values())
+            stack.extend(node.children)
 
     def _forget(self, node: Node) -> None:
         if self._by_hash.get(node.hash) is node:
@@ -210,9 +210,9 @@ class PrefixTree:
         for node in self.nodes():
             count += 1
             pinned += node.pins > 0
-            assert node.parent is not None and node.parent.children[node.hash] is node
+            assert node.parent is not None and node in node.parent.children
             assert node.depth == node.parent.depth + 1
-            assert node.pins >= sum(child.pins > 0 for child in node.children.values())
+            assert node.pins >= sum(child.pins > 0 for child in node.children)
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped

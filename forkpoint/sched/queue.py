@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -49,7 +50,7 @@ class WaitingQueue:
         if last >= len(hashes):
             counts.append(0)
         first = start // size + 1
-        pairs = zip(counts, counts[1:], strict=False)
+        pairs = itertools.pairwise(counts)
         return frozenset((first + i) * size for i, (here, beyond) in enumerate(pairs) if here > beyond)
 
     def _reusable_hashes(self, entry: Entry) -> list[BlockHash]:

@@ -1,0 +1,142 @@
+"""A scheduler and a hash runner wired together, with every invariant checked after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forkpoint.cache.integrity import check_integrity
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.params import SamplingParams
+from forkpoint.sched.plan import PendingStep, StepPlan
+from forkpoint.sched.request import Request, RequestUpdate
+from forkpoint.sched.scheduler import Scheduler
+from tests.hash_runner import HashRunner
+
+VOCAB = 5000
+
+KV = KVSpec(num_heads=2, key_dim=16, value_dim=16, dtype="float32")
+STATE = StateSpec(conv_shape=(3, 64), conv_dtype="float32", matrix_shape=(4, 16, 16), matrix_dtype="float32")
+BIG_STATE = StateSpec(conv_shape=(3, 256), conv_dtype="float32", matrix_shape=(8, 64, 64), matrix_dtype="float32")
+
+LAYOUTS = {
+    "several blocks a page": CacheLayout.create([KV], [BIG_STATE]),
+    "several slots a page": CacheLayout.create([KV] * 4, [STATE]),
+    "one each": CacheLayout.create([KV], [STATE] * 3),
+    "no states": CacheLayout.create([KV], []),
+    "no keys and values": CacheLayout.create([], [STATE]),
+}
+HYBRIDS = [name for name, layout in LAYOUTS.items() if layout.has_states and layout.has_kv]
+
+
+def tokens(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, count, dtype=np.int32)
+
+
+@dataclass
+class Harness:
+    layout: CacheLayout = field(default_factory=lambda: LAYOUTS["several blocks a page"])
+    num_pages: int = 4000
+    budget: int = 2048
+    max_num_seqs: int = 64
+    look_ahead: bool = False
+    check: bool = True
+    deterministic: bool = False
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    computed: dict[str, int] = field(default_factory=dict)  # tokens that entered the model, by request
+    in_flight: list[tuple[StepPlan, PendingStep]] = field(default_factory=list)
+    largest_gap: int = 0
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.max_num_seqs)
+        self.sched = Scheduler(
+            self.layout,
+            self.num_pages,
+            self.cache,
+            config,
+            max_model_len=1 << 20,
+            deterministic=self.deterministic,
+        )
+        self.runner = HashRunner(self.layout, self.num_pages, VOCAB)
+        self.rows: dict[int, str] = {}
+
+    def add(self, name: str, prompt: np.ndarray, max_tokens: int = 1, **options: object) -> Request:
+        known = {key: options.pop(key) for key in ("priority", "breakpoints", "stop_token_ids") if key in options}
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+        request = Request(name, prompt, params, max_tokens, seed=0, **known)  # type: ignore[arg-type]
+        self.sched.add(request)
+        self.requests[name], self.updates[name], self.computed[name] = request, [], 0
+        return request
+
+    def step(self) -> bool:
+        """One plan, and the result of the oldest one that may now be known. False when nothing is left."""
+        plan = self.sched.schedule()
+        if plan is not None:
+            self._note(plan)
+            self._protect(plan)
+            self.in_flight.append((plan, self.runner.submit(plan)))
+        depth = 1 if self.look_ahead and plan is not None else 0
+        while len(self.in_flight) > depth:
+            self._take_result()
+        if self.check:
+            check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+        return plan is not None or bool(self.in_flight) or self.sched.has_unfinished()
+
+    def _take_result(self) -> None:
+        plan, pending = self.in_flight.pop(0)
+        try:
+            updates = self.sched.apply(pending.result())
+        except RuntimeError as error:
+            updates = self.sched.fail(plan.step, error)
+            for _, later in self.in_flight:
+                try:
+                    later.result()
+                except RuntimeError:
+                    pass
+            self.in_flight.clear()
+        for update in updates:
+            self.updates[update.request.id].append(update)
+
+    def _note(self, plan: StepPlan) -> None:
+        for added in plan.added:
+            self.rows[added.row] = added.request_id
+        for chunk in plan.chunks:
+            self.computed[self.rows[chunk.row]] += chunk.end - chunk.start
+        for row in plan.decodes.rows.tolist():
+            self.computed[self.rows[row]] += 1
+
+    def _protect(self, plan: StepPlan) -> None:
+        """Whatever was cached before this plan must not be written by it."""
+        saved = {save.slot for chunk in plan.chunks for save in chunk.saves}
+        store = self.sched.cache.store
+        checkpoints = [node.checkpoint for node in store.tree.nodes() if node.checkpoint is not None]
+        self.runner.protected_slots = {c.slot for c in checkpoints} - saved
+
+    def run(self, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                break
+        else:
+            raise AssertionError("still busy")
+        assert not self.sched.has_unfinished()
+
+    def output(self, name: str) -> list[int]:
+        return [u.token_id for u in self.updates[name] if u.token_id is not None]
+
+    def check_output(self, name: str) -> None:
+        request = self.requests[name]
+        expected = self.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens)
+        assert self.output(name) == expected, f"{name}: cached and uncached outputs differ"
+
+    def ask(self, name: str, prompt: np.ndarray, max_tokens: int = 1, **options: object) -> Request:
+        """Add one request, run to the end, check its outputs and its accounting."""
+        request = self.add(name, prompt, max_tokens, **options)
+        self.run()
+        self.check_output(name)
+        computed = self.computed[name] - (max_tokens - 1)
+        assert computed == len(prompt) - request.cache.num_cached_tokens, "a cached token was computed"
+        return request

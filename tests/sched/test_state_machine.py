@@ -1,0 +1,200 @@
+"""Any sequence of arrivals, aborts, failures and steps leaves outputs as in an uncached run, and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forkpoint.cache.integrity import check_integrity
+from forkpoint.config import CacheConfig
+from forkpoint.errors import RequestTooLargeError
+from forkpoint.params import FinishReason
+from tests.sched.harness import LAYOUTS, VOCAB, Harness, tokens
+
+LENGTHS = st.one_of(
+    st.integers(1, 700),
+    st.builds(lambda n, d: 64 * n + d, st.integers(1, 10), st.sampled_from([-1, 0, 1, 63])),
+)
+TRUNK = tokens(99, 2000)
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests whose prompts branch off a common trunk or off each other's histories."""
+
+    @initialize(
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        tokens_of_room=st.integers(300, 6000),
+        spare_slots=st.integers(1, 12),
+        budget=st.sampled_from([128, 192, 500, 2048]),
+        max_num_seqs=st.integers(1, 6),
+        look_ahead=st.booleans(),
+        deterministic=st.booleans(),
+        policy=st.sampled_from(["cost", "lru"]),
+        interval=st.sampled_from([0, 64, 128, 512]),
+        mode=st.sampled_from(["align", "align", "align", "none"]),
+        caching=st.sampled_from([True, True, True, False]),
+        ghosts=st.sampled_from([0, 3, 1000]),
+    )
+    def start(  # type: ignore[no-untyped-def]
+        self,
+        layout,
+        tokens_of_room,
+        spare_slots,
+        budget,
+        max_num_seqs,
+        look_ahead,
+        deterministic,
+        policy,
+        interval,
+        mode,
+        caching,
+        ghosts,
+    ) -> None:
+        chosen = LAYOUTS[layout]
+        self.harness = Harness(
+            layout=chosen,
+            num_pages=chosen.num_pages_for(tokens_of_room, spare_slots) + 2,
+            budget=max(budget, max_num_seqs + 63),
+            max_num_seqs=max_num_seqs,
+            look_ahead=look_ahead,
+            deterministic=deterministic,
+            cache=CacheConfig(
+                eviction_policy=policy,
+                checkpoint_interval=interval,
+                mamba_cache_mode=mode,
+                enable_prefix_caching=caching,
+                num_ghosts=ghosts,
+            ),
+        )
+        self.count = 0
+        self.spoiled: set[str] = set()  # aborted, failed or made to fail
+
+    def new_request(self, prompt: np.ndarray, outputs: int, **options: object) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        try:
+            self.harness.add(name, prompt.astype(np.int32), outputs, **options)
+        except RequestTooLargeError:
+            assert not self.harness.sched.cache.can_ever_fit(len(prompt) + outputs)
+
+    @rule(
+        shared=st.integers(0, 900),
+        own=LENGTHS,
+        seed=st.integers(0, 3),
+        outputs=st.integers(1, 150),
+        copies=st.sampled_from([1, 1, 1, 3]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "b"]),
+        breakpoints=st.lists(st.integers(0, 1000), max_size=2),
+        logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def arrive(self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs) -> None:  # type: ignore[no-untyped-def]
+        prompt = np.concatenate([TRUNK[:shared], tokens(seed, own)])
+        for _ in range(copies):
+            self.new_request(
+                prompt,
+                outputs,
+                priority=priority,
+                cache_salt=salt,
+                breakpoints=tuple(breakpoints),
+                prompt_logprobs=logprobs,
+            )
+
+    @rule(pick=st.integers(0, 10**6), more=LENGTHS, outputs=st.integers(1, 150))
+    def next_turn(self, pick: int, more: int, outputs: int) -> None:
+        """A prompt that extends what an earlier request has so far."""
+        if not self.harness.requests:
+            return
+        names = sorted(self.harness.requests)
+        request = self.harness.requests[names[pick % len(names)]]
+        history = request.all_token_ids()
+        self.new_request(np.concatenate([history, tokens(pick % 5, more)]), outputs)
+
+    @rule(pick=st.integers(0, 10**6))
+    def abort(self, pick: int) -> None:
+        live = sorted(self.harness.sched._entries)
+        if live:
+            name = live[pick % len(live)]
+            self.spoiled.add(name)
+            assert self.harness.sched.abort(name)
+            assert not self.harness.sched.abort(name)
+
+    @rule(pick=st.integers(0, 10**6))
+    def preempt(self, pick: int) -> None:
+        running = [e for e in self.harness.sched._running if e.leaving is None]
+        if running and not self.harness.in_flight:
+            self.harness.sched._preempt(running[pick % len(running)])
+
+    @rule(pick=st.integers(0, 10**6))
+    def poison(self, pick: int) -> None:
+        """The model will produce NaN for a request."""
+        live = sorted(self.harness.sched._entries)
+        if live:
+            name = live[pick % len(live)]
+            self.spoiled.add(name)
+            self.harness.runner.non_finite_requests.add(name)
+
+    @rule()
+    @precondition(lambda self: self.count > 2)
+    def break_step(self) -> None:
+        """The next step's forward pass raises."""
+        self.harness.runner.fail_steps.add(self.harness.sched._num_steps)
+
+    @rule()
+    def reset(self) -> None:
+        self.harness.sched.reset_prefix_cache()
+
+    @rule(count=st.integers(1, 40))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if not self.harness.step():
+                break
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "harness"):
+            sched = self.harness.sched
+            check_integrity(sched.cache, [entry.lease for entry in sched.entries_holding])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "harness"):
+            return
+        harness = self.harness
+        harness.run()
+        for name in harness.requests:
+            self.check_request(name)
+        stats = harness.sched.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.cache.num_slots_used == stats.cache.num_checkpoints, "a slot leaked"
+        if harness.layout.has_kv:
+            assert stats.cache.num_blocks_used == stats.cache.num_cached_blocks, "a block leaked"
+        assert not harness.runner.rows or len(harness.sched._removed_rows) == len(harness.runner.rows)
+        harness.sched.reset_prefix_cache()
+        left = harness.sched.stats().cache
+        assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
+
+    def check_request(self, name: str) -> None:
+        harness, request = self.harness, self.harness.requests[name]
+        failed = any(u.finish_reason is FinishReason.ERROR for u in harness.updates[name])
+        output = harness.output(name)
+        expected = harness.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens)
+        if failed or name in self.spoiled:
+            assert output == expected[: len(output)], f"{name}: wrong before it ended early"
+            return
+        assert output == expected, f"{name}: cached and uncached outputs differ"
+        if not request.num_preemptions and not harness.look_ahead:
+            computed = harness.computed[name] - (request.max_tokens - 1)
+            assert computed == request.num_prompt_tokens - request.cache.num_cached_tokens
+
+
+# FORKPOINT_SHRINK=0 reports the first failure at once
+shrink = os.environ.get("FORKPOINT_SHRINK", "1") == "1"
+phases = tuple(phase for phase in Phase if shrink or phase is not Phase.shrink)
+profile = {"max_examples": int(os.environ.get("FORKPOINT_EXAMPLES", "60")), "stateful_step_count": 30}
+Serving.TestCase.settings = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=phases, **profile)
+TestServing = Serving.TestCase
+assert VOCAB > 1
