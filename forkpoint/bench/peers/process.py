@@ -39,7 +39,11 @@ class PeerProcess:
                 start_new_session=True,
             )
         self.description = str(self._read()["peer"])
-        self._signal(signal.SIGSTOP)
+        self._freeze()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def run(self, job: Job) -> Answer:
         """Raises PeerFailedError, naming the log, when the process is gone."""
@@ -50,7 +54,7 @@ class PeerProcess:
         except BrokenPipeError:
             raise self._failed() from None
         answer = Answer(**self._read())
-        self._signal(signal.SIGSTOP)
+        self._freeze()
         return answer
 
     def close(self) -> None:
@@ -75,6 +79,10 @@ class PeerProcess:
 
     def _failed(self) -> PeerFailedError:
         return PeerFailedError(f"the {self.name} peer ended; see its log, {self._log}")
+
+    def _freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)

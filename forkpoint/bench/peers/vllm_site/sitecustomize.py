@@ -18,18 +18,16 @@ SCHEMAS = (
 
 
 class DeclareTorchvisionSchemas(MetaPathFinder):
-    """Finds nothing itself: it declares the schemas when torchvision is looked for, then steps aside."""
+    """Finds nothing itself: it declares the schemas just before torchvision registers their meta kernels."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "torchvision._meta_registrations":
-            sys.meta_path.remove(self)
             import torch
 
             api: Any = torch.library
             self.library = api.Library("torchvision", "FRAGMENT")  # schemas live as long as this does
-            sys.modules[__name__].__dict__["finder"] = self
             for schema in SCHEMAS:
                 self.library.define(schema)
         return None
