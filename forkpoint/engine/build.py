@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -67,8 +68,10 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     engine = Engine(core, InputProcessor(tokenizer, vocab_size, max_model_len, eos, config.seed))
 
     def metrics() -> dict[str, Any]:
+        stats = asdict(scheduler.stats())
         return {
-            **asdict(scheduler.stats()),
+            **stats.pop("cache"),
+            **stats,
             "num_model_tokens": core.num_model_tokens,
             "slot_bytes_copied": core.slot_bytes_copied,
         }
@@ -85,7 +88,7 @@ def _load(config: EngineConfig, ops: OpTable) -> Model:
         seed=config.seed,
         state_dtype=config.mamba_ssm_cache_dtype,
         max_model_len=config.max_model_len,
-        progress=config.log_level in ("debug", "info"),
+        progress=config.log_level in ("debug", "info") and sys.stderr.isatty(),
     )
 
 

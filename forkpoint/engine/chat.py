@@ -72,12 +72,13 @@ class ChatTemplate:
     def _end_of(self, prefix: list[Message], options: Mapping[str, Any], text: str) -> int:
         """Where `prefix` ends in `text`; 0 where the template does not show it.
 
-        Most templates render a prefix of a conversation to a prefix of its text. Where one raises, or writes
-        something else at the end, two continuations that differ in their text alone show where it ends.
+        Most templates render a prefix of a conversation to a prefix of its text. Where one raises, writes
+        something else at the end, or keeps a system prompt for the first user message, two continuations that
+        differ in their text alone show where it ends.
         """
         if prefix:
             alone = self._try_text(prefix, options)
-            if alone is not None and text.startswith(alone):
+            if alone is not None and text.startswith(alone) and str(prefix[-1].get("content") or "").strip() in alone:
                 return len(alone)
         shown = [self._try_text([*prefix, {"role": "user", "content": probe}], options) for probe in PROBES]
         first, other = shown

@@ -81,8 +81,8 @@ class EngineCore:
                 break
             try:
                 self._in_flight.append((plan.step, self._runner.submit(plan)))
-            except Exception as error:
-                return self._fail(plan.step, error)
+            except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
+                raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
         if self._in_flight:
             return self._finish_oldest()
         if self._scheduler.has_unfinished():
@@ -121,10 +121,9 @@ class EngineCore:
 
     def _fail(self, step: int, error: Exception) -> list[RequestUpdate]:
         """Undo `step` and all later ones, which built on it; their results are waited for and dropped."""
-        while self._in_flight and self._in_flight[-1][0] >= step:
-            number, pending = self._in_flight.pop()
-            if number != step:
-                _wait(pending)
+        self._in_flight.popleft()
+        while self._in_flight:
+            _wait(self._in_flight.popleft()[1])
         failure = StepFailedError(f"step {step} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return self._scheduler.fail(step, failure)

@@ -20,6 +20,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str) -> Tokenizer:
         """Read the tokenizer of a local folder. Raises CheckpointError where there is none that can stream."""
+        if not Path(folder).is_dir():
+            raise CheckpointError(f"there is no model folder {folder!r}; give the path of a downloaded checkpoint")
         from transformers import AutoTokenizer
 
         try:

@@ -1,0 +1,30 @@
+# `make demo` and `make test` need python3 (3.11 or later) and make; the environment is made once, in .venv.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(PYTHON) -m forkpoint.cli.main demo
+
+test: $(INSTALLED)
+	$(PYTHON) -m pytest
+
+lint: $(INSTALLED)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(INSTALLED)
+	$(PYTHON) -m forkpoint.bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamp comes last, so that an installation that broke off is done again.
+$(INSTALLED): pyproject.toml
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet -e '.[dev]'
+	touch $@

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkpoint.demo.model import CHAT_TEMPLATE
+from forkpoint.engine.chat import ChatTemplate
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import ConfigError, InvalidPromptError
+from tests.engine.tokenizers import byte_level, metaspace
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+    "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
+    "{% for message in rest %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if message['role'] == 'user' %}"
+    "[INST] {{ (system if loop.first else '') + message['content'] }} [/INST]"
+    "{% else %} {{ message['content'] }} </s>{% endif %}{% endfor %}"
+)
+USER_LAST = (  # refuses every conversation that a user does not end, and marks the last message
+    "{% if messages[-1].role != 'user' %}{{ raise_exception('the last message must be from the user') }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% if loop.last %} (last){% endif %}<|im_end|>\n{% endfor %}"
+)
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "user_last": USER_LAST, "demo": CHAT_TEMPLATE}
+TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace()}
+MESSAGES = [
+    {"role": "system", "content": "answer in one sentence, please"},
+    {"role": "user", "content": "the quick brown fox"},
+    {"role": "assistant", "content": "jumps over the lazy dog"},
+    {"role": "user", "content": "naïve 🙂 and 東京"},
+]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+CASES = [(t, k) for t in TEMPLATES for k in TOKENIZERS]
+
+
+def render(template: str, tokenizer: str = "byte_level", **options: Any) -> Any:
+    return ChatTemplate(TOKENIZERS[tokenizer], TEMPLATES.get(template, template)).render(**options)
+
+
+@pytest.mark.parametrize(("template", "tokenizer"), CASES)
+def test_ids_are_those_of_transformers(template: str, tokenizer: str) -> None:
+    prompt = render(template, tokenizer, messages=MESSAGES)
+    expected = TOKENIZERS[tokenizer].hf.apply_chat_template(
+        MESSAGES, chat_template=TEMPLATES[template], add_generation_prompt=True, return_dict=False
+    )
+    assert prompt.token_ids.tolist() == list(expected)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("template", ["chatml", "demo"])
+def test_the_end_of_every_message_is_a_boundary(template: str, tokenizer: str) -> None:
+    """A message prefix rendered and tokenised on its own gives exactly the ids before the boundary."""
+    prompt = render(template, tokenizer, messages=MESSAGES)
+    ids = prompt.token_ids.tolist()
+    hf = TOKENIZERS[tokenizer].hf
+    expected = []
+    for count in range(1, len(MESSAGES) + 1):
+        alone = hf.apply_chat_template(MESSAGES[:count], chat_template=TEMPLATES[template], return_dict=False)
+        if tokenizer == "byte_level":
+            assert ids[: len(alone)] == list(alone)
+        expected.append(len(alone))
+    assert set(expected) <= set(prompt.breakpoints)
+
+
+@pytest.mark.parametrize(("template", "tokenizer"), CASES)
+def test_conversations_that_part_share_their_ids_up_to_a_boundary(template: str, tokenizer: str) -> None:
+    """Another last question: the boundary at the end of the third message is common ground, and the last such."""
+    prompt = render(template, tokenizer, messages=MESSAGES)
+    other = render(template, tokenizer, messages=[*MESSAGES[:3], {"role": "user", "content": "zebra"}])
+    ids, others = prompt.token_ids.tolist(), other.token_ids.tolist()
+    shared = next(i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b)
+    common = [position for position in prompt.breakpoints if position <= shared]
+    assert common and shared - max(common) <= 8
+    assert [p for p in other.breakpoints if p <= shared] == common
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama", "user_last", "demo"])
+def test_the_system_prompt_ends_at_a_boundary(template: str) -> None:
+    prompt = render(template, messages=MESSAGES[:2])
+    other = render(template, messages=[MESSAGES[0], {"role": "user", "content": "zebra"}])
+    ids, others = prompt.token_ids.tolist(), other.token_ids.tolist()
+    shared = next(i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b)
+    assert any(shared - 8 <= position <= shared for position in prompt.breakpoints)
+
+
+def test_the_tool_list_ends_at_a_boundary() -> None:
+    prompt = render("demo", messages=[MESSAGES[1]], tools=TOOLS)
+    text = TOKENIZERS["byte_level"].decode(
+        prompt.token_ids[: prompt.breakpoints[0]].tolist(), skip_special_tokens=False
+    )
+    assert '"find"' in text and "quick" not in text
+
+
+def test_boundaries_ascend_and_lie_inside_the_prompt() -> None:
+    for template, tokenizer in CASES:
+        prompt = render(template, tokenizer, messages=MESSAGES)
+        assert list(prompt.breakpoints) == sorted(set(prompt.breakpoints))
+        assert 0 < prompt.breakpoints[0] and prompt.breakpoints[-1] < len(prompt.token_ids)
+
+
+def test_text_parts_become_text() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the quick"}, {"type": "text", "text": "fox"}]}]
+    assert "the quick\nfox" in render("chatml", messages=parts).text
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHATML)
+    assert render(str(file), messages=MESSAGES).text == render("chatml", messages=MESSAGES).text
+
+
+def test_bad_conversations_are_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidPromptError, match="empty"):
+        render("chatml", messages=[])
+    with pytest.raises(InvalidPromptError, match="must be from the user"):
+        render("user_last", messages=MESSAGES[:3])
+    with pytest.raises(InvalidPromptError, match="'role' and 'content'"):
+        render("chatml", messages=["hello"])
+    with pytest.raises(InvalidPromptError, match="only text parts"):
+        render("chatml", messages=[{"role": "user", "content": [{"type": "image"}]}])
+    with pytest.raises(InvalidPromptError, match="no chat template"):
+        ChatTemplate(Tokenizer.wrap(TOKENIZERS["byte_level"].hf)).render(MESSAGES)
+    with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):
+        render("missing.jinja", messages=MESSAGES)
