@@ -36,9 +36,9 @@ def ints(*values: int) -> IntArray:
     return np.asarray(values, np.int32)
 
 
-def tiny_config() -> transformers.Qwen3_5TextConfig:
-    """A Qwen3.5 of three recurrent layers and one attention layer, fp32."""
-    return transformers.Qwen3_5TextConfig(
+def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
+    """A Qwen3.5 of three recurrent layers and one attention layer, fp32, with made-up weights."""
+    config = transformers.Qwen3_5TextConfig(
         vocab_size=VOCAB,
         hidden_size=48,
         intermediate_size=64,
@@ -54,11 +54,7 @@ def tiny_config() -> transformers.Qwen3_5TextConfig:
         dtype="float32",
         architectures=["Qwen3_5ForCausalLM"],
     )
-
-
-def tiny_hybrid(folder: Path, ops: OpTable | None = None) -> Model:
-    """That model with made-up weights."""
-    tiny_config().save_pretrained(folder)
+    config.save_pretrained(folder)
     return load_model(folder, ops=ops or torch_table(), load_format="dummy")
 
 

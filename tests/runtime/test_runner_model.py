@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import AddedRow, Move, MoveKind, StateSave, TokenLogprobs
-from tests.runtime.driver import Driver, ints, tiny_config, tiny_hybrid, tokens
+from tests.checkpoints import write_checkpoint
+from tests.runtime.driver import Driver, ints, tiny_hybrid, tokens
 
 TOP = SamplingParams(temperature=0.0, logprobs=20)
 
@@ -153,24 +153,10 @@ def test_moves_carry_contents(model: Model) -> None:
     assert driver.outputs[0] == expected
 
 
-def state_sensitive(folder: Path) -> transformers.PreTrainedModel:
-    """transformers' model of the same shape, with slow decay and weights that make states matter; saved in `folder`."""
-    torch.manual_seed(0)
-    oracle = transformers.Qwen3_5ForCausalLM(tiny_config()).eval()
-    for name, weight in oracle.named_parameters():
-        if name.endswith("A_log"):
-            weight.data.uniform_(-4, -1)
-        elif name.endswith("dt_bias"):
-            weight.data.uniform_(-3, -1)
-        elif weight.ndim > 1:
-            weight.data.normal_(0, 1.5 * weight.shape[-1] ** -0.5)
-    oracle.save_pretrained(folder)
-    return oracle
-
-
 @pytest.mark.parametrize("force", [False, True])
-def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, force: bool) -> None:
-    oracle = state_sensitive(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "olmo_hybrid"])
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str, force: bool) -> None:
+    oracle = write_checkpoint(tmp_path, family)
     driver = Driver.create(load_model(tmp_path, ops=torch_table()), force_state_copy=force)
     prompts = [tokens(130, 1), tokens(65, 2), tokens(1, 3)]
     slots = [driver.slot() for _ in prompts]
