@@ -10,10 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forkpoint.params import SamplingParams
 from forkpoint.runtime.batch import RowSampling
 from forkpoint.sched.plan import IntArray, TokenLogprobs
 
 GREEDY_TEMPERATURE = 1e-5  # below it the largest logit wins, as in vLLM
+TOP_P_CANDIDATES = 1024  # tokens put in order first; all of them only where their probabilities fall short of top_p
 PROMPT_TILE_ROWS = 128  # positions whose logits exist at once while prompt log-probabilities are made
 
 
@@ -119,23 +121,23 @@ def _sample_rows(logits: Tensor, rows: Sequence[RowSampling], uniform: Tensor) -
     out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if whole:
         out[whole] = _invert(torch.softmax(scaled[whole], dim=-1).double(), uniform[whole])
-    if cut:
-        ordered, ids = torch.sort(scaled[cut], dim=-1, descending=True, stable=True)
-        kept = _kept_probabilities(ordered, [rows[i] for i in cut])
-        out[cut] = ids.gather(1, _invert(kept, uniform[cut])[:, None])[:, 0]
+    for i in cut:
+        out[i] = _sample_cut(scaled[i], rows[i].params, uniform[i : i + 1])
     return out
 
 
-def _kept_probabilities(ordered: Tensor, rows: Sequence[RowSampling]) -> Tensor:
-    """Unnormalised float64 probabilities of the tokens that top_k, then top_p keep; `ordered` descends."""
-    vocab = ordered.shape[1]
-    limits = torch.tensor([row.params.top_k if row.params.top_k > 0 else vocab for row in rows], device=ordered.device)
-    top_p = torch.tensor([row.params.top_p for row in rows], dtype=torch.float64, device=ordered.device)
-    beyond = torch.arange(vocab, device=ordered.device) >= limits[:, None]
-    probs = torch.softmax(ordered.masked_fill(beyond, -torch.inf), dim=-1).double()
+def _sample_cut(logits: Tensor, params: SamplingParams, uniform: Tensor) -> Tensor:
+    """One row, `logits[V]`, under top_k, then top_p. Only the likeliest tokens are put in order where they do."""
+    vocab = logits.shape[0]
+    has_top_k = params.top_k > 0
+    values, ids = torch.topk(logits, min(vocab, params.top_k if has_top_k else TOP_P_CANDIDATES))
+    probs = torch.exp(values - torch.logsumexp(values if has_top_k else logits, dim=-1)).double()
+    if not has_top_k and float(probs.sum()) < params.top_p:
+        values, ids = torch.sort(logits, descending=True, stable=True)
+        probs = torch.softmax(values, dim=-1).double()
     before = torch.cumsum(probs, dim=-1) - probs
-    kept = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
-    return probs * kept
+    kept = probs if params.top_p >= 1.0 else probs * (before < params.top_p)
+    return ids[_invert(kept[None], uniform)[0]]
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from forkpoint.runtime.sampler import Sampled, Sampler, UniformSource, prompt_lo
 from forkpoint.sched.plan import AddedRow
 
 VOCAB = 61
-GRID = 4096
+GRID = 512
 
 
 def row(
@@ -214,3 +214,15 @@ def test_bf16_logits() -> None:
     logits = logits_of(3).bfloat16()
     assert sample(logits, [row(SamplingParams(temperature=0.0))] * 3).token_ids.tolist() == logits.argmax(-1).tolist()
     assert len(sample(logits, [row(SamplingParams(logprobs=1))] * 3).logprobs) == 3
+
+
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+def test_top_p_over_a_large_vocabulary(scale: float) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * scale
+    params = SamplingParams(top_p=0.9)
+    rows = [row(params)] * GRID
+    ids = Sampler(GridSource()).sample(logits.expand(GRID, -1), rows, np.zeros(GRID, np.int32)).token_ids
+    found = torch.bincount(ids, minlength=3000) / GRID
+    expected = oracle(logits, params)
+    assert (found - expected).abs().max() < 2 / GRID
+    assert not found[expected == 0].any()
