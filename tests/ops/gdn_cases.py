@@ -83,9 +83,7 @@ def gdn_by_token(case: GDNCase, state: Tensor) -> tuple[Tensor, Tensor]:
         q = F.normalize(row[: h * dk].view(h, dk), dim=-1) * dk**-0.5
         k = F.normalize(row[h * dk : 2 * h * dk].view(h, dk), dim=-1)
         v = row[2 * h * dk :].view(hv, dv)
-        g = -torch.exp(case.params.A_log.double()) * F.softplus(
-            case.a[t].double() + case.params.dt_bias.double()
-        )
+        g = -torch.exp(case.params.A_log.double()) * F.softplus(case.a[t].double() + case.params.dt_bias.double())
         beta = torch.sigmoid(case.b[t].double()) * (2 if shape.allow_neg_eigval else 1)
         out = torch.empty(hv, dv, dtype=torch.float64)
         for head in range(hv):

@@ -53,9 +53,7 @@ def test_segments_with_exports_and_sentinels() -> None:
     pool = padded_pool(12, (4, 24, 16))
     before = pool.clone()
     exports = [[(64, 5), (128, 6), (130, 7)], [(1, 8)], [(64, -1), (192, 9)]]
-    out = gdn_prefill(
-        case.mixed, case.a, case.b, case.params, pool, segments(lens, [3, -1, 4], [3, 1, -1], exports)
-    )
+    out = gdn_prefill(case.mixed, case.a, case.b, case.params, pool, segments(lens, [3, -1, 4], [3, 1, -1], exports))
     for n, source in enumerate((before[3], torch.zeros_like(before[0]), before[4])):
         want, states = gdn_by_token(_slice(case, ends[n], ends[n + 1]), source)
         torch.testing.assert_close(out[ends[n] : ends[n + 1]].double(), want, atol=2e-5, rtol=1e-4)
@@ -110,9 +108,7 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
     pool = padded_pool(9, (4, 24, 16))
     before = pool.clone()
     order = torch.randperm(9).tolist()
-    together = gdn_decode(
-        case.mixed[order], case.a[order], case.b[order], case.params, pool, rows(order, order)
-    )
+    together = gdn_decode(case.mixed[order], case.a[order], case.b[order], case.params, pool, rows(order, order))
     after = pool.clone()
     pool.copy_(before)
     for place, row in enumerate(order):

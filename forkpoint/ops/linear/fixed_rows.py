@@ -13,8 +13,10 @@ from torch import Tensor
 
 from forkpoint.ops.linear.reference import PackedLinear
 
-CANDIDATES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-_SHIFT = 5  # rows by which the trial is rotated, to see each row at another place in its block
+CANDIDATES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+_SMALL = 16  # a decode batch must not be padded much further than this
+_MIN_ROWS = 16  # of a trial
+_SHIFT = 5  # rows by which a trial is rotated, to see each row at another place in its block
 
 _Key = tuple[int, int, bool, torch.dtype, torch.device, int]
 
@@ -22,9 +24,9 @@ _Key = tuple[int, int, bool, torch.dtype, torch.device, int]
 class FixedRowsLinear:
     """`linear` in blocks of sizes that agree.
 
-    Kernels are chosen by shape, dtype and number of threads, never by the numbers, so one trial on random
-    numbers per such key, at its first use, tells which sizes agree with the largest: each element of each row,
-    at two places in a block and with other neighbours.
+    Kernels are chosen by shape, dtype and number of threads, never by the numbers. So one trial per such key,
+    at its first use, tells which sizes agree: for every element of a row, at two places in a block and beside
+    other rows.
     """
 
     def __init__(self) -> None:
@@ -43,20 +45,44 @@ class FixedRowsLinear:
         return self._sizes[key]
 
 
+def _trial_operands(packed: PackedLinear) -> tuple[Tensor, PackedLinear]:
+    """Rows and weights of the same shape whose products cancel: each sum is the sum of its roundings.
+
+    Then any other order of summation shows, where rounding to bfloat16 would hide it from ordinary numbers.
+    """
+    num_outputs, width = packed.weight.shape
+    device, dtype = packed.weight.device, packed.weight.dtype
+    generator = torch.Generator(device).manual_seed(0)
+    half = width // 2
+    order = torch.randperm(2 * half, generator=generator, device=device)
+    x = torch.zeros(CANDIDATES[0], width, device=device, dtype=dtype)
+    x[:, :half].normal_(generator=generator)
+    x[:, half : 2 * half] = x[:, :half]
+    x[:, : 2 * half] = x[:, order]
+    weight = torch.zeros(num_outputs, width, device=device, dtype=dtype)
+    weight[:, :half].normal_(generator=generator)
+    weight[:, half : 2 * half] = -weight[:, :half]
+    weight[:, : 2 * half] = weight[:, order]
+    return x, PackedLinear(weight, None if packed.bias is None else torch.zeros_like(packed.bias))
+
+
 def _agreeing(packed: PackedLinear) -> tuple[int, ...]:
-    weight = packed.weight
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(CANDIDATES[0], weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-    want: Tensor | None = None
-    found: list[int] = []
+    """The largest set of agreeing sizes that reaches down to _SMALL, largest size first."""
+    x, trial = _trial_operands(packed)
+    classes: list[tuple[Tensor, list[int]]] = []
     for size in CANDIDATES:
-        got = _in_blocks(x, packed, (size,))
-        moved = _in_blocks(x.roll(_SHIFT, 0), packed, (size,)).roll(-_SHIFT, 0)
-        if torch.equal(got, moved) and (want is None or torch.equal(got, want)):
-            want = got
-            found.append(size)
+        part = x[: max(2 * size, _MIN_ROWS)]
+        got = _in_blocks(part, trial, (size,))
+        if not torch.equal(got, _in_blocks(part.roll(_SHIFT, 0), trial, (size,)).roll(-_SHIFT, 0)):
+            continue
+        same = next((sizes for want, sizes in classes if torch.equal(want[: len(got)], got)), None)
+        if same is None:
+            classes.append((got, [size]))
+        else:
+            same.append(size)
+    small = [tuple(sizes) for _, sizes in classes if sizes[-1] <= _SMALL]
     # One row alone is always the same product, whatever else fails.
-    return tuple(found) or CANDIDATES[-1:]
+    return max(small, key=len, default=CANDIDATES[-1:])
 
 
 def _in_blocks(x: Tensor, packed: PackedLinear, sizes: tuple[int, ...]) -> Tensor:

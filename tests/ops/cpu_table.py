@@ -1,0 +1,25 @@
+"""The C++ table for tests, compiled once per session, or the printed reason why it cannot be."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from forkpoint.ops.cpu.build import Build, load_operators
+from forkpoint.ops.cpu.table import cpp_table
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import OpTable
+
+
+@functools.cache
+def build() -> Build:
+    return load_operators()
+
+
+def cpp() -> OpTable:
+    """Skips the calling test module where the operators cannot be built."""
+    built = build()
+    if built.module is None:
+        pytest.skip(built.reason, allow_module_level=True)
+    return cpp_table(built.module, torch_table())

@@ -1,0 +1,190 @@
+"""C++ paged attention and the row-local operators, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.select import torch_table
+from tests.ops.cpu_table import cpp
+from tests.ops.gdn_cases import ints
+
+CPP = cpp()
+TORCH = torch_table()
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+
+
+def _close(got: Tensor, wanted: Tensor, error: float) -> None:
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    assert (got.double() - wanted.double()).abs().max() <= error * wanted.double().abs().max()
+
+
+def _caches(blocks: int, heads: int, dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Strided views of one buffer, as in the arena; NaN where nothing was stored."""
+    k_size, v_size = heads * 64 * dim, heads * 64 * value_dim
+    arena = torch.full((blocks, k_size + v_size + 48), float("nan"), dtype=dtype)
+    k = arena[:, 16 : 16 + k_size].view(blocks, heads, 64, dim)
+    return k, arena[:, 16 + k_size : 16 + k_size + v_size].view(blocks, heads, 64, value_dim)
+
+
+class _Rows:
+    """Rows of random tokens, stored in shuffled blocks; `q` holds the last `queries` of each."""
+
+    def __init__(
+        self, lens: list[int], queries: list[int], decodes: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(0)
+        hq, hkv = heads
+        counts = [-(-n // 64) for n in lens]
+        order = torch.randperm(sum(counts)).tolist()
+        table = torch.full((len(lens), max(counts) + 1), -1, dtype=torch.int32)
+        slots = []
+        for row, count in enumerate(counts):
+            table[row, :count] = ints(order[:count])
+            slots += [order[t // 64] * 64 + t % 64 for t in range(lens[row])]
+            order = order[count:]
+        self.k, self.v = torch.randn(sum(lens), hkv, dims[0]).to(dtype), torch.randn(sum(lens), hkv, dims[1]).to(dtype)
+        self.k_cache, self.v_cache = _caches(sum(counts), hkv, *dims, dtype)
+        CPP.kv_write(self.k, self.v, self.k_cache, self.v_cache, torch.tensor(slots))
+        self.q = torch.randn(sum(queries), hq, dims[0]).to(dtype)
+        self.lens, self.queries, self.heads = lens, queries, heads
+        ends = torch.tensor([0, *queries]).cumsum(0).int()
+        self.index = AttentionIndex(
+            decodes, ends, ints(lens), table, torch.empty(0, dtype=torch.int64), tuple(queries), tuple(lens)
+        )
+
+    def exact(self, scale: float, window: int | None) -> Tensor:
+        """fp64, row by row, without blocks."""
+        group, outs, k_at, q_at = self.heads[0] // self.heads[1], [], 0, 0
+        for length, queries in zip(self.lens, self.queries, strict=True):
+            k, v = (x[k_at : k_at + length].double().repeat_interleave(group, dim=1) for x in (self.k, self.v))
+            q = self.q[q_at : q_at + queries].double()
+            at = torch.arange(length - queries, length).unsqueeze(1)
+            keys = torch.arange(length)
+            seen = (keys <= at) & (keys > at - (window or length))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+            outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v))
+            k_at, q_at = k_at + length, q_at + queries
+        return torch.cat(outs)
+
+    def run(self, scale: float, window: int | None) -> Tensor:
+        return CPP.paged_attention(self.q, self.k_cache, self.v_cache, self.index, scale, window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 50, 600])
+@pytest.mark.parametrize(
+    ("heads", "dims"), [((6, 2), (128, 128)), ((4, 4), (64, 64)), ((2, 1), (256, 256)), ((5, 1), (80, 24))], ids=str
+)
+def test_attention_is_softmax(
+    heads: tuple[int, int], dims: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    case = _Rows([1, 700, 64, 1, 65, 300], [1, 1, 1, 1, 65, 131], 3, heads, dims, dtype)
+    got = case.run(0.1, window)
+    _close(got, case.exact(0.1, window).to(dtype), 3e-6 if dtype == torch.float32 else 8e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_and_cuts_do_not_change_the_bits(window: int | None, dtype: torch.dtype) -> None:
+    case = _Rows([400, 600, 520], [400, 1, 200], 0, (6, 2), (64, 64), dtype)
+    whole = case.run(0.2, window)
+    i = case.index
+    for start in (64, 192, 384):
+        for rows in ([0], [0, 2]):
+            lens = [400, 520]
+            queries = [400 - start, 200]
+            ends = ints([0, *torch.tensor(queries)[: len(rows)].cumsum(0).tolist()])
+            index = AttentionIndex(
+                0, ends, ints(lens[: len(rows)]), i.block_table[rows], i.slot_mapping, tuple(queries), tuple(lens)
+            )
+            q = torch.cat([case.q[start:400], *([case.q[401:]] if 2 in rows else [])])
+            part = CPP.paged_attention(q, case.k_cache, case.v_cache, index, 0.2, window)
+            assert torch.equal(part[: 400 - start], whole[start:400]), (start, rows)
+            if 2 in rows:
+                assert torch.equal(part[400 - start :], whole[401:])
+
+
+def test_decode_rows_do_not_see_their_neighbours() -> None:
+    case = _Rows([1300, 600, 40], [1, 1, 1], 3, (6, 2), (64, 64), torch.bfloat16)
+    whole, i = case.run(0.2, None), case.index
+    for row in range(3):
+        lens = i.kv_lens[row : row + 1]
+        one = AttentionIndex(1, ints([0, 1]), lens, i.block_table[row : row + 1], i.slot_mapping, (1,), (int(lens),))
+        got = CPP.paged_attention(case.q[row : row + 1], case.k_cache, case.v_cache, one, 0.2, None)
+        assert torch.equal(got[0], whole[row])
+
+
+def test_kv_write_skips_sentinels() -> None:
+    k_cache, v_cache = _caches(3, 2, 16, 24, torch.float32)
+    k, v = torch.randn(4, 2, 16), torch.randn(4, 80)[:, 8:56].view(4, 2, 24)
+    CPP.kv_write(k, v, k_cache, v_cache, torch.tensor([130, -1, 0, 63]))
+    assert torch.equal(k_cache[2, :, 2], k[0])
+    assert torch.equal(v_cache[0, :, 63], v[3])
+    assert int(torch.isfinite(k_cache).sum()) == 3 * 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [768, 128, 96, 20])
+def test_norms_follow_the_reference(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, size).to(dtype), torch.rand(size) + 0.5
+    residual = torch.randn(37, size).to(dtype)
+    _close(CPP.rmsnorm(x, weight, 1e-6), TORCH.rmsnorm(x, weight, 1e-6), 2 * ROUNDING[dtype])
+    heads = torch.randn(9, 5 * size + 7).to(dtype)[:, : 3 * size].unflatten(1, (3, size))
+    _close(CPP.rmsnorm(heads, weight, 1e-6), TORCH.rmsnorm(heads, weight, 1e-6), 2 * ROUNDING[dtype])
+    gate = torch.randn(9, 3, size).to(dtype)
+    wanted = TORCH.gated_rmsnorm(heads, gate, weight, 1e-6)
+    _close(CPP.gated_rmsnorm(heads, gate, weight, 1e-6), wanted, 2 * ROUNDING[dtype])
+    normed, total = TORCH.add_rmsnorm(x, residual.clone(), weight, 1e-6)
+    got_normed, got_total = CPP.add_rmsnorm(x, residual, weight, 1e-6)
+    assert torch.equal(got_total, total)
+    _close(got_normed, normed, 2 * ROUNDING[dtype])
+    assert torch.equal(CPP.rmsnorm(x[5:6], weight, 1e-6)[0], CPP.rmsnorm(x, weight, 1e-6)[5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_follow_the_reference(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(11, 2 * 77) * 20).to(dtype)
+    _close(CPP.silu_mul(x), TORCH.silu_mul(x), 2 * ROUNDING[dtype])
+    left, right = x[:, :77], x[:, 77:]
+    _close(CPP.sigmoid_mul(left, right), TORCH.sigmoid_mul(left, right), 2 * ROUNDING[dtype])
+    narrow = right[:, :1]
+    _close(CPP.sigmoid_mul(left, narrow), TORCH.sigmoid_mul(left, narrow), 2 * ROUNDING[dtype])
+
+
+def test_gates_at_the_ends_of_the_range() -> None:
+    x = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("nan")]])
+    got = CPP.sigmoid_mul(torch.ones_like(x), x)[0]
+    assert got[:2].tolist() == pytest.approx([0.0, 0.0], abs=1e-38)
+    assert got[3:7].tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert bool(got[7].isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [64, 16, 20])
+def test_rope_follows_the_reference(rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    angles = torch.rand(50, rotated // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    qk = torch.randn(7, 6 * 64).to(dtype)
+    q, k = qk[:, : 4 * 64].unflatten(1, (4, 64)), qk[:, 4 * 64 :].unflatten(1, (2, 64))
+    at = torch.randint(0, 50, (7,))
+    wanted = TORCH.rope(q, k, table, at)
+    for got, expected in zip(CPP.rope(q, k, table, at), wanted, strict=True):
+        _close(got, expected, 2 * ROUNDING[dtype])
+
+
+def test_state_copy_follows_the_reference() -> None:
+    pools = [torch.randn(6, 100)[:, 10:90].view(6, 2, 40), torch.randn(6, 3, 5).bfloat16()]
+    others = [pool.clone() for pool in pools]
+    src, dst = ints([0, -1, 2, 4]), ints([1, 3, -1, 4])
+    CPP.state_copy(pools, src, dst)
+    TORCH.state_copy(others, src, dst)
+    for pool, other in zip(pools, others, strict=True):
+        assert torch.equal(pool, other)

@@ -1,0 +1,157 @@
+"""The C++ gated delta rule and convolution, against the torch reference and a per-token oracle in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import GDNShape
+from tests.ops.cpu_table import cpp
+from tests.ops.gdn_cases import gdn_by_token, gdn_case, padded_pool, rows, segments
+
+CPP = cpp()
+TORCH = torch_table()
+SHAPES = [
+    GDNShape(1, 1, 64, 64),
+    GDNShape(2, 4, 32, 48),
+    GDNShape(1, 3, 128, 128),
+    GDNShape(2, 2, 96, 192, allow_neg_eigval=True),  # OLMo-Hybrid
+    GDNShape(1, 8, 16, 16),
+    GDNShape(1, 2, 24, 40),
+]
+
+
+def _close(got: torch.Tensor, wanted: torch.Tensor, error: float) -> None:
+    assert (got.double() - wanted.double()).abs().max() <= error * (wanted.double().abs().max() + 1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("decay", ["slow", "strong", "none"])
+def test_prefill_is_the_recurrence(shape: GDNShape, decay: str) -> None:
+    length = 150
+    case = gdn_case(length, shape, decay)
+    pool = padded_pool(4, (shape.num_v_heads, shape.value_dim, shape.key_dim))
+    before = pool.clone()
+    out, states = gdn_by_token(case, pool[1])
+    index = segments([length], [1], [2], [[(64, 0), (128, 3)]])
+    got = CPP.gdn_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    _close(got, out, 1e-5)
+    for slot, position in ((2, 150), (0, 64), (3, 128)):
+        _close(pool[slot], states[position - 1], 1e-5)
+    assert torch.equal(pool[1], before[1])
+
+
+@pytest.mark.parametrize("lens", [[1], [63, 65], [64, 1, 128], [2, 3, 200]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_with_sentinels(lens: list[int], dtype: torch.dtype) -> None:
+    shape = GDNShape(2, 4, 64, 64)
+    case = gdn_case(sum(lens), shape, dtype=dtype)
+    src = [-1, 0, 5][: len(lens)]
+    dst = [1, -1, 5][: len(lens)]
+    exports = [[(length, 7 + n)] if n != 1 else [(length, -1)] for n, length in enumerate(lens)]
+    index = segments(lens, src, dst, exports)
+    pool = padded_pool(12, (4, 64, 64))
+    other = pool.clone()
+    wanted = TORCH.gdn_prefill(case.mixed, case.a, case.b, case.params, other, index)
+    got = CPP.gdn_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    assert got.dtype == dtype
+    _close(got, wanted, 1e-5 if dtype == torch.float32 else 8e-3)
+    _close(pool, other, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuts_on_the_grid_and_neighbours_leave_the_bits_alone(dtype: torch.dtype) -> None:
+    shape = GDNShape(1, 2, 32, 32)
+    case = gdn_case(330, shape, dtype=dtype)
+    args = (case.mixed, case.a, case.b)
+    pool = padded_pool(6, (2, 32, 32))
+    other = pool.clone()
+    index = segments([330], [0], [1], [[(192, 2)]])
+    whole = CPP.gdn_prefill(*args, case.params, pool, index)
+    first = CPP.gdn_prefill(*(x[:192] for x in args), case.params, other, segments([192], [0], [3]))
+    mixed = [torch.cat((x[:70], x[192:])) for x in args]
+    second = CPP.gdn_prefill(*mixed, case.params, other, segments([70, 138], [-1, 3], [4, 3]))
+    assert torch.equal(torch.cat((first, second[70:])), whole)
+    assert torch.equal(other[3], pool[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_is_the_recurrence(shape: GDNShape) -> None:
+    case = gdn_case(5, shape, "mixed")
+    pool = padded_pool(8, (shape.num_v_heads, shape.value_dim, shape.key_dim))
+    before = pool.clone()
+    src, dst = [0, 3, -1, 4, -1], [0, 5, 6, -1, -1]
+    got = CPP.gdn_decode(case.mixed, case.a, case.b, case.params, pool, rows(src, dst))
+    for row in range(5):
+        one = type(case)(case.mixed[row : row + 1], case.a[row : row + 1], case.b[row : row + 1], case.params)
+        state = before[src[row]] if src[row] >= 0 else torch.zeros_like(before[0])
+        out, states = gdn_by_token(one, state)
+        _close(got[row], out[0], 1e-5)
+        if dst[row] >= 0:
+            _close(pool[dst[row]], states[0], 1e-6)
+    for slot in (1, 2, 3, 4, 7):
+        assert torch.equal(pool[slot], before[slot])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_in_place_and_alone_gives_the_same_bits(dtype: torch.dtype) -> None:
+    shape = GDNShape(2, 4, 128, 128)
+    case = gdn_case(6, shape, dtype=dtype)
+    pool = padded_pool(12, (4, 128, 128))
+    other = pool.clone()
+    args = (case.mixed, case.a, case.b)
+    apart = CPP.gdn_decode(*args, case.params, pool, rows(list(range(6)), list(range(6, 12))))
+    for row in range(6):
+        one = [x[row : row + 1] for x in args]
+        got = CPP.gdn_decode(*one, case.params, other, rows([row], [row]))
+        assert torch.equal(got[0], apart[row])
+        assert torch.equal(other[row], pool[row + 6])
+
+
+@pytest.mark.parametrize("prefill", [True, False])
+def test_bfloat16_states(prefill: bool) -> None:
+    shape = GDNShape(1, 2, 64, 64)
+    case = gdn_case(3, shape, dtype=torch.bfloat16)
+    pool = padded_pool(6, (2, 64, 64), torch.bfloat16)
+    other = pool.clone()
+    for table, states in ((CPP, pool), (TORCH, other)):
+        if prefill:
+            table.gdn_prefill(case.mixed, case.a, case.b, case.params, states, segments([3], [0], [1]))
+        else:
+            index = rows([0, 1, 2], [3, 4, 5])
+            table.gdn_decode(case.mixed, case.a, case.b, case.params, states, index)
+    _close(pool, other, 8e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_conv_prefill_follows_the_reference(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lens = [1, 2, 3, 65, 100]
+    x = torch.randn(sum(lens), 2 * 70).to(dtype)[:, 30:130]
+    weight, bias = torch.randn(100, width).to(dtype), torch.randn(100).to(dtype)
+    exports = [[], [(2, 10)], [(3, 11)], [(64, 12), (65, 13)], [(64, -1), (100, 14)]]
+    index = segments(lens, [-1, 1, 2, -1, 4], [0, 1, 5, -1, 4], exports)
+    pool = padded_pool(16, (width - 1, 100), dtype)
+    other = pool.clone()
+    wanted = TORCH.conv_prefill(x, weight, bias, other, index, True)
+    got = CPP.conv_prefill(x, weight, bias, pool, index, True)
+    _close(got, wanted, 1e-6 if dtype == torch.float32 else 8e-3)
+    assert torch.equal(pool, other)
+
+
+def test_conv_update_continues_a_prefill_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, 50).bfloat16(), torch.randn(50, 4).bfloat16()
+    pool = padded_pool(4, (3, 50), torch.bfloat16)
+    whole = CPP.conv_prefill(x, weight, None, pool, segments([9], [-1], [0]), True)
+    steps = []
+    for t in range(9):
+        src = t % 2 + 1 if t else -1
+        steps.append(CPP.conv_update(x[t : t + 1], weight, None, pool, rows([src], [(t + 1) % 2 + 1]), True))
+    assert torch.equal(torch.cat(steps), whole)
+    assert torch.equal(pool[9 % 2 + 1], pool[0])
+    twin = pool[1].clone()
+    CPP.conv_update(x[:2], weight, None, pool, rows([1, -1], [1, -1]), False)
+    assert torch.equal(pool[1], torch.cat((twin[1:], x[:1])))

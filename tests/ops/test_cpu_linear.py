@@ -1,0 +1,100 @@
+"""C++ linear and experts: against fp64 products, and rows that do not depend on the batch, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forkpoint.ops.select import torch_table
+from tests.ops.cpu_table import cpp
+
+CPP = cpp()
+TORCH = torch_table()
+# Of the result's scale. fp32: one chain of K roundings; bf16: the output's own rounding, half of 2^-8.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 32), (37, 100), (65, 768), (5, 1), (512, 130)])
+@pytest.mark.parametrize("rows", [1, 2, 12, 13, 14, 64, 171])
+def test_linear_is_the_product(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    n, k = shape
+    x, w, bias = torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    exact = x.double() @ w.double().T + bias.double()
+    got = CPP.linear(x, CPP.prepare_linear(w, bias))
+    assert got.dtype == dtype
+    assert (got.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    packed = CPP.prepare_linear(torch.randn(300, 400).to(dtype), None)
+    x = torch.randn(400, 400).to(dtype)
+    whole = CPP.linear(x, packed)
+    for count in (1, 2, 5, 12, 13, 40, 169, 337):
+        order = torch.randperm(400)[:count]
+        assert torch.equal(CPP.linear(x[order], packed), whole[order]), count
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    packed = CPP.prepare_linear(torch.randn(300, 400).bfloat16(), None)
+    x = torch.randn(70, 400).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        answers = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            answers.append(torch.cat((CPP.linear(x, packed), CPP.linear(x[:3], packed))))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+def test_strided_input() -> None:
+    x = torch.randn(9, 200)
+    packed = CPP.prepare_linear(torch.randn(40, 70), None)
+    assert torch.equal(CPP.linear(x[:, 30:100], packed), CPP.linear(x[:, 30:100].contiguous(), packed))
+
+
+def test_wrong_width_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="takes K=16"):
+        CPP.linear(torch.randn(2, 8), CPP.prepare_linear(torch.randn(4, 16), None))
+
+
+def _routing(tokens: int, experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = torch.rand(tokens, experts).softmax(-1).topk(top_k, dim=-1)
+    return weights, ids
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+def test_experts_follow_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    gate_up, down = torch.randn(6, 80, 48).to(dtype) * 0.2, torch.randn(6, 48, 40).to(dtype) * 0.2
+    x = torch.randn(tokens, 48).to(dtype)
+    weights, ids = _routing(tokens, 6, 3)
+    wanted = TORCH.experts(x, TORCH.prepare_experts(gate_up, down), weights, ids)
+    got = CPP.experts(x, CPP.prepare_experts(gate_up, down), weights, ids)
+    error = 2e-6 if dtype == torch.float32 else 2e-2  # bf16: two intermediate roundings
+    assert (got - wanted).abs().max() <= error * wanted.abs().max()
+
+
+def test_experts_do_not_depend_on_the_batch() -> None:
+    torch.manual_seed(3)
+    packed = CPP.prepare_experts(torch.randn(5, 64, 32).bfloat16(), torch.randn(5, 32, 32).bfloat16())
+    x = torch.randn(300, 32).bfloat16()
+    weights, ids = _routing(300, 5, 2)
+    whole = CPP.experts(x, packed, weights, ids)
+    for count in (1, 13, 170):
+        some = torch.randperm(300)[:count]
+        assert torch.equal(CPP.experts(x[some], packed, weights[some], ids[some]), whole[some])
+
+
+def test_an_unknown_expert_is_refused() -> None:
+    packed = CPP.prepare_experts(torch.randn(2, 8, 4), torch.randn(2, 4, 4))
+    with pytest.raises(IndexError, match="expert 2 of 2"):
+        CPP.experts(torch.randn(1, 4), packed, torch.ones(1, 1), torch.tensor([[2]]))

@@ -1,0 +1,80 @@
+"""Linear layers and routed experts, and that the fixed-row kind does not see its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
+from forkpoint.ops.linear.reference import linear, prepare_linear
+from forkpoint.ops.moe.reference import experts, experts_by, prepare_experts
+
+SHAPES = [(96, 64), (9, 130), (1001, 40)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products(shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    packed = prepare_linear(torch.randn(shape), torch.randn(shape[0]) if bias else None)
+    x = torch.randn(77, 2 * shape[1])[:, : shape[1]]
+    want = F.linear(x, packed.weight, packed.bias)
+    assert torch.equal(linear(x, packed), want)
+    torch.testing.assert_close(FixedRowsLinear()(x, packed), want, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_do_not_see_their_neighbours(num_threads: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    fixed = FixedRowsLinear()
+    packed = prepare_linear(torch.randn(shape).to(dtype), None)
+    x = torch.randn(130, shape[1]).to(dtype)
+    alone = torch.cat([fixed(row.unsqueeze(0), packed) for row in x])
+    for count in (*range(1, 35), 47, 63, 64, 65, 100, 127, 128, 129, 130):
+        order = torch.randperm(130)[:count]
+        assert torch.equal(fixed(x[order], packed), alone[order]), count
+
+
+def test_sizes_grow_beyond_one() -> None:
+    packed = prepare_linear(torch.randn(96, 64), None)
+    assert FixedRowsLinear().sizes(packed)[0] >= 64
+
+
+def _moe_case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(2)
+    x, gate_up, down = torch.randn(50, 32), torch.randn(6, 48, 32) * 0.2, torch.randn(6, 32, 24) * 0.2
+    weights, ids = torch.rand(50, 6).topk(3)
+    return x.to(dtype), gate_up.to(dtype), down.to(dtype), weights.to(dtype), ids
+
+
+def test_experts() -> None:
+    x, gate_up, down, weights, ids = _moe_case(torch.float32)
+    want = torch.zeros_like(x)
+    for t in range(50):
+        for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
+            gate, up = (gate_up[e] @ x[t]).chunk(2)
+            want[t] += weight * (down[e] @ (F.silu(gate) * up))
+    torch.testing.assert_close(experts(x, prepare_experts(gate_up, down), weights, ids), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_do_not_see_neighbours(dtype: torch.dtype) -> None:
+    x, gate_up, down, weights, ids = _moe_case(dtype)
+    fixed, packed = FixedRowsLinear(), prepare_experts(gate_up, down)
+    alone = torch.cat([experts_by(fixed, x[t : t + 1], packed, weights[t : t + 1], ids[t : t + 1]) for t in range(50)])
+    for count in (1, 2, 17, 50):
+        order = torch.randperm(50)[:count]
+        assert torch.equal(experts_by(fixed, x[order], packed, weights[order], ids[order]), alone[order])
