@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forkpoint.errors import (
+    BlockTableError,
     CheckpointError,
     ConfigError,
     EngineStoppedError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BlockTableError",
     "CacheReport",
     "CheckpointError",
     "CompletionOutput",

@@ -94,7 +94,11 @@ def test_the_earliest_stop_string_wins() -> None:
     assert feed(StopStrings(["fox", "quick"], include=False), ["the quick brown fox"]) == ("the ", "quick")
 
 
-@given(text=st.text("ab", max_size=12), cuts=st.lists(st.integers(0, 12), max_size=5), stop=st.text("ab", min_size=1, max_size=4))
+@given(
+    text=st.text("ab", max_size=12),
+    cuts=st.lists(st.integers(0, 12), max_size=5),
+    stop=st.text("ab", min_size=1, max_size=4),
+)
 def test_a_stop_string_is_found_however_the_text_is_cut(text: str, cuts: list[int], stop: str) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]

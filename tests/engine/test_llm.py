@@ -132,7 +132,9 @@ def test_logprobs_tell_the_chosen_token_first(llm: LLM) -> None:
         assert next(iter(entries)) == token and len(entries) == 3
         assert entries[token].rank == 1 and entries[token].decoded_token == chr(token)
         assert sum(math.exp(entry.logprob) for entry in entries.values()) <= 1.0 + 1e-5
-    total = sum(entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True))
+    total = sum(
+        entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
@@ -142,6 +144,13 @@ def test_prompt_logprobs_skip_the_first_token(llm: LLM) -> None:
     assert len(output.prompt_logprobs) == len("hello there") and output.prompt_logprobs[0] is None
     for token, entries in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
         assert entries is not None and next(iter(entries)) == token and 2 <= len(entries) <= 3
+
+
+def test_scoring_a_prompt_with_a_single_output_token(llm: LLM) -> None:
+    output = generate(llm, LONG, prompt_logprobs=0, max_tokens=1, logprobs=0)
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert all(output.prompt_logprobs[1:])
+    assert output.outputs[0].logprobs is not None and len(output.outputs[0].logprobs) == 1
 
 
 def test_no_limit_means_the_rest_of_the_context(tiny_model: Path) -> None:

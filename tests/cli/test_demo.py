@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forkpoint.cli.main import main
+from forkpoint.demo.model import DemoSpec, make_demo_model
+from forkpoint.demo.scenarios import Measurement, Row
+from forkpoint.demo.table import table
+from forkpoint.engine.inputs import Prompt
+from tests.cli.test_cli import TINY
+
+
+def test_the_checkpoint_is_the_same_every_time_and_made_once(tmp_path: Path) -> None:
+    first, second = make_demo_model(tmp_path / "a", TINY), make_demo_model(tmp_path / "b", TINY)
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    make_demo_model(first, TINY)
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    make_demo_model(first, replace(TINY, seed=1))
+    assert (first / "model.safetensors").stat().st_mtime_ns != stamp
+
+
+def test_a_lost_state_changes_the_answer(tmp_path: Path) -> None:
+    """With transformers: zeroing the states of a 64-token prefix moves logits by half their spread or more."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_demo_model(tmp_path, DemoSpec(hidden_size=128, num_layers=4, intermediate_size=256))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(32, 127, (1, 96), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = model(ids).logits[0, 64:, 32:127]
+        errors = []
+        for lose in (False, True):
+            cache = model(ids[:, :64], use_cache=True).past_key_values
+            for layer in cache.layers if lose else []:
+                for name in ("recurrent_states", "conv_states"):
+                    states = getattr(layer, name, None)
+                    for state in states.values() if isinstance(states, dict) else [states]:
+                        if state is not None:
+                            state.zero_()
+            logits = model(ids[:, 64:], past_key_values=cache).logits[0, :, 32:127]
+            errors.append(((logits - expected).square().mean().sqrt() / expected.std()).item())
+    kept, lost = errors
+    assert lost > 0.5 and lost > 1000 * kept
+
+
+def test_the_demo_prints_identical_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(make_demo_model(tmp_path, TINY))
+    assert main(["demo", "--model", model, "--max-tokens", "4", "--log-level", "error"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header, rows, last = lines[0], lines[2:-2], lines[-1]
+    assert header.split()[0] == "scenario" and "cached tokens" in header
+    assert len({len(line) for line in lines[:-2]}) == 1
+    assert last == f"{len(rows)} of {len(rows)} outputs identical with the cache on and off"
+    cached = {line[:26].strip(): int(line[26:].split()[1].replace(",", "")) for line in rows}
+    prompt = {line[:26].strip(): int(line[26:].split()[0].replace(",", "")) for line in rows}
+    assert cached["chat, turn 1"] == cached["fork, original"] == 0
+    for name in ("chat, turn 2", "chat, turn 3", "one system prompt, user 2"):
+        assert cached[name] > 0.8 * prompt[name]
+    assert 0 < cached["fork, first branch"] < cached["fork, second branch"]
+
+
+def test_a_difference_is_told() -> None:
+    prompt = Prompt(np.arange(9, dtype=np.int32))
+    on, off = Measurement(prompt, "ab", (1, 2), 4, 0.5), Measurement(prompt, "ac", (1, 3), 0, 1.0)
+    shown = table([Row("a", on, on), Row("b", on, off)])
+    assert "NO" in shown and "2.0x" in shown and "1 of 2 outputs identical" in shown

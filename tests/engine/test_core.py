@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.engine.core import EngineCore
+from forkpoint.errors import EngineStoppedError, StepFailedError
+from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.sched.plan import PendingStep, StepPlan
+from forkpoint.sched.request import Request, RequestUpdate
+from forkpoint.sched.scheduler import Scheduler
+from tests.hash_runner import HashRunner
+
+VOCAB = 500
+LAYOUT = CacheLayout.create(
+    [KVSpec(num_heads=2, key_dim=16, value_dim=16, dtype="float32")],
+    [StateSpec(conv_shape=(3, 64), conv_dtype="float32", matrix_shape=(4, 16, 16), matrix_dtype="float32")],
+)
+MODES = pytest.mark.parametrize("look_ahead", [False, True], ids=["sync", "async"])
+
+
+@dataclass
+class RecordingRunner(HashRunner):
+    """Notes the order in which steps are submitted and their results asked for."""
+
+    events: list[tuple[str, int]] = field(default_factory=list)
+    refuse: bool = False
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        if self.refuse:
+            raise ValueError("row 3 is not in the batch")
+        self.events.append(("submit", plan.step))
+        pending, events = super().submit(plan), self.events
+
+        class Noted:
+            def result(self) -> object:
+                events.append(("result", plan.step))
+                return pending.result()
+
+        return Noted()  # type: ignore[return-value]
+
+
+def make(look_ahead: bool) -> tuple[EngineCore, RecordingRunner]:
+    config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8)
+    scheduler = Scheduler(LAYOUT, 400, CacheConfig(), config, max_model_len=4096)
+    runner = RecordingRunner(LAYOUT, 400, VOCAB)
+    return EngineCore(scheduler, runner, async_scheduling=look_ahead), runner
+
+
+def request(name: str, seed: int, size: int = 100, max_tokens: int = 6) -> Request:
+    prompt = np.random.default_rng(seed).integers(0, VOCAB, size, dtype=np.int32)
+    return Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens), max_tokens, seed=0)
+
+
+def run(core: EngineCore) -> dict[str, list[RequestUpdate]]:
+    news: dict[str, list[RequestUpdate]] = {}
+    while core.has_unfinished():
+        for update in core.step():
+            news.setdefault(update.request.id, []).append(update)
+    return news
+
+
+def token_ids(updates: list[RequestUpdate]) -> list[int]:
+    return [update.token_id for update in updates if update.token_id is not None]
+
+
+def test_look_ahead_changes_no_token() -> None:
+    answers = []
+    for look_ahead in (False, True):
+        core, _ = make(look_ahead)
+        for seed in range(5):
+            core.add(request(f"r{seed}", seed, size=80 + 90 * seed, max_tokens=4 + seed))
+        answers.append({name: token_ids(updates) for name, updates in run(core).items()})
+    assert answers[0] == answers[1]
+    assert {name: len(tokens) for name, tokens in answers[0].items()} == {f"r{seed}": 4 + seed for seed in range(5)}
+
+
+def test_sync_waits_for_each_step_and_look_ahead_submits_one_more() -> None:
+    orders = {}
+    for look_ahead in (False, True):
+        core, runner = make(look_ahead)
+        core.add(request("r", 1))
+        run(core)
+        orders[look_ahead] = runner.events
+    assert orders[False][:4] == [("submit", 0), ("result", 0), ("submit", 1), ("result", 1)]
+    assert orders[True][:4] == [("submit", 0), ("submit", 1), ("result", 0), ("submit", 2)]
+
+
+@MODES
+def test_a_failed_step_ends_its_requests_and_no_others(look_ahead: bool) -> None:
+    core, runner = make(look_ahead)
+    runner.fail_steps = {1}
+    core.add(request("bad", 1, size=500))
+    news: dict[str, list[RequestUpdate]] = {}
+    while "bad" not in news:
+        for update in core.step():
+            news.setdefault(update.request.id, []).append(update)
+    (update,) = news["bad"]
+    assert update.finish_reason is FinishReason.ERROR
+    assert isinstance(update.error, StepFailedError) and "step 1 failed: InjectedFailure" in str(update.error)
+    core.add(request("good", 1, size=500))
+    after = run(core)["good"]
+    fresh, _ = make(look_ahead)
+    fresh.add(request("good", 1, size=500))
+    assert token_ids(after) == token_ids(run(fresh)["good"])
+
+
+@MODES
+def test_aborted_and_finished_requests_give_no_more_news(look_ahead: bool) -> None:
+    core, _ = make(look_ahead)
+    for seed, name in enumerate(("stays", "aborted", "stopped")):
+        core.add(request(name, seed, max_tokens=20))
+    for _ in range(3):
+        core.step()
+    assert core.abort("aborted") and not core.abort("unknown")
+    core.finish("stopped", FinishReason.STOP)
+    assert set(run(core)) == {"stays"}
+    assert not core.abort("aborted")
+    assert core.reset_prefix_cache()
+
+
+@MODES
+def test_drain_finishes_what_was_submitted(look_ahead: bool) -> None:
+    core, runner = make(look_ahead)
+    core.add(request("r", 1, max_tokens=20))
+    core.step()
+    core.drain()
+    submitted = [step for kind, step in runner.events if kind == "submit"]
+    assert [step for kind, step in runner.events if kind == "result"] == submitted
+
+
+def test_a_refused_plan_stops_the_engine() -> None:
+    core, runner = make(False)
+    core.add(request("r", 1))
+    runner.refuse = True
+    with pytest.raises(EngineStoppedError, match="row 3 is not in the batch"):
+        core.step()
+    with pytest.raises(EngineStoppedError, match="closed"):
+        core.add(request("s", 2))
+
+
+def test_counts_what_entered_the_model() -> None:
+    core, runner = make(False)
+    core.add(request("r", 1, size=100, max_tokens=6))
+    run(core)
+    assert core.num_model_tokens == runner.num_tokens == 105
+    assert core.slot_bytes_copied == 0
+
+
+def test_close_releases_the_runner_once() -> None:
+    core, runner = make(False)
+    core.close()
+    core.close()
+    assert runner.closed
+    with pytest.raises(EngineStoppedError):
+        core.step()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.engine.sizing import choose_num_pages
+from forkpoint.errors import ConfigError
+
+LAYOUT = CacheLayout.create(
+    [KVSpec(num_heads=2, key_dim=64, value_dim=64, dtype="bfloat16")] * 2,
+    [StateSpec(conv_shape=(3, 512), conv_dtype="bfloat16", matrix_shape=(8, 64, 64), matrix_dtype="float32")] * 6,
+)
+PLENTY = 2**50
+
+
+def test_the_default_holds_four_requests_of_full_length() -> None:
+    pages = choose_num_pages(LAYOUT, 32768, None, PLENTY)
+    assert pages >= 1 + 4 * LAYOUT.num_pages_for(32768, 1)
+
+
+def test_the_default_takes_a_quarter_of_free_memory_at_most() -> None:
+    free = 400 * LAYOUT.page_bytes
+    assert choose_num_pages(LAYOUT, 2**20, None, free) == 100
+
+
+def test_a_given_size_is_kept_to_the_page() -> None:
+    assert choose_num_pages(LAYOUT, 4096, 50 * LAYOUT.page_bytes + 7, 0) == 50
+
+
+def test_too_small_names_the_least() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_num_pages(LAYOUT, 4096, LAYOUT.page_bytes, PLENTY)
+    least = int(str(caught.value).split("needs ")[1].split()[0])
+    choose_num_pages(LAYOUT, 4096, least, PLENTY)
+    with pytest.raises(ConfigError):
+        choose_num_pages(LAYOUT, 4096, least - 1, PLENTY)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.config import EngineConfig
+from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging, wants_color
+
+KV = KVSpec(num_heads=2, key_dim=16, value_dim=16, dtype="float32")
+STATE = StateSpec(conv_shape=(3, 64), conv_dtype="float32", matrix_shape=(4, 16, 16), matrix_dtype="float32")
+HYBRID, ATTENTION = CacheLayout.create([KV], [STATE]), CacheLayout.create([KV], [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
+)
+def test_colour_follows_the_environment(environment: dict[str, str], expected: bool) -> None:
+    assert wants_color(io.StringIO(), environment) is expected
+
+
+def test_the_level_decides_and_a_second_call_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    first, second = io.StringIO(), io.StringIO()
+    set_up_logging("info", first)
+    set_up_logging("warning", second)
+    LOGGER.info("quiet")
+    LOGGER.warning("loud")
+    assert first.getvalue() == ""
+    assert second.getvalue().startswith("\033[33mWARNING\033[0m ") and second.getvalue().endswith("loud\n")
+
+
+def plan(layout: CacheLayout, **options: object) -> str:
+    config = EngineConfig.from_flat(**options)
+    return "\n".join(cache_plan_lines(layout, 100, config, 4096))
+
+
+def test_the_cache_plan_names_sizes_and_policy() -> None:
+    text = plan(HYBRID, eviction_policy="lru", checkpoint_interval=1024)
+    for part in (
+        f"100 pages of {HYBRID.page_bytes:,} bytes",
+        f"{HYBRID.blocks_per_page} blocks or {HYBRID.slots_per_page} slots",
+        f"block: 64 tokens, {HYBRID.block_bytes:,} bytes",
+        f"{HYBRID.slot_bytes:,} bytes",
+        "smallest reusable prefix 64 tokens",
+        "every 1024 tokens",
+        "eviction by lru",
+    ):
+        assert part in text
+
+
+def test_the_cache_plan_says_when_nothing_can_hit() -> None:
+    assert "prefix caching: off" in plan(HYBRID, enable_prefix_caching=False)
+    assert "never hits" in plan(HYBRID, mamba_cache_mode="none")
+    assert "never hits" not in plan(ATTENTION, mamba_cache_mode="none")
+    assert "slot" not in plan(ATTENTION)
+
+
+def test_operators_are_grouped_by_backend() -> None:
+    lines = operator_lines({"linear": "cpp", "rope": "torch", "rmsnorm": "cpp"}, ["gdn_decode"])
+    assert lines[:2] == ["operators by cpp: linear, rmsnorm", "operators by torch: rope"]
+    assert lines[2].endswith("gdn_decode")
+    assert "not needed" in operator_lines({}, [])[-1]

@@ -1,0 +1,85 @@
+"""Imports point one way; docs/architecture.md draws it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forkpoint
+
+ROOT = Path(forkpoint.__file__).parent
+VALUES = {"errors", "config", "params", "outputs"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "params": {"errors"},
+    "outputs": {"params"},
+    "config": {"errors"},
+    "cache": VALUES,
+    "sched": {"cache"} | VALUES,
+    "sim": {"sched", "cache"} | VALUES,
+    "ops": VALUES,
+    "models": {"ops", "cache.layout"} | VALUES,
+    "runtime": {"models", "ops", "cache.layout", "sched.plan"} | VALUES,
+    "obs": {"cache.layout", "cache.events"} | VALUES,
+    "engine": {"sched", "cache", "runtime", "models", "ops", "obs"} | VALUES,
+    "server": {"engine", "obs"} | VALUES,
+    "demo": {"engine"} | VALUES,
+    "bench": {"*"},
+    "cli": {"engine", "demo", "server", "sim", "bench", "obs"} | VALUES,
+    "__init__": {"engine"} | VALUES,
+}
+NO_TORCH = ("cache", "sched", "sim")
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names under `forkpoint` that a file imports, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(path)
+    allowed = ALLOWED[part] | {part}
+    for name in imports(path):
+        if not name.startswith("forkpoint.") or "*" in allowed:
+            continue
+        inner = name.removeprefix("forkpoint.")
+        assert any(inner == a or inner.startswith(a + ".") for a in allowed), f"{part} may not import {inner}"
+
+
+@pytest.mark.parametrize("part", [part for part in NO_TORCH if (ROOT / part).is_dir()])
+def test_no_torch_where_the_simulator_runs(part: str) -> None:
+    names = [
+        "forkpoint." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in modules()
+        if part_of(path) == part and path.name != "__init__.py"
+    ]
+    code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
+def test_only_the_platform_names_a_device() -> None:
+    for path in modules():
+        if part_of(path) in ("runtime", "models", "engine", "sched", "cache") and path.name != "platform.py":
+            names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            assert not names & {"cuda", "npu"}, path
