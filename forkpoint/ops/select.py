@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
+from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
 from forkpoint.ops.attention import reference as attention
 from forkpoint.ops.conv1d import reference as conv1d
+from forkpoint.ops.cpu.build import load_operators
+from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.gated_delta import reference as gated_delta
 from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
@@ -53,3 +56,21 @@ def torch_table(deterministic: bool = False) -> OpTable:
         deterministic=deterministic,
         backends=dict.fromkeys(operator_names(), "torch"),
     )
+
+
+def select_table(cpu_ops: str, deterministic: bool, force_state_copy: bool) -> OpTable:
+    """The operators for this machine's CPU: 'torch', 'cpp', or 'auto' (cpp where it can be compiled).
+
+    `backends` of the result names what serves each operator and, where 'auto' fell back, why. With
+    `force_state_copy` no operator redirects. Raises ConfigError if 'cpp' is asked for and cannot be built.
+    """
+    table = torch_table(deterministic)
+    if cpu_ops != "torch":
+        build = load_operators()
+        if build.module is not None:
+            table = cpp_table(build.module, table)
+        elif cpu_ops == "cpp":
+            raise ConfigError(f"cpu_ops='cpp' is not possible here: {build.reason}; use 'torch' or 'auto'")
+        else:
+            table = replace(table, backends=dict.fromkeys(operator_names(), f"torch (no cpp: {build.reason})"))
+    return replace(table, redirects=frozenset()) if force_state_copy else table
