@@ -82,7 +82,8 @@ class DummyWeights:
         dtype: torch.dtype | None = None,
         span: tuple[float, float] | None = None,
     ) -> Tensor:
-        generator = torch.Generator().manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        # torch's CPU generator looks at 32 bits of a seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
         out = torch.empty(*shape, dtype=dtype or self.dtype)
         if span is not None:
             return out.uniform_(*span, generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import FAMILIES, HYBRID, write_checkpoint
 from tests.driver import Driver, Work
 
 TOLERANCE = 1e-4  # of the logits' standard deviation
@@ -72,3 +73,114 @@ def test_decode_from_the_first_token(pair: Pair) -> None:
     row = driver.row()
     got = [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[:6]]
     assert error(torch.cat(got), pair.want[:6]) <= TOLERANCE
+
+
+def test_batches_that_mix_prefill_and_decode(pair: Pair) -> None:
+    driver = Driver(pair.ours)
+    sequences = [[pair.tokens[n], *pair.tokens[: 90 + n]] for n in range(3)]
+    wants = [oracle(pair.theirs, sequence) for sequence in sequences]
+    rows = [driver.row() for _ in sequences]
+    got: list[list[Tensor]] = [[] for _ in sequences]
+    # Row n starts to decode after its n-th chunk, so every pass has another mixture.
+    for step in range(8):
+        decodes, prefills = [], []
+        for n, sequence in enumerate(sequences):
+            start = rows[n].num_computed
+            if step > n + 1:
+                decodes.append((n, Work(rows[n], sequence[start : start + 1], decode=True)))
+            else:
+                prefills.append((n, Work(rows[n], sequence[start : start + 17 + 2 * n])))
+        batch = decodes + prefills
+        for (n, _), out in zip(batch, driver.run([work for _, work in batch]), strict=True):
+            got[n].append(out)
+    for n, want in enumerate(wants):
+        assert error(torch.cat(got[n]), want[: rows[n].num_computed]) <= TOLERANCE
+
+
+def test_resuming_from_an_exported_state(pair: Pair) -> None:
+    driver = Driver(pair.ours)
+    row, slot = driver.row(), driver.slot()
+    driver.run([Work(row, pair.tokens, exports=[(64, driver.slot()), (128, slot)])])
+    for _ in range(2):  # a slot that was read is as good as before
+        fork = driver.fork(row, slot, 128)
+        assert error(driver.prefill(fork, pair.tokens[128:]), pair.want[128:]) <= TOLERANCE
+
+
+def test_greedy_tokens_are_the_same(pair: Pair) -> None:
+    prompt = pair.tokens[:50]
+    want = list(prompt)
+    for _ in range(64):
+        want.append(int(oracle(pair.theirs, want)[-1].argmax()))
+    assert Driver(pair.ours).greedy(prompt, 64) == want[50:]
+    assert len(set(want[50:])) >= 20
+
+
+def test_the_state_matters(pair: Pair) -> None:
+    if pair.family not in HYBRID:
+        pytest.skip("no recurrent layers")
+    driver = Driver(pair.ours)
+    row = driver.row()
+    driver.prefill(row, pair.tokens[:64])
+    driver.zero_state(row)
+    moved = driver.prefill(row, pair.tokens[64:128])
+    assert error(moved, pair.want[64:128]) >= 0.5
+
+
+def test_bfloat16_is_no_worse_than_transformers(pair: Pair, tmp_path: Path) -> None:
+    exact = write_checkpoint(tmp_path, pair.family, dtype=torch.bfloat16).float()
+    want = oracle(exact, pair.tokens).log_softmax(-1)
+    theirs = (oracle(exact.bfloat16(), pair.tokens).log_softmax(-1) - want).abs()
+    driver = Driver(load_model(tmp_path, ops=torch_table()))
+    whole = driver.prefill(driver.row(), pair.tokens)
+    row = driver.row()
+    parts = [driver.prefill(row, pair.tokens[:130], [64])]
+    parts += [driver.run([Work(row, [token], decode=True)])[0] for token in pair.tokens[130:160]]
+    for got in (whole, torch.cat(parts)):
+        ours = (got.log_softmax(-1) - want[: len(got)]).abs()
+        # Both errors are sums of many roundings: two correct engines differ in the mean by a few per cent, and
+        # routing that flips moves whole rows of a sparse model.
+        assert ours.mean() <= 1.15 * theirs[: len(got)].mean()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 96,
+            "linear_value_head_dim": 192,
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+        {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3},
+    ],
+)
+def test_olmo_shapes(shape: dict[str, Any], tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, "olmo_hybrid", **shape)
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    assert error(driver.prefill(driver.row(), tokens, [100]), oracle(theirs, tokens)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "attention_bias": True, "tie_word_embeddings": True},
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False, "linear_conv_kernel_dim": 2},
+        {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_qwen3_next_variants(fields: dict[str, Any], tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, "qwen3_next_moe", **fields)
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    assert error(driver.prefill(driver.row(), tokens, [64]), oracle(theirs, tokens)) <= TOLERANCE
+
+
+def test_sliding_window(tmp_path: Path) -> None:
+    fields = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 2}
+    theirs = write_checkpoint(tmp_path, "qwen3", **fields)
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    row = driver.row()
+    got = [driver.prefill(row, tokens[:100], [70])]
+    got += [driver.run([Work(row, [token], decode=True)])[0] for token in tokens[100:]]
+    assert error(torch.cat(got), oracle(theirs, tokens)) <= TOLERANCE

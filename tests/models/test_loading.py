@@ -1,0 +1,232 @@
+"""Model folders: shards, dummy weights, and every way in which a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forkpoint.errors import CheckpointError, UnsupportedModelError
+from forkpoint.models.registry import ARCHITECTURES, load_config, load_model
+from forkpoint.ops.select import torch_table
+from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.driver import Driver
+
+TOKENS = list(range(2, 82))
+SINGLE = "model.safetensors"
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    driver = Driver(load_model(folder, ops=torch_table(), **options))
+    return driver.prefill(driver.row(), TOKENS)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    for name, value in fields.items():
+        if value is None:
+            values.pop(name)
+        else:
+            values[name] = value
+    path.write_text(json.dumps(values))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / SINGLE)
+    edit(weights)
+    save_file(weights, folder / SINGLE, {"format": "pt"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path, "qwen3_next")
+    return tmp_path
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", "qwen3_next_moe")
+    write_checkpoint(tmp_path / "many", "qwen3_next_moe", shard_size="200KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(tmp_path / "one"), logits(tmp_path / "many"))
+
+
+def test_multimodal_layout_equals_the_text_model(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "both", "qwen3_5_multimodal")
+    stored = load_file(tmp_path / "both" / SINGLE)
+    text = {k.replace("language_model.", ""): v for k, v in stored.items() if "visual" not in k}
+    write_checkpoint(tmp_path / "text", "qwen3_5_moe", seed=1)
+    stored["mtp.layers.0.mlp.down_proj.weight"] = torch.zeros(2, 2)
+    save_file(stored, tmp_path / "both" / SINGLE, {"format": "pt"})
+    save_file(text, tmp_path / "text" / SINGLE, {"format": "pt"})
+    assert torch.equal(logits(tmp_path / "both"), logits(tmp_path / "text"))
+
+
+def test_experts_stored_whole(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_5_moe")
+    want = logits(tmp_path)
+
+    def fuse(weights: dict[str, torch.Tensor]) -> None:
+        for layer in range(4):
+            name = f"model.layers.{layer}.mlp.experts"
+            parts = {
+                kind: torch.stack([weights.pop(f"{name}.{e}.{kind}_proj.weight") for e in range(8)])
+                for kind in ("gate", "up", "down")
+            }
+            weights[f"{name}.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+            weights[f"{name}.down_proj"] = parts["down"]
+
+    edit_weights(tmp_path, fuse)
+    assert torch.equal(logits(tmp_path), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dummy_weights_need_a_config_alone(family: str, dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    (tmp_path / SINGLE).unlink()
+    first = logits(tmp_path, load_format="dummy", dtype=dtype)
+    assert bool(first.isfinite().all()) and float(first.std()) > 0.1
+    assert torch.equal(first, logits(tmp_path, load_format="dummy", dtype=dtype))
+    assert not torch.equal(first, logits(tmp_path, load_format="dummy", dtype=dtype, seed=1))
+
+
+def test_config_values(folder: Path) -> None:
+    edit_config(folder, eos_token_id=7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    config = load_config(folder, dtype="bfloat16", max_model_len=100)
+    assert config.eos_token_ids == (7, 9)
+    assert (config.dtype, config.max_model_len, config.vocab_size) == ("bfloat16", 100, 256)
+    model = load_model(folder, ops=torch_table(), dtype="bfloat16", state_dtype="bfloat16")
+    assert len(model.kv_specs) == 1 and len(model.state_specs) == 3
+    spec = model.state_specs[0]
+    assert spec.conv_shape == (3, 160) and spec.matrix_shape == (4, 24, 16) and spec.matrix_dtype == "bfloat16"
+    driver = Driver(model)
+    assert bool(driver.prefill(driver.row(), TOKENS).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, "Qwen3NextForCausalLM"),
+        ({"architectures": None}, CheckpointError, "architectures"),
+        ({"hidden_size": None}, CheckpointError, "hidden_size"),
+        ({"hidden_size": "64"}, CheckpointError, "hidden_size='64'"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers=0"),
+        ({"num_key_value_heads": 3}, CheckpointError, "multiple"),
+        ({"linear_num_key_heads": 3}, CheckpointError, "multiple"),
+        ({"layer_types": ["full_attention"]}, CheckpointError, "layer_types"),
+        ({"layer_types": ["mamba"] * 4}, UnsupportedModelError, "mamba"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"rms_norm_eps": -1.0}, CheckpointError, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, CheckpointError, "tie_word_embeddings"),
+        ({"eos_token_id": "x"}, CheckpointError, "eos_token_id"),
+        ({"dtype": "int8"}, UnsupportedModelError, "int8"),
+        ({"intermediate_size": 97}, CheckpointError, "shape"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, CheckpointError, "experts"),
+    ],
+)
+def test_wrong_config(folder: Path, fields: dict[str, Any], error: type[Exception], text: str) -> None:
+    edit_config(folder, **fields)
+    with pytest.raises(error, match=text):
+        load_model(folder, ops=torch_table())
+
+
+def test_too_long(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="2048"):
+        load_model(folder, ops=torch_table(), max_model_len=4096)
+
+
+def test_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
+    edit_config(folder, architectures=["GptForCausalLM"])
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_config(folder)
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+
+
+def test_missing_folder_and_bad_json(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_model(folder / "nowhere", ops=torch_table())
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="JSON"):
+        load_model(folder, ops=torch_table())
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        load_model(folder, ops=torch_table())
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        load_model(folder, ops=torch_table())
+
+
+def _poison(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+
+    return edit
+
+
+def _drop(weights: dict[str, torch.Tensor]) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def _add(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layers.4.mlp.up_proj.weight"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (_poison(float("nan")), r"model\.layers\.1\.mlp\.up_proj\.weight.*NaN"),
+        (_poison(float("-inf")), r"model\.layers\.1\.mlp\.up_proj\.weight.*NaN"),
+        (_drop, r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"),
+        (_add, r"does not use.*model\.layers\.4"),
+    ],
+)
+def test_wrong_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None], text: str) -> None:
+    edit_weights(folder, edit)
+    with pytest.raises(CheckpointError, match=text):
+        load_model(folder, ops=torch_table())
+
+
+def test_large_finite_values_are_not_taken_for_infinite(folder: Path) -> None:
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"].fill_(3e38)
+
+    edit_weights(folder, enlarge)
+    load_model(folder, ops=torch_table())
+
+
+def test_wrong_shards(tmp_path: Path) -> None:
+    def fresh(name: str) -> tuple[Path, list[Path]]:
+        write_checkpoint(tmp_path / name, "qwen3_next", shard_size="100KB")
+        return tmp_path / name, sorted((tmp_path / name).glob("model-*.safetensors"))
+
+    def fails(folder: Path, text: str) -> None:
+        with pytest.raises(CheckpointError, match=text):
+            load_model(folder, ops=torch_table())
+
+    folder, shards = fresh("missing")
+    shards[1].unlink()
+    fails(folder, f"{shards[1].name} is missing")
+    folder, shards = fresh("cut")
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    fails(folder, f"{shards[1].name} is broken")
+    folder, shards = fresh("swapped")
+    shards[1].write_bytes(shards[2].read_bytes())
+    fails(folder, f"{shards[1].name} lacks")
+    folder, shards = fresh("extra")
+    (folder / "model-00099-of-00099.safetensors").write_bytes(shards[0].read_bytes())
+    fails(folder, "model-00099-of-00099")
+    folder, _ = fresh("index")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    fails(folder, "weight_map")
+    folder, _ = fresh("empty")
+    for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        path.unlink()
+    fails(folder, "load_format='dummy'")
