@@ -35,7 +35,13 @@ class _Rows:
     """Rows of random tokens, stored in shuffled blocks; `q` holds the last `queries` of each."""
 
     def __init__(
-        self, lens: list[int], queries: list[int], decodes: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+        self,
+        lens: list[int],
+        queries: list[int],
+        decodes: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        dtype: torch.dtype,
     ) -> None:
         torch.manual_seed(0)
         hq, hkv = heads

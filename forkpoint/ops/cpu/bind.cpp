@@ -1,0 +1,23 @@
+#include <malloc.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings.h"
+
+namespace {
+
+// glibc returns large freed blocks to the system and fetches them back at the next allocation, page fault by page
+// fault; activations of a prefill step are such blocks.
+void keep_freed_memory() {
+  mallopt(M_MMAP_MAX, 0);
+  mallopt(M_TRIM_THRESHOLD, 2147483647);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  forkpoint::bind_attention(m);
+  forkpoint::bind_gdn(m);
+  forkpoint::bind_linear(m);
+  forkpoint::bind_rows(m);
+  m.def("keep_freed_memory", &keep_freed_memory);
+}

@@ -1,0 +1,90 @@
+#include "attention.h"
+#include "bindings.h"
+#include "conv.h"
+#include "tensors.h"
+
+namespace forkpoint {
+
+namespace {
+
+void check_cache(const Tensor& c, const char* name) {
+  TORCH_CHECK(c.dim() == 4 && c.stride(3) == 1 && c.stride(2) == c.size(3) && c.stride(1) == c.size(2) * c.size(3),
+              name, " must be [P, Hkv, block, D], dense within a block, not ", c.sizes());
+}
+
+Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, int64_t num_decodes,
+              const Tensor& cu_queries, const Tensor& kv_lens, const Tensor& block_table, double scale,
+              std::optional<int64_t> window) {
+  check_cache(k_cache, "k_cache");
+  check_cache(v_cache, "v_cache");
+  const Tensor q = q_in.stride(2) == 1 && q_in.stride(1) == q_in.size(2) ? q_in : q_in.contiguous();
+  TORCH_CHECK(q.size(1) % k_cache.size(1) == 0 && q.size(1) / k_cache.size(1) <= 128 &&
+                  q.size(2) == k_cache.size(3) && q.scalar_type() == k_cache.scalar_type(),
+              "q ", q.sizes(), " does not fit keys ", k_cache.sizes());
+  TORCH_CHECK(block_table.scalar_type() == at::kInt && (block_table.stride(1) == 1 || block_table.size(1) <= 1),
+              "the block table is int32 with dense rows");
+  Tensor out = empty({q.size(0), q.size(1), v_cache.size(3)}, q.scalar_type());
+  by_type(q.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    paged_attention(Attention<T>{ptr<T>(q), q.stride(0), ptr<T>(out), q.size(1), k_cache.size(1), q.size(2),
+                                 v_cache.size(3), k_cache.size(2), ptr<T>(k_cache), ptr<T>(v_cache),
+                                 k_cache.stride(0), v_cache.stride(0), float(scale), window.value_or(0),
+                                 kv_lens.size(0), num_decodes, index(cu_queries), index(kv_lens),
+                                 ptr<int32_t>(block_table), block_table.stride(0)});
+  });
+  return out;
+}
+
+// A conv layer's weight as [W, D] fp32, made once.
+struct Taps {
+  Tensor weight, bias;
+  int64_t dim, width;
+};
+
+Taps make_taps(const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(weight.dim() == 2 && weight.size(1) <= MAX_TAPS, "a conv weight is [D, W], W at most ", MAX_TAPS,
+              ", not ", weight.sizes());
+  return {weight.t().to(at::kFloat).contiguous(), bias ? bias->to(at::kFloat).contiguous() : Tensor(), weight.size(0),
+          weight.size(1)};
+}
+
+template <class F>
+Tensor convolve(const Tensor& x_in, const Taps& taps, const Tensor& pool, bool silu, const F& fn) {
+  const Tensor x = dense_rows(x_in);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == taps.dim, "conv: x is ", x.sizes(), ", the weight has D=", taps.dim);
+  TORCH_CHECK(pool.dim() == 3 && pool.size(1) == taps.width - 1 && pool.size(2) == taps.dim && pool.stride(2) == 1 &&
+                  pool.stride(1) == taps.dim && pool.scalar_type() == x.scalar_type(),
+              "the conv pool must be [P, W-1, D] of ", x.scalar_type(), ", dense within a slot, not ", pool.sizes());
+  Tensor out = empty(x.sizes(), x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    fn(Conv<T>{ptr<T>(x), x.stride(0), ptr<T>(out), taps.dim, taps.width, ptr<float>(taps.weight),
+               taps.bias.defined() ? ptr<float>(taps.bias) : nullptr, ptr<T>(pool), pool.stride(0), silu});
+  });
+  return out;
+}
+
+Tensor prefill(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, const Tensor& cu_seqlens,
+               const Tensor& src, const Tensor& dst, const Tensor& exp_ptr, const Tensor& exp_pos,
+               const Tensor& exp_dst) {
+  const Segments segments{src.size(0),    index(cu_seqlens), index(src),    index(dst),
+                          index(exp_ptr), index(exp_pos),    index(exp_dst)};
+  return convolve(x, taps, pool, silu, [&](const auto& conv) { conv_prefill(conv, segments); });
+}
+
+Tensor update(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, const Tensor& src, const Tensor& dst) {
+  return convolve(x, taps, pool, silu,
+                  [&](const auto& conv) { conv_update(conv, x.size(0), index(src), index(dst)); });
+}
+
+}  // namespace
+
+void bind_attention(pybind11::module_& m) {
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Taps>(m, "ConvTaps").def(pybind11::init(&make_taps));
+  m.def("paged_attention", &attend, Release());
+  m.def("conv_prefill", &prefill, Release());
+  m.def("conv_update", &update, Release());
+}
+
+}  // namespace forkpoint

@@ -1,0 +1,75 @@
+#include "bindings.h"
+#include "gdn.h"
+#include "tensors.h"
+
+namespace forkpoint {
+
+namespace {
+
+// Constants of one layer, kept by the caller so that a step passes one object.
+struct Layer {
+  Tensor A_log, dt_bias;
+  GdnShape shape;
+};
+
+Layer make_layer(int64_t H, int64_t HV, int64_t K, int64_t V, bool neg, const Tensor& A_log, const Tensor& dt_bias) {
+  TORCH_CHECK(K <= 512 && V <= 512 && HV % H == 0, "gated delta net: heads ", H, "/", HV, " of ", K, "/", V);
+  Layer layer{A_log.to(at::kFloat).contiguous(), dt_bias.to(at::kFloat).contiguous(), {}};
+  layer.shape = {H, HV, K, V, neg, ptr<float>(layer.A_log), ptr<float>(layer.dt_bias)};
+  return layer;
+}
+
+void check(const GdnShape& s, const Tensor& mixed, const Tensor& a, const Tensor& b, const Tensor& pool) {
+  const int64_t width = 2 * s.num_k_heads * s.key_dim + s.num_v_heads * s.value_dim;
+  TORCH_CHECK(mixed.dim() == 2 && mixed.size(1) == width, "mixed is ", mixed.sizes(), ", not [T, ", width, "]");
+  TORCH_CHECK(a.scalar_type() == mixed.scalar_type() && b.scalar_type() == mixed.scalar_type(),
+              "mixed, a and b must share a dtype");
+  TORCH_CHECK(pool.dim() == 4 && pool.stride(3) == 1 && pool.stride(2) == s.key_dim &&
+                  pool.stride(1) == s.key_dim * s.value_dim && pool.size(1) == s.num_v_heads,
+              "the matrix pool must be [P, HV, V, K], dense within a slot, not ", pool.sizes());
+}
+
+template <class F>
+Tensor dispatch(const Tensor& mixed_in, const Tensor& a_in, const Tensor& b_in, const Layer& layer, const Tensor& pool,
+                const F& fn) {
+  const Tensor mixed = dense_rows(mixed_in), a = dense_rows(a_in), b = dense_rows(b_in);
+  const GdnShape& s = layer.shape;
+  check(s, mixed, a, b, pool);
+  Tensor out = empty({mixed.size(0), s.num_v_heads, s.value_dim}, mixed.scalar_type());
+  by_type(mixed.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    const GdnInput<T> in{ptr<T>(mixed), mixed.stride(0), ptr<T>(a), a.stride(0), ptr<T>(b), b.stride(0), ptr<T>(out)};
+    by_type(pool.scalar_type(), [&](auto* state) {
+      using S = FORKPOINT_TYPE(state);
+      fn(in, GdnPool<S>{ptr<S>(pool), pool.stride(0)});
+    });
+  });
+  return out;
+}
+
+Tensor prefill(const Tensor& mixed, const Tensor& a, const Tensor& b, const Layer& layer, const Tensor& pool,
+               const Tensor& cu_seqlens, const Tensor& src, const Tensor& dst, const Tensor& exp_ptr,
+               const Tensor& exp_pos, const Tensor& exp_dst) {
+  const Segments segments{src.size(0),      index(cu_seqlens), index(src),    index(dst),
+                          index(exp_ptr), index(exp_pos),    index(exp_dst)};
+  return dispatch(mixed, a, b, layer, pool,
+                  [&](const auto& in, const auto& states) { gdn_prefill(layer.shape, in, states, segments); });
+}
+
+Tensor decode(const Tensor& mixed, const Tensor& a, const Tensor& b, const Layer& layer, const Tensor& pool,
+              const Tensor& src, const Tensor& dst) {
+  return dispatch(mixed, a, b, layer, pool, [&](const auto& in, const auto& states) {
+    gdn_decode(layer.shape, in, states, mixed.size(0), index(src), index(dst));
+  });
+}
+
+}  // namespace
+
+void bind_gdn(pybind11::module_& m) {
+  pybind11::class_<Layer>(m, "GDNLayer").def(pybind11::init(&make_layer));
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("gdn_prefill", &prefill, Release());
+  m.def("gdn_decode", &decode, Release());
+}
+
+}  // namespace forkpoint

@@ -1,0 +1,86 @@
+#include "bindings.h"
+#include "experts.h"
+#include "packed.h"
+
+namespace forkpoint {
+
+Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(weight.dim() == 2, "a linear weight must be [N, K], not ", weight.sizes());
+  const Tensor w = dense_rows(weight);
+  const int64_t n = w.size(0), k = w.size(1);
+  Packed packed{empty({packed_elements(n, k)}, w.scalar_type()), Tensor(), {}};
+  const auto type = w.scalar_type() == at::kFloat ? WeightType::f32 : WeightType::bf16;
+  by_type(w.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    pack_weight(ptr<T>(w), w.stride(0), n, k, ptr<T>(packed.data));
+  });
+  if (bias) packed.bias = bias->to(at::kFloat).contiguous();
+  packed.weight = {type, n, k, padded_k(k), packed.data.data_ptr(), bias ? ptr<float>(packed.bias) : nullptr};
+  return packed;
+}
+
+namespace {
+
+Tensor run(const Tensor& input, const Packed& packed) {
+  const PackedWeight& w = packed.weight;
+  TORCH_CHECK(input.dim() == 2 && input.size(1) == w.k, "linear: x is ", input.sizes(), ", the weight takes K=", w.k);
+  const Tensor x = dense_rows(input);
+  Tensor y = empty({x.size(0), w.n}, x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    linear(ptr<T>(x), x.stride(0), w, ptr<T>(y), w.n, x.size(0));
+  });
+  return y;
+}
+
+struct ExpertWeights {
+  std::vector<Packed> gate_up, down;
+  std::vector<PackedExpert> packed;
+};
+
+ExpertWeights pack_experts(const Tensor& gate_up, const Tensor& down) {
+  TORCH_CHECK(gate_up.dim() == 3 && down.dim() == 3 && gate_up.size(0) == down.size(0) &&
+                  gate_up.size(1) == 2 * down.size(2) && gate_up.size(2) == down.size(1),
+              "experts take gate_up [E, 2I, H] and down [E, H, I], not ", gate_up.sizes(), " and ", down.sizes());
+  ExpertWeights all;
+  for (int64_t e = 0; e < gate_up.size(0); ++e) {
+    all.gate_up.push_back(pack(gate_up.select(0, e), std::nullopt));
+    all.down.push_back(pack(down.select(0, e), std::nullopt));
+    all.packed.push_back({all.gate_up.back().weight, all.down.back().weight});
+  }
+  return all;
+}
+
+Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& weights_in, const Tensor& ids_in) {
+  const Tensor x = dense_rows(input);
+  const Tensor weights = weights_in.to(at::kFloat).contiguous(), ids = ids_in.to(at::kInt).contiguous();
+  const auto experts_count = int64_t(all.packed.size());
+  TORCH_CHECK(x.dim() == 2 && ids.dim() == 2 && ids.sizes() == weights.sizes() && ids.size(0) == x.size(0) &&
+                  x.size(1) == all.packed[0].gate_up.k,
+              "experts: x ", x.sizes(), ", ids ", ids.sizes(), ", weights ", weights.sizes());
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    const int32_t id = ptr<int32_t>(ids)[i];
+    TORCH_CHECK_INDEX(id >= 0 && id < experts_count, "expert ", id, " of ", experts_count);
+  }
+  Tensor out = empty({x.size(0), all.packed[0].down.n}, x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    experts(ptr<T>(x), x.stride(0), all.packed, ptr<float>(weights), ptr<int32_t>(ids), ids.size(1), ptr<T>(out),
+            x.size(0));
+  });
+  return out;
+}
+
+}  // namespace
+
+void bind_linear(pybind11::module_& m) {
+  pybind11::class_<Packed>(m, "PackedLinear");
+  m.def("prepare_linear", &pack);
+  pybind11::class_<ExpertWeights>(m, "ExpertWeights");
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("linear", &run, Release());
+  m.def("prepare_experts", &pack_experts);
+  m.def("experts", &run_experts, Release());
+}
+
+}  // namespace forkpoint

@@ -1,0 +1,161 @@
+#include "bindings.h"
+#include "rows.h"
+#include "tensors.h"
+
+namespace forkpoint {
+
+namespace {
+
+// Rows over the last dimension of a 2-D or 3-D tensor with a dense last dimension.
+template <class T>
+Rows<const T> rows_of(const Tensor& t) {
+  TORCH_CHECK(t.dim() == 2 || t.dim() == 3, "expected [T, D] or [T, heads, D], not ", t.sizes());
+  if (t.dim() == 2) return {ptr<const T>(t), 1, t.stride(0), 0};
+  return {ptr<const T>(t), t.size(1), t.stride(0), t.stride(1)};
+}
+
+const float* weight_of(const Tensor& w, const Tensor& x) {
+  TORCH_CHECK(w.scalar_type() == at::kFloat && w.is_contiguous() && w.numel() == x.size(-1),
+              "a norm's weight is dense float32 of ", x.size(-1), ", not ", w.sizes());
+  return ptr<float>(w);
+}
+
+Tensor norm(const Tensor& input, const Tensor& weight, double eps) {
+  const Tensor x = dense_rows(input);
+  Tensor out = empty(x.sizes(), x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    rmsnorm(rows_of<T>(x), weight_of(weight, x), float(eps), ptr<T>(out), x.numel() / x.size(-1), x.size(-1));
+  });
+  return out;
+}
+
+void same(const Tensor& a, const Tensor& b) {
+  TORCH_CHECK(a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type(), "operands differ: ", a.sizes(), " ",
+              a.scalar_type(), " and ", b.sizes(), " ", b.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> add_norm(const Tensor& x_in, const Tensor& residual_in, const Tensor& weight, double eps) {
+  const Tensor x = dense_rows(x_in), residual = dense_rows(residual_in);
+  same(x, residual);
+  Tensor out = empty(x.sizes(), x.scalar_type()), total = empty(x.sizes(), x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    add_rmsnorm(rows_of<T>(x), rows_of<T>(residual), weight_of(weight, x), float(eps), ptr<T>(total), ptr<T>(out),
+                x.numel() / x.size(-1), x.size(-1));
+  });
+  return {out, total};
+}
+
+Tensor gated_norm(const Tensor& x_in, const Tensor& gate_in, const Tensor& weight, double eps) {
+  const Tensor x = dense_rows(x_in), gate = dense_rows(gate_in);
+  same(x, gate);
+  Tensor out = empty(x.sizes(), x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    gated_rmsnorm(rows_of<T>(x), rows_of<T>(gate), weight_of(weight, x), float(eps), ptr<T>(out),
+                  x.numel() / x.size(-1), x.size(-1));
+  });
+  return out;
+}
+
+Tensor silu_product(const Tensor& input) {
+  const Tensor x = dense_rows(input);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) % 2 == 0, "silu_mul takes [T, 2I], not ", x.sizes());
+  const int64_t size = x.size(1) / 2;
+  Tensor out = empty({x.size(0), size}, x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    const Rows<const T> gate = rows_of<T>(x);
+    Rows<const T> up = gate;
+    up.data += size;
+    silu_mul(gate, up, ptr<T>(out), x.size(0), size);
+  });
+  return out;
+}
+
+Tensor sigmoid_product(const Tensor& x_in, const Tensor& gate_in) {
+  const Tensor x = dense_rows(x_in);
+  const Tensor gate = dense_rows(gate_in.sizes() == x.sizes() ? gate_in : gate_in.expand_as(x));
+  same(x, gate);
+  Tensor out = empty(x.sizes(), x.scalar_type());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    sigmoid_mul(rows_of<T>(x), rows_of<T>(gate), ptr<T>(out), x.numel() / x.size(-1), x.size(-1));
+  });
+  return out;
+}
+
+// Heads must lie side by side within a token; other layouts are copied.
+Tensor dense_heads(const Tensor& t) {
+  TORCH_CHECK(t.dim() == 3, "expected [T, heads, D], not ", t.sizes());
+  return t.stride(2) == 1 && (t.stride(1) == t.size(2) || t.size(1) == 1) ? t : t.contiguous();
+}
+
+const int64_t* longs(const Tensor& t, int64_t count) {
+  TORCH_CHECK(t.scalar_type() == at::kLong && t.is_contiguous() && t.numel() == count,
+              "positions and slots are dense int64, one per token");
+  return ptr<int64_t>(t);
+}
+
+std::tuple<Tensor, Tensor> rotate(const Tensor& q_in, const Tensor& k_in, const Tensor& cos_sin,
+                                  const Tensor& positions) {
+  const Tensor q = dense_heads(q_in), k = dense_heads(k_in);
+  TORCH_CHECK(cos_sin.scalar_type() == at::kFloat && cos_sin.is_contiguous() && cos_sin.size(1) <= q.size(2),
+              "cos_sin must be dense float32 [max_len, R], R at most the head size");
+  by_type(q.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    for (const Tensor* t : {&q, &k}) {
+      rope(ptr<T>(*t), t->stride(0), t->size(1), t->size(2), ptr<float>(cos_sin), cos_sin.size(1),
+           longs(positions, t->size(0)), t->size(0));
+    }
+  });
+  return {q, k};
+}
+
+void write(const Tensor& x_in, const Tensor& cache, const Tensor& slots) {
+  const Tensor x = dense_heads(x_in);
+  const int64_t dim = x.size(2);
+  TORCH_CHECK(cache.dim() == 4 && cache.size(1) == x.size(1) && cache.size(3) == dim && cache.stride(3) == 1 &&
+                  cache.stride(2) == dim && cache.stride(1) == dim * cache.size(2) &&
+                  cache.scalar_type() == x.scalar_type(),
+              "a KV cache must be [P, ", x.size(1), ", block, ", dim, "] of ", x.scalar_type(),
+              ", dense within a block, not ", cache.sizes());
+  by_type(x.scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    cache_write(ptr<T>(x), x.stride(0), x.size(1), dim, ptr<T>(cache), cache.stride(0), cache.size(2),
+                longs(slots, x.size(0)), x.size(0));
+  });
+}
+
+void kv_write(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots) {
+  write(k, k_cache, slots);
+  write(v, v_cache, slots);
+}
+
+void copy_states(const std::vector<Tensor>& tensors, const Tensor& src, const Tensor& dst) {
+  std::vector<Pool> pools;
+  for (const Tensor& t : tensors) {
+    TORCH_CHECK(t.size(0) == 0 || t.select(0, 0).is_contiguous(), "a pool must be dense within a slot");
+    pools.push_back({static_cast<char*>(t.data_ptr()), t.stride(0) * t.element_size(),
+                     t.numel() / std::max<int64_t>(t.size(0), 1) * t.element_size()});
+  }
+  TORCH_CHECK(src.numel() == dst.numel(), "src and dst differ in length");
+  state_copy(pools.data(), int64_t(pools.size()), index(src), index(dst), src.numel());
+}
+
+}  // namespace
+
+void bind_rows(pybind11::module_& m) {
+  using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("rmsnorm", &norm, Release());
+  m.def("add_rmsnorm", &add_norm, Release());
+  m.def("gated_rmsnorm", &gated_norm, Release());
+  m.def("silu_mul", &silu_product, Release());
+  m.def("sigmoid_mul", &sigmoid_product, Release());
+  m.def("rope", &rotate, Release());
+  m.def("kv_write", &kv_write, Release());
+  m.def("state_copy", &copy_states, Release());
+}
+
+}  // namespace forkpoint

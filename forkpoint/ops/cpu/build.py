@@ -1,0 +1,136 @@
+"""Compiles the C++ operators once per machine and loads them.
+
+The result is kept in the user's cache folder under a key of the sources, the compiler, torch's version and the
+processor's features, so that a new checkout, torch or machine builds anew and an old one loads in milliseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
+)
+NAME = "forkpoint_cpu_ops"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The loaded module, or the reason why there is none."""
+
+    module: ModuleType | None
+    reason: str
+
+
+def load_operators() -> Build:
+    """Load the operators, compiling them first where this machine has not done so yet (about half a minute).
+
+    Two processes that build at once are safe: one builds, the other waits and loads.
+    """
+    compiler, reason = _find_compiler()
+    if compiler is None:
+        return Build(None, reason)
+    sources = _sources()
+    folder = _cache_root() / _key(sources, compiler)
+    library = folder / f"{NAME}.so"
+    marker = folder / "complete"
+    try:
+        if not marker.exists():
+            _compile(sources, folder, marker)
+        return Build(_import(library), f"compiled by {compiler}, in {folder}")
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        wrong = next((line for line in lines if "error:" in line), lines[0])
+        return Build(None, f"the C++ operators did not build or load: {wrong} (folder {folder})")
+
+
+def _sources() -> list[Path]:
+    here = Path(__file__).parent
+    return sorted(p for p in here.iterdir() if p.suffix in (".cpp", ".h"))
+
+
+def _cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "forkpoint" / "cpu_ops"
+
+
+def _find_compiler() -> tuple[str | None, str]:
+    """(command, "") of a C++ compiler that can build a torch extension, or (None, what is missing)."""
+    from torch.utils import cpp_extension
+
+    compiler = os.environ.get("CXX", "g++" if platform.system() == "Linux" else "c++")
+    try:
+        subprocess.run([compiler, "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, f"no C++ compiler: '{compiler}' does not run (install g++ or set CXX)"
+    if not cpp_extension.is_ninja_available():
+        return None, "no ninja (pip install ninja)"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return None, f"no Python headers ({header}); install python{platform.python_version()[:4]}-dev"
+    return compiler, ""
+
+
+def _key(sources: list[Path], compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    digest.update(repr((FLAGS, version, torch.__version__, platform.python_version(), _cpu_features())).encode())
+    return digest.hexdigest()[:24]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: a shared home folder may serve several kinds of machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(sources: list[Path], folder: Path, marker: Path) -> None:
+    from torch.utils import cpp_extension
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "forkpoint.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if marker.exists():
+            return
+        # torch's own baton is left behind by a killed build and would block for ever; ours is held here.
+        (folder / "lock").unlink(missing_ok=True)
+        cpp_extension.load(
+            NAME,
+            [str(p) for p in sources if p.suffix == ".cpp"],
+            extra_cflags=list(FLAGS),
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(folder),
+        )
+        marker.touch()
+
+
+def _import(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is not a loadable module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

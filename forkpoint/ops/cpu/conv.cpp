@@ -1,0 +1,103 @@
+#include "conv.h"
+
+#include <vector>
+
+#include "parallel.h"
+
+namespace forkpoint {
+
+namespace {
+
+constexpr int64_t ROWS = 32;  // tokens of one task
+
+// One token's 16 channels from its W inputs; input[j] may be null, which is zero.
+template <class T>
+void taps(const Conv<T>& c, const T* const* input, T* out) {
+  for (int64_t d = 0; d < c.dim; d += LANES) {
+    const int64_t left = c.dim - d;
+    vf sum = c.bias ? load_n(c.bias + d, left) : (vf){};
+    for (int64_t j = 0; j < c.width; ++j) {
+      if (input[j]) sum += load_n(c.taps + j * c.dim + d, left) * load_n(input[j] + d, left);
+    }
+    store_n(out + d, c.silu ? silu(sum) : sum, left);
+  }
+}
+
+template <class T>
+const T* window_row(const Conv<T>& c, int32_t slot, int64_t row) {
+  return slot < 0 ? nullptr : c.pool + slot * c.pool_stride + row * c.dim;
+}
+
+// The input at position p of a segment that starts at x row `begin`; before it, the window of `src`.
+template <class T>
+const T* input_at(const Conv<T>& c, int64_t begin, int32_t src, int64_t p) {
+  return p >= 0 ? c.x + (begin + p) * c.x_stride : window_row(c, src, c.width - 1 + p);
+}
+
+template <class T>
+void store_window(const Conv<T>& c, int64_t begin, int32_t src, int64_t length, int32_t dst) {
+  if (dst < 0) return;
+  T* target = c.pool + dst * c.pool_stride;
+  // In place only row j + length moves to row j: ascending order reads each row before it is overwritten.
+  for (int64_t j = 0; j < c.width - 1; ++j) {
+    const T* source = input_at(c, begin, src, length - (c.width - 1) + j);
+    if (source) {
+      std::memmove(target + j * c.dim, source, size_t(c.dim) * sizeof(T));
+    } else {
+      std::memset(target + j * c.dim, 0, size_t(c.dim) * sizeof(T));
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void conv_prefill(const Conv<T>& c, const Segments& s) {
+  struct Piece {
+    int64_t segment, first, last;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t n = 0; n < s.count; ++n) {
+    const int64_t length = s.cu_seqlens[n + 1] - s.cu_seqlens[n];
+    for (int64_t t = 0; t < length; t += ROWS) pieces.push_back({n, t, std::min(length, t + ROWS)});
+  }
+  parallel_tasks(int64_t(pieces.size()), [&](int64_t i) {
+    const Piece& piece = pieces[size_t(i)];
+    const int64_t begin = s.cu_seqlens[piece.segment];
+    for (int64_t t = piece.first; t < piece.last; ++t) {
+      const T* input[MAX_TAPS];
+      for (int64_t j = 0; j < c.width; ++j) {
+        input[j] = input_at(c, begin, s.src[piece.segment], t - (c.width - 1) + j);
+      }
+      taps(c, input, c.out + (begin + t) * c.dim);
+    }
+  });
+  // After every read of a source window: a segment's own slot may be both source and target.
+  for (int64_t n = 0; n < s.count; ++n) {
+    const int64_t begin = s.cu_seqlens[n], length = s.cu_seqlens[n + 1] - begin;
+    for (int64_t e = s.exp_ptr[n]; e < s.exp_ptr[n + 1]; ++e) {
+      store_window(c, begin, s.src[n], s.exp_pos[e], s.exp_dst[e]);
+    }
+    store_window(c, begin, s.src[n], length, s.dst[n]);
+  }
+}
+
+template <class T>
+void conv_update(const Conv<T>& c, int64_t rows, const int32_t* src, const int32_t* dst) {
+  parallel_ranges(rows, std::max<int64_t>(1, 16384 / c.dim), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* input[MAX_TAPS];
+      for (int64_t j = 0; j < c.width; ++j) input[j] = input_at(c, row, src[row], j - (c.width - 1));
+      taps(c, input, c.out + row * c.dim);
+      store_window(c, row, src[row], 1, dst[row]);
+    }
+  });
+}
+
+#define FORKPOINT_CONV(T)                                          \
+  template void conv_prefill(const Conv<T>&, const Segments&);     \
+  template void conv_update(const Conv<T>&, int64_t, const int32_t*, const int32_t*);
+FORKPOINT_CONV(float)
+FORKPOINT_CONV(bf16)
+
+}  // namespace forkpoint

@@ -1,0 +1,32 @@
+// Causal depthwise convolution with slots: y_t = act(bias + sum_j w_j x_{t-W+1+j}), sums in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "gdn.h"
+#include "vec.h"
+
+namespace forkpoint {
+
+constexpr int MAX_TAPS = 8;
+
+// Slot s of the pool is [W-1, D] at pool + s * pool_stride, oldest first. `taps` is the weight as [W, D] fp32.
+template <class T>
+struct Conv {
+  const T* x;
+  int64_t x_stride;
+  T* out;  // dense [T, D]
+  int64_t dim, width;
+  const float *taps, *bias;  // bias may be null
+  T* pool;
+  int64_t pool_stride;
+  bool silu;
+};
+
+template <class T>
+void conv_prefill(const Conv<T>& c, const Segments& segments);
+
+template <class T>
+void conv_update(const Conv<T>& c, int64_t rows, const int32_t* src, const int32_t* dst);
+
+}  // namespace forkpoint

@@ -1,0 +1,73 @@
+// Gated delta rule: S' = exp(g) S; u = beta (v - S' k); S = S' + u k^T; o = S q, per value head, in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace forkpoint {
+
+struct GdnShape {
+  int64_t num_k_heads, num_v_heads, key_dim, value_dim;
+  bool allow_neg_eigval;
+  const float* A_log;
+  const float* dt_bias;
+};
+
+// Rows of `mixed` are [q | k | v], of a and b [HV]; out is dense [T, HV, V].
+template <class T>
+struct GdnInput {
+  const T* mixed;
+  int64_t mixed_stride;
+  const T* a;
+  int64_t a_stride;
+  const T* b;
+  int64_t b_stride;
+  T* out;
+};
+
+// Slot s of the pool is [HV, V, K] at data + s * stride.
+template <class S>
+struct GdnPool {
+  S* data;
+  int64_t stride;
+};
+
+struct Segments {
+  int64_t count;
+  const int32_t *cu_seqlens, *src, *dst, *exp_ptr, *exp_pos, *exp_dst;
+};
+
+template <class T, class S>
+void gdn_prefill(const GdnShape& shape, const GdnInput<T>& in, const GdnPool<S>& pool, const Segments& segments);
+
+template <class T, class S>
+void gdn_decode(const GdnShape& shape, const GdnInput<T>& in, const GdnPool<S>& pool, int64_t rows, const int32_t* src,
+                const int32_t* dst);
+
+// (log of the decay, beta) of one token and head.
+struct Gate {
+  float g, beta;
+};
+
+template <class T>
+inline Gate gate(const GdnShape& s, const GdnInput<T>& in, int64_t token, int64_t head) {
+  const float a = to_float(in.a[token * in.a_stride + head]), b = to_float(in.b[token * in.b_stride + head]);
+  const float beta = 1.0f / (1.0f + std::exp(-b));
+  return {-std::exp(s.A_log[head]) * softplus(a + s.dt_bias[head]), s.allow_neg_eigval ? 2 * beta : beta};
+}
+
+// out[0, round_up(n)) = x * scale / sqrt(sum x^2 + 1e-6), zeros behind n.
+template <class T>
+inline void l2_normalise(const T* x, float* out, int64_t n, float scale) {
+  vf squares = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const vf v = load_n(x + i, n - i);
+    store(out + i, v);
+    squares += v * v;
+  }
+  const vf factor = splat(scale / std::sqrt(sum(squares) + 1e-6f));
+  for (int64_t i = 0; i < n; i += LANES) store(out + i, load(out + i) * factor);
+}
+
+}  // namespace forkpoint

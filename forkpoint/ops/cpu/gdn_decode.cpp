@@ -1,0 +1,83 @@
+// One recurrent step in one pass over the state: o = e^g (S q) + u (k . q), so that S is read and written once.
+#include "gdn.h"
+#include "parallel.h"
+
+namespace forkpoint {
+
+namespace {
+
+constexpr int64_t MAX_KEY = 512;
+
+// Rows of K = 16 * KV values, or of any K where KV is 0.
+template <int KV, class S>
+void step(const S* source, S* target, int64_t K, int64_t V, const float* q, const float* k, float decay, float beta,
+          const float* value, float* out) {
+  const int64_t vectors = KV ? KV : (K + LANES - 1) / LANES;
+  vf products = {};
+  for (int64_t i = 0; i < vectors; ++i) products += load(q + i * LANES) * load(k + i * LANES);
+  const float kq = sum(products);
+  const auto read = [&](int64_t v, int64_t i) {
+    return KV ? load(source + v * K + i * LANES) : load_n(source + v * K + i * LANES, K - i * LANES);
+  };
+  for (int64_t v = 0; v < V; ++v) {
+    vf sk = {}, sq = {};
+    if (source) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < vectors; ++i) {
+        const vf row = read(v, i);
+        sk += row * load(k + i * LANES);
+        sq += row * load(q + i * LANES);
+      }
+    }
+    const float u = beta * (value[v] - decay * sum(sk));
+    out[v] = decay * sum(sq) + u * kq;
+    if (!target) continue;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < vectors; ++i) {
+      const vf row = (source ? read(v, i) * decay : (vf){}) + u * load(k + i * LANES);
+      if (KV) {
+        store(target + v * K + i * LANES, row);
+      } else {
+        store_n(target + v * K + i * LANES, row, K - i * LANES);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <class T, class S>
+void gdn_decode(const GdnShape& s, const GdnInput<T>& in, const GdnPool<S>& pool, int64_t rows, const int32_t* src,
+                const int32_t* dst) {
+  const int64_t K = s.key_dim, V = s.value_dim, HV = s.num_v_heads, ratio = HV / s.num_k_heads;
+  const int64_t KH = s.num_k_heads * K;
+  parallel_ranges(rows * HV, std::max<int64_t>(1, 16384 / (K * V)), [&](int64_t begin, int64_t end) {
+    alignas(64) float q[MAX_KEY], k[MAX_KEY], value[MAX_KEY], out[MAX_KEY];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / HV, head = task % HV;
+      const T* mixed = in.mixed + row * in.mixed_stride;
+      l2_normalise(mixed + head / ratio * K, q, K, 1.0f / std::sqrt(float(K)));
+      l2_normalise(mixed + KH + head / ratio * K, k, K, 1.0f);
+      const T* v = mixed + 2 * KH + head * V;
+      for (int64_t i = 0; i < V; i += LANES) store(value + i, load_n(v + i, V - i));
+      const Gate gates = gate(s, in, row, head);
+      const auto slot = [&](int32_t index) {
+        return index < 0 ? nullptr : pool.data + index * pool.stride + head * V * K;
+      };
+      const auto fn = K == 128 ? step<8, S> : step<0, S>;
+      fn(slot(src[row]), slot(dst[row]), K, V, q, k, std::exp(gates.g), gates.beta, value, out);
+      T* target = in.out + (row * HV + head) * V;
+      for (int64_t i = 0; i < V; i += LANES) store_n(target + i, load(out + i), V - i);
+    }
+  });
+}
+
+#define FORKPOINT_DECODE(T, S)                                                                               \
+  template void gdn_decode(const GdnShape&, const GdnInput<T>&, const GdnPool<S>&, int64_t, const int32_t*, \
+                           const int32_t*);
+FORKPOINT_DECODE(float, float)
+FORKPOINT_DECODE(bf16, float)
+FORKPOINT_DECODE(float, bf16)
+FORKPOINT_DECODE(bf16, bf16)
+
+}  // namespace forkpoint

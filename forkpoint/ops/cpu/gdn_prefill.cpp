@@ -1,0 +1,187 @@
+// The chunked form, 64 tokens at a time. With c = cumsum(g) inside the chunk:
+//   (I + A) V' = beta (V - e^c K S0^T),  A_ij = beta_i (k_i . k_j) e^(c_i - c_j) for i > j   (forward substitution)
+//   O = e^c Q S0^T + tril((q_i . k_j) e^(c_i - c_j)) V',   S1 = e^(c_n) S0 + sum_j e^(c_n - c_j) v'_j k_j^T
+// The state is held transposed, [K, V], so that every product runs along V.
+#include "gdn.h"
+#include "parallel.h"
+#include "tile.h"
+
+namespace forkpoint {
+
+namespace {
+
+constexpr int64_t CHUNK = 64;
+constexpr int64_t STEP = 16;  // rows of one step of the substitution
+
+// Scratch of one task; kp and vp are K and V rounded up to 16, with zeros behind.
+struct Scratch {
+  int64_t kp, vp;
+  Buffer<float> k, kt, qt, rows, kk, kq, na, p, state, flip, u, o;
+  explicit Scratch(const GdnShape& s)
+      : kp(round_up(s.key_dim)), vp(round_up(s.value_dim)),
+        k(CHUNK * kp), kt(CHUNK * kp), qt(CHUNK * kp), rows(CHUNK * kp), kk(CHUNK * CHUNK), kq(CHUNK * CHUNK),
+        na(CHUNK * CHUNK), p(CHUNK * CHUNK), state(kp * vp), flip(kp * vp), u(CHUNK * vp), o(CHUNK * vp) {}
+};
+
+template <class S>
+void load_state(const S* source, const GdnShape& s, Scratch& w, float* state) {
+  if (!source) return std::fill(state, state + w.kp * w.vp, 0.0f);
+  std::fill(w.flip.memory.get(), w.flip + w.kp * w.vp, 0.0f);
+  for (int64_t v = 0; v < s.value_dim; ++v) {
+    for (int64_t k = 0; k < s.key_dim; k += LANES) {
+      store(w.flip + v * w.kp + k, load_n(source + v * s.key_dim + k, s.key_dim - k));
+    }
+  }
+  transpose(w.flip, w.kp, state, w.vp, w.vp, w.kp);
+}
+
+template <class S>
+void store_state(S* target, const GdnShape& s, Scratch& w, const float* state) {
+  if (!target) return;
+  transpose(state, w.vp, w.flip, w.kp, w.kp, w.vp);
+  for (int64_t v = 0; v < s.value_dim; ++v) {
+    for (int64_t k = 0; k < s.key_dim; k += LANES) {
+      store_n(target + v * s.key_dim + k, load(w.flip + v * w.kp + k), s.key_dim - k);
+    }
+  }
+}
+
+// k, k^T, q^T and the raw products of one key head; columns behind n are zero.
+template <class T>
+void load_keys(const GdnShape& s, const GdnInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w) {
+  const int64_t K = s.key_dim, KH = s.num_k_heads * K;
+  std::fill(w.k + n * w.kp, w.k + CHUNK * w.kp, 0.0f);
+  std::fill(w.rows + n * w.kp, w.rows + CHUNK * w.kp, 0.0f);
+  const float scale = 1.0f / std::sqrt(float(K));
+  for (int64_t t = 0; t < n; ++t) {
+    const T* row = in.mixed + (t0 + t) * in.mixed_stride + head * K;
+    l2_normalise(row, w.rows + t * w.kp, K, scale);
+    l2_normalise(row + KH, w.k + t * w.kp, K, 1.0f);
+  }
+  transpose(w.rows, w.kp, w.qt, CHUNK, CHUNK, w.kp);
+  transpose(w.k, w.kp, w.kt, CHUNK, CHUNK, w.kp);
+  matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.kt, CHUNK, w.kk, CHUNK, false);
+  matmul_columns(n, CHUNK, K, w.kt, CHUNK, w.qt, CHUNK, w.kq, CHUNK, false);
+}
+
+// na[j][i] = -A_ij and p[j][i] = (q_i . k_j) e^(c_i - c_j), both zero for i < j (na also for i = j).
+void decay_products(int64_t n, const float* c, const float* beta, Scratch& w) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t j = 0; j < n; ++j) {
+    for (int64_t i = 0; i < CHUNK; i += LANES) {
+      const int64_t at = j * CHUNK + i;
+      const vi behind = lane + int32_t(i - j);
+      if (i + LANES <= j) {
+        store(w.na + at, (vf){});
+        store(w.p + at, (vf){});
+        continue;
+      }
+      const vf decay = exp(load(c + i) - c[j]);
+      const vf product = -load(beta + i) * load(w.kk + at) * decay;
+      store(w.na + at, behind > 0 ? product : (vf){});
+      store(w.p + at, behind >= 0 ? load(w.kq + at) * decay : (vf){});
+    }
+  }
+}
+
+// u = V' in place of beta (V - e^c K S0^T).
+void substitute(int64_t n, Scratch& w) {
+  for (int64_t i0 = 0; i0 < n; i0 += STEP) {
+    const int64_t i1 = std::min(n, i0 + STEP);
+    if (i0) matmul_columns(i1 - i0, w.vp, i0, w.na + i0, CHUNK, w.u, w.vp, w.u + i0 * w.vp, w.vp, true);
+    for (int64_t i = i0 + 1; i < i1; ++i) {
+      for (int64_t v = 0; v < w.vp; v += LANES) {
+        vf acc = load(w.u + i * w.vp + v);
+        for (int64_t j = i0; j < i; ++j) acc += w.na[j * CHUNK + i] * load(w.u + j * w.vp + v);
+        store(w.u + i * w.vp + v, acc);
+      }
+    }
+  }
+}
+
+// One chunk of one value head: writes out rows and moves `state` on. load_keys has run for its key head.
+template <class T>
+void chunk(const GdnShape& s, const GdnInput<T>& in, int64_t head, int64_t t0, int64_t n, Scratch& w, float* state) {
+  const int64_t V = s.value_dim;
+  alignas(64) float c[CHUNK] = {}, beta[CHUNK] = {}, growth[CHUNK];
+  for (int64_t t = 0; t < n; ++t) {
+    const Gate gates = gate(s, in, t0 + t, head);
+    c[t] = (t ? c[t - 1] : 0.0f) + gates.g;
+    beta[t] = gates.beta;
+  }
+  for (int64_t i = 0; i < CHUNK; i += LANES) store(growth + i, exp(load(c + i)));
+  decay_products(n, c, beta, w);
+  matmul_columns(n, w.vp, s.key_dim, w.kt, CHUNK, state, w.vp, w.u, w.vp, false);
+  matmul_columns(n, w.vp, s.key_dim, w.qt, CHUNK, state, w.vp, w.o, w.vp, false);
+  for (int64_t t = 0; t < n; ++t) {
+    const T* value = in.mixed + (t0 + t) * in.mixed_stride + 2 * s.num_k_heads * s.key_dim + head * V;
+    for (int64_t v = 0; v < w.vp; v += LANES) {
+      const int64_t at = t * w.vp + v;
+      store(w.u + at, (load_n(value + v, V - v) - growth[t] * load(w.u + at)) * beta[t]);
+      store(w.o + at, load(w.o + at) * growth[t]);
+    }
+  }
+  substitute(n, w);
+  for (int64_t t = 0; t < n; t += STEP) {
+    const int64_t end = std::min(n, t + STEP);
+    matmul_columns(end - t, w.vp, end, w.p + t, CHUNK, w.u, w.vp, w.o + t * w.vp, w.vp, true);
+  }
+  for (int64_t t = 0; t < n; ++t) {
+    T* out = in.out + ((t0 + t) * s.num_v_heads + head) * V;
+    for (int64_t v = 0; v < V; v += LANES) store_n(out + v, load(w.o + t * w.vp + v), V - v);
+    const vf left = exp(splat(c[n - 1] - c[t]));
+    for (int64_t k = 0; k < w.kp; k += LANES) store(w.rows + t * w.kp + k, load(w.k + t * w.kp + k) * left);
+  }
+  const float kept = growth[n - 1];
+  for (int64_t i = 0; i < w.kp * w.vp; i += LANES) store(state + i, load(state + i) * kept);
+  matmul_columns(s.key_dim, w.vp, n, w.rows, w.kp, w.u, w.vp, state, w.vp, true);
+}
+
+// Value heads [first, last) of one segment, all of one key head.
+template <class T, class S>
+void run(const GdnShape& s, const GdnInput<T>& in, const GdnPool<S>& pool, const Segments& seg, int64_t n,
+         int64_t first, int64_t last) {
+  const int64_t begin = seg.cu_seqlens[n], length = seg.cu_seqlens[n + 1] - begin, count = last - first;
+  const int64_t head_size = s.value_dim * s.key_dim, key_head = first / (s.num_v_heads / s.num_k_heads);
+  Scratch w(s);
+  Buffer<float> states(count * w.kp * w.vp);
+  const auto state_of = [&](int64_t h) { return states + (h - first) * w.kp * w.vp; };
+  const auto slot = [&](int32_t index, int64_t h) {
+    return index < 0 ? nullptr : pool.data + index * pool.stride + h * head_size;
+  };
+  for (int64_t h = first; h < last; ++h) load_state<S>(slot(seg.src[n], h), s, w, state_of(h));
+  int64_t exported = seg.exp_ptr[n];
+  const auto export_at = [&](int64_t position) {
+    for (; exported < seg.exp_ptr[n + 1] && seg.exp_pos[exported] == position; ++exported) {
+      for (int64_t h = first; h < last; ++h) store_state<S>(slot(seg.exp_dst[exported], h), s, w, state_of(h));
+    }
+  };
+  for (int64_t t = 0; t < length; t += CHUNK) {
+    const int64_t rows = std::min(CHUNK, length - t);
+    load_keys(s, in, key_head, begin + t, rows, w);
+    for (int64_t h = first; h < last; ++h) chunk(s, in, h, begin + t, rows, w, state_of(h));
+    export_at(t + rows);
+  }
+  for (int64_t h = first; h < last; ++h) store_state<S>(slot(seg.dst[n], h), s, w, state_of(h));
+}
+
+}  // namespace
+
+template <class T, class S>
+void gdn_prefill(const GdnShape& s, const GdnInput<T>& in, const GdnPool<S>& pool, const Segments& seg) {
+  const int64_t ratio = s.num_v_heads / s.num_k_heads;
+  // Sibling value heads share the products of their key head, unless that leaves threads without work.
+  const int64_t group = seg.count * s.num_k_heads >= 2 * num_threads() ? ratio : 1;
+  const int64_t per_segment = s.num_v_heads / group;
+  parallel_tasks(seg.count * per_segment, [&](int64_t task) {
+    const int64_t first = task % per_segment * group;
+    run(s, in, pool, seg, task / per_segment, first, first + group);
+  });
+}
+
+template void gdn_prefill(const GdnShape&, const GdnInput<float>&, const GdnPool<float>&, const Segments&);
+template void gdn_prefill(const GdnShape&, const GdnInput<bf16>&, const GdnPool<float>&, const Segments&);
+template void gdn_prefill(const GdnShape&, const GdnInput<float>&, const GdnPool<bf16>&, const Segments&);
+template void gdn_prefill(const GdnShape&, const GdnInput<bf16>&, const GdnPool<bf16>&, const Segments&);
+
+}  // namespace forkpoint

@@ -1,0 +1,43 @@
+// y[M, N] = x[M, K] W^T (+ bias) over packed weights.
+//
+// Each output element is one chain of fused multiply-adds over k in ascending order, in fp32, whatever M, the
+// row's position, the tile that it falls into and the thread: rows do not depend on the batch, bit for bit.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace forkpoint {
+
+constexpr int PANEL = 32;  // output columns of one packed panel
+
+enum class WeightType { f32, bf16 };
+
+// Panels of 32 outputs. fp32: [N/32][K][32]; bf16: [N/32][K/2][32][2], two neighbours in k in one 32-bit word.
+// N is padded to 32 and K to `padded_k` with zeros.
+struct PackedWeight {
+  WeightType type;
+  int64_t n, k, padded_k;
+  const void* data;
+  const float* bias;  // [N] or null
+
+  int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+};
+
+inline int64_t padded_k(int64_t k) { return (k + 31) / 32 * 32; }
+int64_t packed_elements(int64_t n, int64_t k);
+
+// weight[n, k] rows of stride `ld` -> out, `packed_elements(n, k)` elements of the same type.
+template <class T>
+void pack_weight(const T* weight, int64_t ld, int64_t n, int64_t k, T* out);
+
+// x rows of stride ldx, y rows of stride ldy.
+template <class T>
+void linear(const T* x, int64_t ldx, const PackedWeight& w, T* y, int64_t ldy, int64_t m);
+
+// The same on the calling thread alone; `rows` (or null) names the rows of x to take.
+template <class T>
+void linear_serial(const T* x, int64_t ldx, const int32_t* rows, const PackedWeight& w, T* y, int64_t ldy, int64_t m);
+
+}  // namespace forkpoint

@@ -1,0 +1,157 @@
+#include "rows.h"
+
+#include "parallel.h"
+
+namespace forkpoint {
+
+namespace {
+
+constexpr int64_t GRAIN = 32768;  // elements that are worth a thread
+
+int64_t grain(int64_t size) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(size, 1)); }
+
+template <class T>
+vf factor(const T* x, float eps, int64_t size) {
+  vf squares = {};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const vf v = load_n(x + i, size - i);
+    squares += v * v;
+  }
+  return splat(1.0f / std::sqrt(sum(squares) / float(size) + eps));
+}
+
+template <class T>
+void norm_row(const T* x, const float* weight, float eps, T* out, int64_t size) {
+  const vf f = factor(x, eps, size);
+  for (int64_t i = 0; i < size; i += LANES) {
+    const int64_t left = size - i;
+    store_n(out + i, load_n(x + i, left) * f * load_n(weight + i, left), left);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void rmsnorm(Rows<const T> x, const float* weight, float eps, T* out, int64_t count, int64_t size) {
+  parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) norm_row(x.row(r), weight, eps, out + r * size, size);
+  });
+}
+
+template <class T>
+void add_rmsnorm(Rows<const T> x, Rows<const T> residual, const float* weight, float eps, T* total, T* out,
+                 int64_t count, int64_t size) {
+  parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T *a = x.row(r), *b = residual.row(r);
+      T* t = total + r * size;
+      for (int64_t i = 0; i < size; i += LANES) {
+        const int64_t left = size - i;
+        store_n(t + i, load_n(a + i, left) + load_n(b + i, left), left);
+      }
+      norm_row<T>(t, weight, eps, out + r * size, size);
+    }
+  });
+}
+
+template <class T>
+void gated_rmsnorm(Rows<const T> x, Rows<const T> gate, const float* weight, float eps, T* out, int64_t count,
+                   int64_t size) {
+  parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T *a = x.row(r), *g = gate.row(r);
+      const vf f = factor(a, eps, size);
+      for (int64_t i = 0; i < size; i += LANES) {
+        const int64_t left = size - i;
+        const vf v = load_n(a + i, left) * f * load_n(weight + i, left) * silu(load_n(g + i, left));
+        store_n(out + r * size + i, v, left);
+      }
+    }
+  });
+}
+
+template <class T>
+void silu_mul(Rows<const T> gate, Rows<const T> up, T* out, int64_t count, int64_t size) {
+  parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T *g = gate.row(r), *u = up.row(r);
+      for (int64_t i = 0; i < size; i += LANES) {
+        store_n(out + r * size + i, silu(load_n(g + i, size - i)) * load_n(u + i, size - i), size - i);
+      }
+    }
+  });
+}
+
+template <class T>
+void sigmoid_mul(Rows<const T> x, Rows<const T> gate, T* out, int64_t count, int64_t size) {
+  parallel_ranges(count, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T *a = x.row(r), *g = gate.row(r);
+      for (int64_t i = 0; i < size; i += LANES) {
+        store_n(out + r * size + i, load_n(a + i, size - i) * sigmoid(load_n(g + i, size - i)), size - i);
+      }
+    }
+  });
+}
+
+template <class T>
+void rope(T* x, int64_t token_stride, int64_t heads, int64_t dim, const float* cos_sin, int64_t rotated,
+          const int64_t* positions, int64_t tokens) {
+  const int64_t half = rotated / 2;
+  parallel_ranges(tokens, grain(heads * rotated), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float *cos = cos_sin + positions[t] * rotated, *sin = cos + half;
+      for (int64_t h = 0; h < heads; ++h) {
+        T* row = x + t * token_stride + h * dim;
+        for (int64_t i = 0; i < half; i += LANES) {
+          const int64_t left = half - i;
+          const vf a = load_n(row + i, left), b = load_n(row + half + i, left);
+          const vf c = load_n(cos + i, left), s = load_n(sin + i, left);
+          store_n(row + i, a * c - b * s, left);
+          store_n(row + half + i, b * c + a * s, left);
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+void cache_write(const T* x, int64_t token_stride, int64_t heads, int64_t dim, T* cache, int64_t block_stride,
+                 int64_t block_size, const int64_t* slots, int64_t tokens) {
+  parallel_ranges(tokens, grain(heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (slots[t] < 0) continue;
+      T* block = cache + slots[t] / block_size * block_stride + slots[t] % block_size * dim;
+      for (int64_t h = 0; h < heads; ++h) {
+        std::memcpy(block + h * block_size * dim, x + t * token_stride + h * dim, size_t(dim) * sizeof(T));
+      }
+    }
+  });
+}
+
+void state_copy(const Pool* pools, int64_t num_pools, const int32_t* src, const int32_t* dst, int64_t count) {
+  parallel_tasks(num_pools * count, [&](int64_t task) {
+    const Pool& pool = pools[task / count];
+    const int32_t from = src[task % count], to = dst[task % count];
+    if (to < 0 || from == to) return;
+    char* target = pool.data + to * pool.stride;
+    if (from < 0) {
+      std::memset(target, 0, size_t(pool.bytes));
+    } else {
+      std::memcpy(target, pool.data + from * pool.stride, size_t(pool.bytes));
+    }
+  });
+}
+
+#define FORKPOINT_ROWS(T)                                                                                            \
+  template void rmsnorm(Rows<const T>, const float*, float, T*, int64_t, int64_t);                                   \
+  template void add_rmsnorm(Rows<const T>, Rows<const T>, const float*, float, T*, T*, int64_t, int64_t);            \
+  template void gated_rmsnorm(Rows<const T>, Rows<const T>, const float*, float, T*, int64_t, int64_t);              \
+  template void silu_mul(Rows<const T>, Rows<const T>, T*, int64_t, int64_t);                                        \
+  template void sigmoid_mul(Rows<const T>, Rows<const T>, T*, int64_t, int64_t);                                     \
+  template void rope(T*, int64_t, int64_t, int64_t, const float*, int64_t, const int64_t*, int64_t);                 \
+  template void cache_write(const T*, int64_t, int64_t, int64_t, T*, int64_t, int64_t, const int64_t*, int64_t);
+FORKPOINT_ROWS(float)
+FORKPOINT_ROWS(bf16)
+
+}  // namespace forkpoint

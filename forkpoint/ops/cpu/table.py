@@ -1,0 +1,126 @@
+"""The operator table of the compiled C++ operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.table import GDNParams, OpTable
+
+
+class _Constants:
+    """What a layer's constants look like on the C++ side, made when the layer first runs.
+
+    Keyed by the identity of the layer's own tensor, which is kept, so that the key stays taken.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, key: Any, make: Any) -> Any:
+        found = self._made.get(id(key))
+        if found is None:
+            found = self._made[id(key)] = (key, make())
+        return found[1]
+
+
+class _StateOperators:
+    """Conv and gated delta net: the calls that unpack an index or a layer's constants."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._taps = _Constants()
+        self._layers = _Constants()
+
+    def _tap(self, weight: Tensor, bias: Tensor | None) -> Any:
+        return self._taps.get(weight, lambda: self._module.ConvTaps(weight, bias))
+
+    def _layer(self, params: GDNParams) -> Any:
+        s = params.shape
+
+        def make() -> Any:
+            heads = (s.num_k_heads, s.num_v_heads, s.key_dim, s.value_dim, s.allow_neg_eigval)
+            return self._module.GDNLayer(*heads, params.A_log, params.dt_bias)
+
+        return self._layers.get(params, make)
+
+    def conv_prefill(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
+    ) -> Tensor:
+        taps, i = self._tap(weight, bias), index
+        out: Tensor = self._module.conv_prefill(
+            x, taps, pool, silu, i.cu_seqlens, i.src, i.dst, i.exp_ptr, i.exp_pos, i.exp_dst
+        )
+        return out
+
+    def conv_update(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool
+    ) -> Tensor:
+        out: Tensor = self._module.conv_update(x, self._tap(weight, bias), pool, silu, index.src, index.dst)
+        return out
+
+    def gdn_prefill(
+        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
+    ) -> Tensor:
+        layer, i = self._layer(params), index
+        out: Tensor = self._module.gdn_prefill(
+            mixed, a, b, layer, pool, i.cu_seqlens, i.src, i.dst, i.exp_ptr, i.exp_pos, i.exp_dst
+        )
+        return out
+
+    def gdn_decode(
+        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
+    ) -> Tensor:
+        out: Tensor = self._module.gdn_decode(mixed, a, b, self._layer(params), pool, index.src, index.dst)
+        return out
+
+
+def _paged_attention(module: ModuleType) -> Any:
+    attend = module.paged_attention
+
+    def paged_attention(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+    ) -> Tensor:
+        out: Tensor = attend(
+            q, k_cache, v_cache, index.num_decodes, index.cu_queries, index.kv_lens, index.block_table, scale, window
+        )
+        return out
+
+    return paged_attention
+
+
+def cpp_table(module: ModuleType, base: OpTable) -> OpTable:
+    """`base` with every operator replaced by the C++ one of `module`, which `build.load_operators` gave.
+
+    The operators take float32 and bfloat16 CPU tensors. All of them compute a row from that row alone, each
+    element in one fixed order of operations, so that the table is the same with and without `deterministic`.
+    """
+    module.keep_freed_memory()
+    states = _StateOperators(module)
+    replaced = {
+        name: getattr(module, name)
+        for name in (
+            "prepare_linear",
+            "linear",
+            "rmsnorm",
+            "add_rmsnorm",
+            "gated_rmsnorm",
+            "rope",
+            "silu_mul",
+            "sigmoid_mul",
+            "kv_write",
+            "prepare_experts",
+            "experts",
+            "state_copy",
+        )
+    }
+    for name in ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode"):
+        replaced[name] = getattr(states, name)
+    replaced["paged_attention"] = _paged_attention(module)
+    backend = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
+    return replace(base, **replaced, backends=dict.fromkeys(replaced, backend))
