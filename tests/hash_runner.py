@@ -195,16 +195,17 @@ class HashRunner:
             self._require(state is not None, plan.step, f"removes row {row}, which is empty")
             assert state is not None
             self._block_users[state.blocks[: state.num_blocks]] -= 1
+        for replaced in plan.replaced:
+            state = self._row(plan.step, replaced.row)
+            self._block_users[state.blocks[: state.num_blocks]] -= 1
+            state.num_blocks = 0
         moved_bytes = 0
         for move in plan.moves:
             moved_bytes += self._move(plan.step, move.kind, move.src, move.dst)
         for added in plan.added:
             self._add(plan.step, added)
         for replaced in plan.replaced:
-            state = self._row(plan.step, replaced.row)
-            self._block_users[state.blocks[: state.num_blocks]] -= 1
-            state.num_blocks = 0
-            self._attach(state, replaced.block_ids)
+            self._attach(self._row(plan.step, replaced.row), replaced.block_ids)
         return moved_bytes
 
     def _add(self, step: int, added: AddedRow) -> None:

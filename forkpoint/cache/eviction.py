@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from forkpoint.cache.tree import Origin
 
@@ -27,8 +27,7 @@ class RecomputeCost:
         return (end - start) * self.per_token + pairs * self.per_pair
 
 
-@dataclass(frozen=True, slots=True)
-class EntryFacts:
+class EntryFacts(NamedTuple):
     """What a policy may know of a cached entry.
 
     `saved` is the recompute cost from the nearest surviving ancestor checkpoint, `num_bytes` the slot plus

@@ -31,19 +31,19 @@ class HashChain:
     found by that owner alone.
     """
 
-    __slots__ = ("_block_bytes", "_data", "_owner", "_private_from", "hashes", "root")
+    __slots__ = ("_owner", "_private_from", "block_bytes", "data", "hashes", "root")
 
     def __init__(self, salt: str, block_size: int, owner: str = "", private_from: int | None = None) -> None:
         self.root = root_hash(salt)
         self.hashes: list[BlockHash] = []
-        self._data = bytearray()
-        self._block_bytes = block_size * TOKEN_BYTES
+        self.data = b""  # int32 token ids
+        self.block_bytes = block_size * TOKEN_BYTES
         self._owner = owner
         self._private_from = None if private_from is None else private_from // block_size
 
     @property
     def num_tokens(self) -> int:
-        return len(self._data) // TOKEN_BYTES
+        return len(self.data) // TOKEN_BYTES
 
     @property
     def num_blocks(self) -> int:
@@ -51,9 +51,9 @@ class HashChain:
 
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Append tokens and hash the blocks that they fill."""
-        self._data += token_ids.astype(np.int32, copy=False).tobytes()
-        hashes, size = self.hashes, self._block_bytes
-        view = memoryview(bytes(self._data[len(hashes) * size :]))
+        self.data += token_ids.astype(np.int32, copy=False).tobytes()
+        hashes, size = self.hashes, self.block_bytes
+        view = memoryview(self.data)[len(hashes) * size :]
         full = len(hashes) + len(view) // size
         public = full if self._private_from is None else min(full, self._private_from)
         parent: bytes = hashes[-1] if hashes else self.root
@@ -69,4 +69,4 @@ class HashChain:
 
     def block_tokens(self, index: int) -> bytes:
         """The token ids of block `index`, as bytes."""
-        return bytes(self._data[index * self._block_bytes : (index + 1) * self._block_bytes])
+        return self.data[index * self.block_bytes : (index + 1) * self.block_bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from forkpoint.errors import ConfigError
@@ -73,6 +73,12 @@ class CacheLayout:
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
+    has_kv: bool = field(init=False)
+    has_states: bool = field(init=False)
+    block_bytes: int = field(init=False)  # of one block, padding apart
+    slot_bytes: int = field(init=False)  # of one slot, padding apart
+    block_stride_bytes: int = field(init=False)
+    slot_stride_bytes: int = field(init=False)
 
     @classmethod
     def create(
@@ -94,31 +100,17 @@ class CacheLayout:
         blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes)
         return cls(tuple(kv), tuple(states), block_size, grid, blocks, slots, page_bytes)
 
-    @property
-    def has_kv(self) -> bool:
-        return self.blocks_per_page > 0
-
-    @property
-    def has_states(self) -> bool:
-        return self.slots_per_page > 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block that carry data."""
-        return sum(spec.block_bytes(self.block_size) for spec in self.kv)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot that carry data."""
-        return sum(spec.slot_bytes for spec in self.states)
-
-    @property
-    def block_stride_bytes(self) -> int:
-        return self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0
-
-    @property
-    def slot_stride_bytes(self) -> int:
-        return self.page_bytes // self.slots_per_page if self.slots_per_page else 0
+    def __post_init__(self) -> None:
+        sizes = {
+            "has_kv": self.blocks_per_page > 0,
+            "has_states": self.slots_per_page > 0,
+            "block_bytes": sum(spec.block_bytes(self.block_size) for spec in self.kv),
+            "slot_bytes": sum(spec.slot_bytes for spec in self.states),
+            "block_stride_bytes": self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0,
+            "slot_stride_bytes": self.page_bytes // self.slots_per_page if self.slots_per_page else 0,
+        }
+        for name, value in sizes.items():
+            object.__setattr__(self, name, value)
 
     @property
     def padding(self) -> float:

@@ -22,7 +22,7 @@ class Lease:
     chain: HashChain
     node: Node | None = None
     num_blocks: int = 0
-    num_told_blocks: int = 0  # of those, blocks that the runner's row already has
+    num_told_blocks: int = 0  # of those, blocks that the row has before the next chunk's new ones
     own_blocks: dict[int, int] = field(default_factory=dict)  # index in the table -> block
     slot: int = NO_UNIT
     read_from: Checkpoint | None = None
@@ -33,6 +33,7 @@ class Lease:
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
     made: list[Node] = field(default_factory=list)  # filed by this request
+    has_duplicates: bool = False  # some of `own_blocks` are above `node`: the tree has them too
     frozen: bool = False  # files nothing any more
 
     def rebind(self, old: int, new: int) -> None:

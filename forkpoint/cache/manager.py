@@ -100,7 +100,6 @@ class CacheManager:
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
         self.store.pin(lease.node)
-        lease.num_blocks = len(hit.path) if self.layout.has_kv else 0
         self._start_from(lease, hit)
 
     def continues(self, lease: Lease) -> bool:
@@ -121,14 +120,13 @@ class CacheManager:
         self._free_own_blocks(lease)
         lease.node = hit.path[-1]
         self.store.unpin(old)
-        lease.num_blocks = len(hit.path) if self.layout.has_kv else 0
         self._start_from(lease, hit)
         return True
 
     def _start_from(self, lease: Lease, hit: PrefixHit) -> None:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
-        lease.num_told_blocks = 0
+        lease.num_blocks = lease.num_told_blocks = len(hit.path) if self.layout.has_kv else 0
         lease.state_tokens = hit.num_tokens
         lease.read_from = lease.hit = hit.checkpoint
         if hit.checkpoint is None:
@@ -152,6 +150,15 @@ class CacheManager:
             lease.num_blocks += 1
             self._num_own_blocks += 1
         return True
+
+    def drop_duplicates(self, lease: Lease) -> None:
+        """Give back blocks of the lease whose contents another request has filed meanwhile; the row's table
+        has to name the tree's blocks from the plan under construction on."""
+        assert lease.node is not None
+        for index in [index for index in lease.own_blocks if index < lease.node.depth]:
+            self.arena.give_block(lease.own_blocks.pop(index))
+            self._num_own_blocks -= 1
+        lease.has_duplicates = False
 
     def ensure_slot(self, lease: Lease) -> bool:
         """A running slot; True at once for a layout without states."""
@@ -255,19 +262,20 @@ class CacheManager:
             return lease.read_from.slot
         return lease.slot if lease.state_tokens else NO_UNIT
 
-    def told(self, lease: Lease, num_blocks: int) -> None:
-        """The plan under construction names the first `num_blocks` blocks of the lease's table."""
-        lease.num_told_blocks = num_blocks
-
     def advance(self, lease: Lease, end: int, provenance: Provenance) -> Checkpoint | None:
         """A planned chunk takes the running state to `end` tokens. Returns the checkpoint that it reads, if
         any; call `done_reading` with it once the step's result is known."""
         reading, lease.read_from = lease.read_from, None
         lease.state_tokens = end
         lease.num_told_blocks = lease.num_blocks
-        if provenance.value > lease.provenance.value:
+        if provenance is Provenance.DECODE:
             lease.provenance = provenance
         return reading
+
+    def advance_decodes(self, leases: Iterable[Lease]) -> None:
+        """The same for one-token chunks of leases in mid-block that read and write their running slot."""
+        for lease in leases:
+            lease.state_tokens += 1
 
     def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> list[Node]:
         """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree; returns new nodes.
@@ -300,6 +308,7 @@ class CacheManager:
         block_hash, tokens = lease.chain.hashes[index], lease.chain.block_tokens(index)
         present = self.store.tree.find(block_hash)
         if present is not None:
+            lease.has_duplicates = lease.has_duplicates or index in lease.own_blocks
             return present if present.tokens == tokens and present.parent is parent else None
         if parent.condemned:
             return None
@@ -369,6 +378,7 @@ class CacheManager:
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0
         lease.hit = lease.decode_checkpoint = None
+        lease.has_duplicates = False
         lease.provenance, lease.frozen = Provenance.PREFILL, not self.enabled
 
     def _donate_state(self, lease: Lease) -> bool:

@@ -112,18 +112,17 @@ class PrefixTree:
             self._roots[root_hash] = node
         return node
 
-    def match(self, chain: HashChain, max_blocks: int, start: Node | None = None) -> list[Node]:
-        """The longest path of `chain` in the tree, at most `max_blocks` deep; token ids are compared.
-
-        With `start`, a node on the chain, only the nodes below it.
-        """
+    def match(self, chain: HashChain, max_blocks: int) -> list[Node]:
+        """The longest path of `chain` in the tree, at most `max_blocks` deep; token ids are compared."""
         path: list[Node] = []
-        by_hash, hashes = self._by_hash, chain.hashes
-        for index in range(start.depth if start else 0, min(max_blocks, len(hashes))):
-            node = by_hash.get(hashes[index])
-            if node is None or node.tokens != chain.block_tokens(index):
+        find, size, data = self._by_hash.get, chain.block_bytes, chain.data
+        offset = 0
+        for block_hash in chain.hashes[:max_blocks]:
+            node = find(block_hash)
+            if node is None or node.tokens != data[offset : offset + size]:
                 break
             path.append(node)
+            offset += size
         return path
 
     def find(self, block_hash: BlockHash) -> Node | None:

@@ -41,22 +41,29 @@ class PlanBuilder:
         self.budget = budget
         self._manager = manager
         self._added: list[Entry] = []
-        self._replaced: list[Entry] = []
+        self._replaced: dict[Entry, None] = {}
         self._decodes: list[tuple[Entry, int, bool]] = []  # entry, token, samples
+        self._steady: list[Entry] = []
         self._chunks: list[PlannedChunk] = []
 
     @property
     def is_empty(self) -> bool:
-        return not self._decodes and not self._chunks
+        return not (self._steady or self._decodes or self._chunks)
 
     def add_row(self, entry: Entry) -> None:
         self._added.append(entry)
 
     def replace_prefix(self, entry: Entry) -> None:
-        self._replaced.append(entry)
+        """The row's table is to be told anew, up to the blocks that it has been told."""
+        self._replaced[entry] = None
 
     def add_decode(self, entry: Entry, token: int, samples: bool) -> None:
         self._decodes.append((entry, token, samples))
+        self.budget -= 1
+
+    def add_steady(self, entry: Entry) -> None:
+        """A decode in mid-block of a row that has decoded before: nothing is allocated, read = write slot."""
+        self._steady.append(entry)
         self.budget -= 1
 
     def add_chunk(self, entry: Entry, start: int, end: int, samples: bool) -> None:
@@ -67,7 +74,7 @@ class PlanBuilder:
         """The plan, and the record to settle it by. Entries and leases advance past the plan's chunks."""
         moves = tuple(_as_move(move) for move in self._manager.finish_plan())
         added = tuple(self._make_row(entry) for entry in self._added)
-        replaced = tuple(self._make_replacement(entry) for entry in self._replaced)
+        replaced = tuple(ReplacedPrefix(entry.row, _told_blocks(entry)) for entry in self._replaced)
         issued = IssuedStep(self.step, [], [])
         decodes = self._make_decodes(issued)
         chunks = tuple(self._make_chunk(planned, issued) for planned in self._chunks)
@@ -86,35 +93,44 @@ class PlanBuilder:
             params=request.params,
             seed=request.seed,
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
-            block_ids=self._tell_hit_blocks(entry),
+            block_ids=_told_blocks(entry),
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
-    def _make_replacement(self, entry: Entry) -> ReplacedPrefix:
-        return ReplacedPrefix(entry.row, self._tell_hit_blocks(entry))
-
-    def _tell_hit_blocks(self, entry: Entry) -> IntArray:
-        block_ids = np.asarray(entry.lease.block_ids(0, entry.hit_blocks), np.int32)
-        self._manager.told(entry.lease, entry.hit_blocks)
-        return block_ids
-
     def _make_decodes(self, issued: IssuedStep) -> DecodeColumns:
-        manager, count = self._manager, len(self._decodes)
-        if not count:
+        steady, others = self._steady, self._decodes
+        if not steady and not others:
             return DecodeColumns.empty()
-        columns = np.empty((6, count), np.int32)
-        samples = np.empty(count, np.bool_)
-        for i, (entry, token, sample) in enumerate(self._decodes):
-            lease = entry.lease
-            block = NO_BLOCK
+        columns = np.empty((6, len(steady) + len(others)), np.int32)
+        samples = np.ones(columns.shape[1], np.bool_)
+        if steady:
+            columns[:, : len(steady)] = self._make_steady(issued)
+        for i, (entry, token, sample) in enumerate(others, len(steady)):
+            lease, block = entry.lease, NO_BLOCK
             if lease.num_told_blocks < lease.num_blocks:
                 (block,) = lease.block_ids(lease.num_told_blocks, lease.num_blocks)
             start = entry.num_computed
-            columns[:, i] = (entry.row, start, token, block, manager.read_slot(lease), lease.slot)
+            columns[:, i] = (entry.row, start, token, block, self._manager.read_slot(lease), lease.slot)
             samples[i] = sample
             self._settle_later(entry, start + 1, sample, Provenance.DECODE, issued)
         rows, starts, tokens, blocks, reads, writes = columns
         return DecodeColumns(rows, starts, tokens, blocks, reads, writes, samples)
+
+    def _make_steady(self, issued: IssuedStep) -> IntArray:
+        """The columns of the steady rows; the loops are this plain because there are hundreds of them."""
+        steady = self._steady
+        leases = [entry.lease for entry in steady]
+        rows, starts = [entry.row for entry in steady], [entry.num_computed for entry in steady]
+        slots = [lease.slot for lease in leases]
+        same = [LAST_SAMPLED] * len(steady), [NO_BLOCK] * len(steady)
+        for entry in steady:
+            entry.num_computed += 1
+            entry.num_issued += 1
+            entry.num_sampling += 1
+        self._manager.advance_decodes(leases)
+        issued.entries += steady
+        issued.sampled += steady
+        return np.array((rows, starts, *same, slots, slots), np.int32)
 
     def _make_chunk(self, planned: PlannedChunk, issued: IssuedStep) -> Chunk:
         entry, lease = planned.entry, planned.entry.lease
@@ -141,6 +157,10 @@ class PlanBuilder:
         reading = self._manager.advance(entry.lease, end, provenance)
         if reading is not None:
             issued.readers.append(reading)
+
+
+def _told_blocks(entry: Entry) -> IntArray:
+    return np.asarray(entry.lease.block_ids(0, entry.lease.num_told_blocks), np.int32)
 
 
 def _as_move(move: UnitMove) -> Move:

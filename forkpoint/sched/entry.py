@@ -35,7 +35,6 @@ class Entry:
     num_computed: int = 0
     prefill_end: int = 0
     num_known: int = 0
-    hit_blocks: int = 0  # blocks of the row's table that came with the hit
     num_issued: int = 0  # issued plans, not yet answered, that carry this row
     num_sampling: int = 0  # of those, plans that sample a token
     planned_step: int = -1

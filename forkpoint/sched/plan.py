@@ -103,7 +103,8 @@ class DecodeColumns:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedPrefix:
-    """A row in prefill jumps onto a longer cached prefix: its block table becomes `block_ids`."""
+    """The row's block table becomes `block_ids`: it jumps onto a longer cached prefix, or gives up blocks that
+    the tree has too. The old table is void from the start of the step; moves may write to its blocks."""
 
     row: int
     block_ids: IntArray

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,8 +63,7 @@ class Request:
         return np.concatenate([self.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """News of one request from one step: at most one new token, and the end if it came."""
 
     request: Request

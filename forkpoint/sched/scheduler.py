@@ -157,21 +157,31 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        size = self.layout.block_size
+        size, step = self.layout.block_size, builder.step
         for entry in list(self._running):
-            if entry.in_prefill or entry.leaving is not None or entry.row == NO_ROW:
+            start = entry.num_computed
+            if start < entry.prefill_end or entry.leaving is not None or entry.row == NO_ROW:
                 continue
-            request, start = entry.request, entry.num_computed
+            request = entry.request
             if len(request.output_token_ids) + entry.num_sampling >= request.max_tokens:
                 continue  # its last token is in flight
-            if start % size == 0:
-                self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
-            while not self.cache.ensure_blocks(entry.lease, start + 1):
-                if not self._make_room(entry, builder, may_preempt_itself=True):
-                    break
+            if start % size and start > entry.num_known and not entry.lease.has_duplicates:
+                entry.planned_step = step
+                builder.add_steady(entry)
             else:
-                entry.planned_step = builder.step
-                builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
+                self._plan_decode(builder, entry)
+
+    def _plan_decode(self, builder: PlanBuilder, entry: Entry) -> None:
+        """A decode chunk that may cross a block boundary or replay a known token."""
+        start = entry.num_computed
+        if start % self.layout.block_size == 0:
+            self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
+        self._drop_duplicates(builder, entry)
+        while not self.cache.ensure_blocks(entry.lease, start + 1):
+            if not self._make_room(entry, builder, may_preempt_itself=True):
+                return
+        entry.planned_step = builder.step
+        builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
 
     def _tokens_since_chain(self, entry: Entry) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The tokens before the position to be computed that the lease's hash chain does not have yet."""
@@ -179,7 +189,13 @@ class Scheduler:
         first, last = known - request.num_prompt_tokens, entry.num_computed - request.num_prompt_tokens
         return np.asarray(request.output_token_ids[max(first, 0) : last], np.int32)
 
+    def _drop_duplicates(self, builder: PlanBuilder, entry: Entry) -> None:
+        if entry.lease.has_duplicates:
+            self.cache.drop_duplicates(entry.lease)
+            builder.replace_prefix(entry)
+
     def _plan_prefill(self, builder: PlanBuilder, entry: Entry) -> None:
+        self._drop_duplicates(builder, entry)
         self._try_jump(builder, entry)
         start = entry.num_computed
         end = self._chunk_end(start, entry.prefill_end, builder.budget)
@@ -221,7 +237,6 @@ class Scheduler:
         start = entry.num_computed
         if hit.num_tokens > start and self.cache.jump(lease, hit):
             entry.num_computed = hit.num_tokens
-            entry.hit_blocks = lease.num_blocks
             builder.replace_prefix(entry)
             self._report(entry, hit, gained=hit.num_tokens - start)
 
@@ -294,7 +309,6 @@ class Scheduler:
         entry.expected = None
         entry.row = self._free_rows.pop()
         entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
-        entry.hit_blocks = entry.lease.num_blocks if not entry.lease.own_blocks else len(hit.path)
         entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
         self.cache.count_query(request.num_tokens, hit)
@@ -388,9 +402,17 @@ class Scheduler:
             failed = set(result.failed_rows)
             broken = [e for e in issued.entries if e.row in failed and e.request.status is not RequestStatus.FINISHED]
             updates += [self._fail_entry(entry) for entry in broken]
+        logprobs = result.logprobs
         for entry, token in zip(issued.sampled, result.token_ids.tolist(), strict=True):
-            if entry.request.status is not RequestStatus.FINISHED:
-                updates.append(self._take_token(entry, token, result))
+            request = entry.request
+            if request.status is RequestStatus.FINISHED:
+                continue
+            outputs, row = request.output_token_ids, entry.row
+            outputs.append(token)
+            reason = stop = None
+            if len(outputs) >= request.max_tokens or token in request.stop_token_ids:
+                reason, stop = self._end_by_token(request, token)
+            updates.append(RequestUpdate(request, token, logprobs.get(row) if logprobs else None, (), reason, stop))
         self._settle_all_leaving()
         return updates
 
@@ -409,25 +431,17 @@ class Scheduler:
             for entry in ready:
                 self._settle_leaving(entry)
 
-    def _take_token(self, entry: Entry, token: int, result: StepResult) -> RequestUpdate:
-        request = entry.request
-        request.output_token_ids.append(token)
+    def _end_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+        """Whether the token just appended ends the request: the reason, and the stop token if it was one."""
         num_outputs = len(request.output_token_ids)
         reason: FinishReason | None = None
-        stopped = token in request.stop_token_ids and num_outputs > request.params.min_tokens
-        if stopped:
+        if token in request.stop_token_ids and num_outputs > request.params.min_tokens:
             reason = FinishReason.STOP
         elif num_outputs >= request.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(request.id)
-        return RequestUpdate(
-            request,
-            token_id=token,
-            logprobs=result.logprobs.get(entry.row) if result.logprobs else None,
-            finish_reason=reason,
-            stop_token_id=token if stopped else None,
-        )
+        return reason, token if reason is FinishReason.STOP else None
 
     def _take_prompt_logprobs(self, issued: IssuedStep, result: StepResult) -> list[RequestUpdate]:
         updates = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,10 +94,8 @@ class Harness:
         except RuntimeError as error:
             updates = self.sched.fail(plan.step, error)
             for _, later in self.in_flight:
-                try:
+                with contextlib.suppress(RuntimeError):
                     later.result()
-                except RuntimeError:
-                    pass
             self.in_flight.clear()
         for update in updates:
             self.updates[update.request.id].append(update)
