@@ -129,7 +129,9 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(f"{path} has architectures={names!r}; a list with the name of the model is needed")
     inner = outer.get("text_config")
-    values = {**outer, **inner} if isinstance(inner, dict) else outer
+    # A multimodal config keeps the text model's fields apart; what it leaves open stands outside.
+    given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
+    values = {**outer, **given}
     fields = Fields(values, str(path))
     generation = folder / "generation_config.json"
     eos = _token_ids(values.get("eos_token_id"), path)
@@ -155,6 +157,9 @@ def _parse(architecture: str, fields: Fields, eos: tuple[int, ...]) -> ModelConf
     act = fields.values.get("hidden_act", "silu")
     if act != "silu":
         raise UnsupportedModelError(f"{fields.where} has hidden_act={act!r}; forkpoint runs 'silu'")
+    gate = fields.values.get("output_gate_type") or "silu"
+    if gate not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{fields.where} has output_gate_type={gate!r}; forkpoint runs 'silu'")
     rotary_dim, theta = _rope(architecture, fields, head_dim)
     moe = _moe(fields, len(layer_types))
     dense = moe is None or not all(moe.sparse_layers)

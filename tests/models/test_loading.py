@@ -127,6 +127,7 @@ def test_config_values(folder: Path) -> None:
         ({"rms_norm_eps": -1.0}, CheckpointError, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "tie_word_embeddings"),
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id"),
+        ({"output_gate_type": "sigmoid"}, UnsupportedModelError, "sigmoid"),
         ({"dtype": "int8"}, UnsupportedModelError, "int8"),
         ({"intermediate_size": 97}, CheckpointError, "shape"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, CheckpointError, "experts"),
