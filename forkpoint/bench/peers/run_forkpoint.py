@@ -22,12 +22,12 @@ class ForkpointPeer:
         )
 
     def describe(self) -> str:
-        return "forkpoint, bf16"
+        return f"forkpoint, bf16, cpu_ops={self._llm.config.cpu_ops}"
 
     def run(self, job: Job) -> Answer:
         params = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
         start = time.perf_counter()
-        outputs = self._llm.generate(job.prompts, params)
+        outputs = self._llm.generate(job.prompts, params, use_tqdm=False)
         total = time.perf_counter() - start
         finished = [output.metrics.finished_s or 0.0 for output in outputs]
         decode = max(finished) - max(output.metrics.first_token_s or 0.0 for output in outputs)
