@@ -14,6 +14,8 @@ from forkpoint.ops.activation.reference import silu as silu_fp32
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
+ROW_TILE = 32  # tokens whose sums stay in a core's cache
+
 
 def _taps(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """`inputs[..., W-1+L, D]`, `weight[D, W]` -> fp32 `[..., L, D]`."""
@@ -44,7 +46,9 @@ def conv_prefill(
     start = 0
     for n, length in enumerate(index.lens):
         inputs = torch.cat((windows[n].to(x.dtype), x[start : start + length]))
-        out[start : start + length] = _taps(inputs, weight, bias, silu)
+        for low in range(0, length, ROW_TILE):
+            high = min(low + ROW_TILE, length)
+            out[start + low : start + high] = _taps(inputs[low : high + behind], weight, bias, silu)
         stored.append(inputs[length : length + behind])
         exported += [inputs[p : p + behind] for p in exp_pos[exp_ptr[n] : exp_ptr[n + 1]]]
         start += length
@@ -54,9 +58,7 @@ def conv_prefill(
     return out
 
 
-def conv_update(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool
-) -> Tensor:
+def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool) -> Tensor:
     """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
     inputs = torch.cat((read_slots(pool, index.src).to(x.dtype), x.unsqueeze(1)), dim=1)
     write_slots(pool, index.dst, inputs[:, 1:])

@@ -89,8 +89,9 @@ def _within_chunks(tokens: _Tokens, rows: Tensor, num_chunks: int, shape: GDNSha
     # Masked before the exponential: above the diagonal it may overflow.
     decays = steps.masked_fill_(upper, float("-inf")).exp_()
     scores = torch.cat((k, q), dim=2) @ k.transpose(-1, -2)  # [NC, H, 2C, C], one product for both
-    kk, qk = (x.repeat_interleave(group, dim=1) for x in scores.chunk(2, dim=2))
-    k, q = k.repeat_interleave(group, dim=1), q.repeat_interleave(group, dim=1)
+    kk, qk = scores.chunk(2, dim=2)
+    if group > 1:
+        kk, qk, k, q = (x.repeat_interleave(group, dim=1) for x in (kk, qk, k, q))
     grown = total.exp().unsqueeze(-1)
     beta = beta.unsqueeze(-1)
     # The solver takes the diagonal as ones and does not read above it.
@@ -103,9 +104,7 @@ def _within_chunks(tokens: _Tokens, rows: Tensor, num_chunks: int, shape: GDNSha
     return _Chunks(q * grown, k * left, qk * decays, u, w, grown[:, :, -1:])
 
 
-def gdn_prefill(
-    mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
-) -> Tensor:
+def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex) -> Tensor:
     """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Everything inside chunks is batched over segments,
@@ -146,16 +145,20 @@ def _exports_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def gdn_decode(
-    mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
-) -> Tensor:
-    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`."""
+def gdn_decode(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex) -> Tensor:
+    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`.
+
+    The old state is read once, for `S k` and `S q` together: `o = e^g S q + u (k . q)`.
+    """
     shape = params.shape
     tokens = _prepare(mixed, a, b, params)
     group = shape.num_v_heads // shape.num_k_heads
-    q, k = (x.repeat_interleave(group, dim=1).unsqueeze(-1) for x in (tokens.q, tokens.k))  # [B, HV, K, 1]
-    states = read_slots(pool, index.src).float() * tokens.g.exp()[..., None, None]
-    u = (tokens.v.unsqueeze(-1) - states @ k) * tokens.beta[..., None, None]  # [B, HV, V, 1]
-    states += u * k.transpose(-1, -2)
+    states = read_slots(pool, index.src).float()
+    kq = torch.stack((tokens.k, tokens.q), dim=-1).repeat_interleave(group, dim=1)  # [B, HV, K, 2]
+    decay = tokens.g.exp().unsqueeze(-1)
+    read = states @ kq
+    u = (tokens.v - decay * read[..., 0]) * tokens.beta.unsqueeze(-1)
+    overlap = (tokens.k * tokens.q).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
+    states.mul_(decay.unsqueeze(-1)).add_(u.unsqueeze(-1) * kq[..., 0].unsqueeze(-2))
     write_slots(pool, index.dst, states)
-    return (states @ q).squeeze(-1).to(mixed.dtype)
+    return (decay * read[..., 1] + u * overlap).to(mixed.dtype)
