@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import EngineConfig
 from forkpoint.engine.core import EngineCore
@@ -17,6 +18,7 @@ from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.sizing import choose_num_pages
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.models.decoder import Model
+from forkpoint.models.flops import flops_per_pair, flops_per_token
 from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging
 from forkpoint.ops.select import select_table
@@ -60,6 +62,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
         config.scheduler,
         max_model_len=max_model_len,
         deterministic=config.deterministic,
+        cost=RecomputeCost(flops_per_token(model.config), flops_per_pair(model.config)),
     )
     _log_start(config, model, ops, cache_plan_lines(layout, num_pages, config, max_model_len))
     core = EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)
