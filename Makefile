@@ -18,7 +18,8 @@ lint: $(INSTALLED)
 	$(PYTHON) -m mypy
 
 bench: $(INSTALLED)
-	$(PYTHON) -m forkpoint.bench
+	$(PYTHON) -m forkpoint.bench.scheduler
+	$(PYTHON) -m forkpoint.bench.cpu_peers $(BENCH_OPTIONS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -105,7 +105,7 @@ def test_boundaries_ascend_and_lie_inside_the_prompt() -> None:
     for template, tokenizer in CASES:
         prompt = render(template, tokenizer, messages=MESSAGES)
         assert list(prompt.breakpoints) == sorted(set(prompt.breakpoints))
-        assert 0 < prompt.breakpoints[0] and prompt.breakpoints[-1] < len(prompt.token_ids)
+        assert prompt.breakpoints[0] > 0 and prompt.breakpoints[-1] < len(prompt.token_ids)
 
 
 def test_text_parts_become_text() -> None:

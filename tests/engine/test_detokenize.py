@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,14 +49,14 @@ def test_any_ids_stream_to_what_they_decode_to(data: list[int], split: int) -> N
 
 
 def test_a_character_of_several_tokens_comes_in_one_piece() -> None:
-    output = BYTE_LEVEL.encode("𝔘x", add_special_tokens=False)
+    output = BYTE_LEVEL.encode("😀x", add_special_tokens=False)
     pieces = stream(BYTE_LEVEL, [], output)
     assert len(output) > 2
-    assert [piece for piece in pieces if piece] == ["𝔘", "x"]
+    assert [piece for piece in pieces if piece] == ["😀", "x"]
 
 
 def test_an_unfinished_character_is_told_at_the_end() -> None:
-    output = BYTE_LEVEL.encode("a𝔘", add_special_tokens=False)[:-1]
+    output = BYTE_LEVEL.encode("a😀", add_special_tokens=False)[:-1]
     pieces = stream(BYTE_LEVEL, [], output)
     assert pieces[0] == "a" and pieces[-1].startswith("\ufffd") and "".join(pieces[1:-1]) == ""
 
@@ -101,7 +103,7 @@ def test_the_earliest_stop_string_wins() -> None:
 )
 def test_a_stop_string_is_found_however_the_text_is_cut(text: str, cuts: list[int], stop: str) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(edges)]
     cut, found = feed(StopStrings([stop], include=False), pieces)
     assert (cut, found) == ((text[: text.find(stop)], stop) if stop in text else (text, None))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_streams_grow_to_the_whole_answer(tiny_model: Path, options: dict[str, A
         whole = generate(llm, LONG)
         seen = list(llm.stream(LONG, GREEDY))
         texts = [output.outputs[0].text for output in seen]
-        assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
         assert seen[-1].finished and seen[-1].outputs == whole.outputs
         stream = llm.stream(LONG, GREEDY)
         next(stream)

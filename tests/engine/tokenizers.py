@@ -12,7 +12,7 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the dog sleeps on",
     "system user assistant tools answer in one sentence, please; the end of the answer",
-    "naïve café – “quoted” déjà vu, 東京 and 大阪, emoji 👩‍💻🙂 and more text of every kind",
+    "naïve café; “quoted” déjà vu, 東京 and 大阪, emoji 👩‍💻🙂 and more text of every kind",
 ] * 8
 
 
