@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     work = Workload(repeats=args.repeats, prompt=args.prompt)
     names = [name for name in args.peers if args.vllm_python or not name.startswith("vllm")]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that stopped peers do not outlive this process
     with ExitStack() as stack:
         model = Path(args.model or stack.enter_context(tempfile.TemporaryDirectory()))
         if not (model / "model.safetensors").exists():
