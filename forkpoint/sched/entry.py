@@ -42,10 +42,6 @@ class Entry:
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # where this waiting request is known to resume
 
-    @property
-    def in_prefill(self) -> bool:
-        return self.num_computed < self.prefill_end
-
 
 @dataclass(slots=True, eq=False)
 class IssuedStep:

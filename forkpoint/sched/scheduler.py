@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 from collections import deque
@@ -141,9 +142,8 @@ class Scheduler:
         """The next step, or None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
         builder = PlanBuilder(next(self._steps), self.config.max_num_batched_tokens, self.cache)
-        self._plan_decodes(builder)
-        for entry in list(self._running):
-            if entry.in_prefill and entry.leaving is None and entry.row != NO_ROW:
+        for entry in self._plan_decodes(builder):
+            if entry.leaving is None and entry.row != NO_ROW:
                 self._plan_prefill(builder, entry)
         if not self._preempted_now:
             self._admit_waiting(builder)
@@ -156,11 +156,15 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _plan_decodes(self, builder: PlanBuilder) -> None:
-        size, step = self.layout.block_size, builder.step
+    def _plan_decodes(self, builder: PlanBuilder) -> list[Entry]:
+        """Plan every row that decodes; returns those that are still in prefill."""
+        size, step, in_prefill = self.layout.block_size, builder.step, []
         for entry in list(self._running):
             start = entry.num_computed
-            if start < entry.prefill_end or entry.leaving is not None or entry.row == NO_ROW:
+            if start < entry.prefill_end:
+                in_prefill.append(entry)
+                continue
+            if entry.leaving is not None or entry.row == NO_ROW:
                 continue
             request = entry.request
             if len(request.output_token_ids) + entry.num_sampling >= request.max_tokens:
@@ -170,6 +174,7 @@ class Scheduler:
                 builder.add_steady(entry)
             else:
                 self._plan_decode(builder, entry)
+        return in_prefill
 
     def _plan_decode(self, builder: PlanBuilder, entry: Entry) -> None:
         """A decode chunk that may cross a block boundary or replay a known token."""
@@ -315,8 +320,7 @@ class Scheduler:
         self._report(entry, hit, gained=None)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
-        self._running.append(entry)
-        self._running.sort(key=lambda e: e.order)
+        bisect.insort(self._running, entry, key=lambda e: e.order)
         builder.add_row(entry)
 
     def _report(self, entry: Entry, hit: PrefixHit, gained: int | None) -> None:
