@@ -1,5 +1,4 @@
 #include <malloc.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
 

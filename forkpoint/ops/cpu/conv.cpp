@@ -10,17 +10,27 @@ namespace {
 
 constexpr int64_t ROWS = 32;  // tokens of one task
 
-// One token's 16 channels from its W inputs; input[j] may be null, which is zero.
+// Sixteen channels of one token, the first `left` of them where that is fewer.
+template <class T, class Load, class Store>
+void lane_group(const Conv<T>& c, const T* const* input, int64_t d, const Load& read, const Store& write) {
+  vf sum = c.bias ? read(c.bias + d) : (vf){};
+  for (int64_t j = 0; j < c.width; ++j) {
+    if (input[j]) sum += read(c.taps + j * c.dim + d) * read(input[j] + d);
+  }
+  write(c.silu ? silu(sum) : sum);
+}
+
+// One token from its W inputs; input[j] may be null, which is zero.
 template <class T>
 void taps(const Conv<T>& c, const T* const* input, T* out) {
-  for (int64_t d = 0; d < c.dim; d += LANES) {
-    const int64_t left = c.dim - d;
-    vf sum = c.bias ? load_n(c.bias + d, left) : (vf){};
-    for (int64_t j = 0; j < c.width; ++j) {
-      if (input[j]) sum += load_n(c.taps + j * c.dim + d, left) * load_n(input[j] + d, left);
-    }
-    store_n(out + d, c.silu ? silu(sum) : sum, left);
+  int64_t d = 0;
+  for (; d + LANES <= c.dim; d += LANES) {
+    lane_group(c, input, d, [](const auto* p) { return load(p); }, [&](vf v) { store(out + d, v); });
   }
+  const int64_t left = c.dim - d;
+  if (left == 0) return;
+  lane_group(
+      c, input, d, [&](const auto* p) { return load_part(p, left); }, [&](vf v) { store_part(out + d, v, left); });
 }
 
 template <class T>

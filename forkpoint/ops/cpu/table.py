@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 from forkpoint.ops.table import GDNParams, OpTable
 
@@ -94,33 +95,44 @@ def _paged_attention(module: ModuleType) -> Any:
     return paged_attention
 
 
-def cpp_table(module: ModuleType, base: OpTable) -> OpTable:
-    """`base` with every operator replaced by the C++ one of `module`, which `build.load_operators` gave.
+_PLAIN = (
+    "prepare_linear",
+    "linear",
+    "rmsnorm",
+    "add_rmsnorm",
+    "gated_rmsnorm",
+    "rope",
+    "silu_mul",
+    "sigmoid_mul",
+    "kv_write",
+    "prepare_experts",
+    "experts",
+    "state_copy",
+)
 
-    The operators take float32 and bfloat16 CPU tensors. All of them compute a row from that row alone, each
-    element in one fixed order of operations, so that the table is the same with and without `deterministic`.
+
+def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> OpTable:
+    """`base` with its operators replaced by those of `module`, which `build.load_operators` gave.
+
+    The operators take float32 and bfloat16 CPU tensors. Each computes a row from that row alone, every element
+    in one fixed order of operations, so that they serve deterministic tables as they are. With `tiles` (None:
+    where the machine has them) linear layers of many rows go to torch, and a deterministic table keeps
+    `base`'s linear layers.
     """
     module.keep_freed_memory()
     states = _StateOperators(module)
-    replaced = {
-        name: getattr(module, name)
-        for name in (
-            "prepare_linear",
-            "linear",
-            "rmsnorm",
-            "add_rmsnorm",
-            "gated_rmsnorm",
-            "rope",
-            "silu_mul",
-            "sigmoid_mul",
-            "kv_write",
-            "prepare_experts",
-            "experts",
-            "state_copy",
-        )
-    }
+    replaced: dict[str, Any] = {name: getattr(module, name) for name in _PLAIN}
     for name in ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode"):
         replaced[name] = getattr(states, name)
     replaced["paged_attention"] = _paged_attention(module)
-    backend = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
-    return replace(base, **replaced, backends=dict.fromkeys(replaced, backend))
+    ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
+    backends = dict.fromkeys(replaced, ours)
+    if has_matrix_tiles() if tiles is None else tiles:
+        if base.deterministic:
+            del replaced["prepare_linear"], replaced["linear"]
+            backends["prepare_linear"] = backends["linear"] = base.backends["linear"]
+        else:
+            both = TileLinear(module.prepare_linear, module.linear, base.prepare_linear, base.linear)
+            replaced |= {"prepare_linear": both.prepare, "linear": both}
+            backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
+    return replace(base, **replaced, backends=backends)

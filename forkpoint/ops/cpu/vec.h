@@ -106,6 +106,7 @@ inline float max_lane(vf v) {
 }
 
 // out[j][i] = in[i][j] for a 16 x 16 block.
+#ifdef __AVX512F__
 inline void transpose16(const float* in, int64_t ldi, float* out, int64_t ldo) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   vf r[LANES];
@@ -126,6 +127,13 @@ inline void transpose16(const float* in, int64_t ldi, float* out, int64_t ldo) {
 #pragma GCC unroll 16
   for (int i = 0; i < LANES; ++i) store(out + i * ldo, r[i]);
 }
+#else
+inline void transpose16(const float* in, int64_t ldi, float* out, int64_t ldo) {
+  for (int i = 0; i < LANES; ++i) {
+    for (int j = 0; j < LANES; ++j) out[j * ldo + i] = in[i * ldi + j];
+  }
+}
+#endif
 
 // The same for a [rows, cols] array, both multiples of 16.
 inline void transpose(const float* in, int64_t ldi, float* out, int64_t ldo, int64_t rows, int64_t cols) {

@@ -1,0 +1,47 @@
+"""Which linear operator to take on a machine with bf16 matrix tiles (AMX)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.table import Linear, PrepareLinear
+
+FEW_ROWS = 12  # up to here the weights' way from memory is the cost, and ours reads them once
+
+
+def has_matrix_tiles() -> bool:
+    """Whether oneDNN multiplies bf16 matrices in hardware tiles here, many times faster than fp32 vectors do."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    few: Any
+    many: Any | None  # None: fp32, which tiles do not take
+
+
+@dataclass(frozen=True, slots=True)
+class TileLinear:
+    """Ours for a few rows, `many` (torch, so oneDNN) for more. bf16 weights are held twice.
+
+    The two round differently, so a row's bits depend on the batch: not for deterministic tables.
+    """
+
+    prepare_few: PrepareLinear
+    few: Linear
+    prepare_many: PrepareLinear
+    many: Linear
+
+    def prepare(self, weight: Tensor, bias: Tensor | None) -> _Packed:
+        wide = self.prepare_many(weight, bias) if weight.dtype == torch.bfloat16 else None
+        return _Packed(self.prepare_few(weight, bias), wide)
+
+    def __call__(self, x: Tensor, packed: _Packed) -> Tensor:
+        """`x[T, K] -> y[T, N]`."""
+        if packed.many is None or x.shape[0] <= FEW_ROWS:
+            return self.few(x, packed.few)
+        return self.many(x, packed.many)
