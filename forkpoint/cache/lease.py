@@ -32,7 +32,7 @@ class Lease:
     hit: Checkpoint | None = None
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
-    made: list[Node] = field(default_factory=list)  # filed by this request
+    made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
     has_duplicates: bool = False  # some of `own_blocks` are above `node`: the tree has them too
     frozen: bool = False  # files nothing any more
 

@@ -50,6 +50,7 @@ class CacheManager:
         self._num_own_blocks = 0
         self._num_running_slots = 0
         self._num_read = 0  # checkpoints with readers
+        self._filed: list[Node | Checkpoint] = []  # since the last plan was issued
         self._planned: dict[BlockHash, int] = {}  # boundaries, in tokens, that the next plan makes reusable
 
     # --- before a request runs
@@ -277,18 +278,17 @@ class CacheManager:
         for lease in leases:
             lease.state_tokens += 1
 
-    def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> list[Node]:
-        """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree; returns new nodes.
+    def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> None:
+        """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree.
 
         To be called when the plan that computes them is issued.
         """
-        made: list[Node] = []
         saves = {save.num_tokens // self.layout.block_size: save for save in lease.pending}
         lease.pending.clear()
         assert lease.node is not None
         size = self.layout.block_size
         while not lease.frozen and (lease.node.depth + 1) * size <= min(num_tokens, lease.chain.num_tokens):
-            node = self._step_down(lease, lease.node, provenance, made)
+            node = self._step_down(lease, lease.node, provenance)
             if node is None:
                 lease.frozen = True
                 break
@@ -299,10 +299,8 @@ class CacheManager:
                 self._finish_save(lease, node, save)
         for save in saves.values():
             self.arena.give_slot(save.slot)
-        lease.made += made
-        return made
 
-    def _step_down(self, lease: Lease, parent: Node, provenance: Provenance, made: list[Node]) -> Node | None:
+    def _step_down(self, lease: Lease, parent: Node, provenance: Provenance) -> Node | None:
         """The child of `parent` on the lease's history, filed if it is new; None: it cannot be filed."""
         index = parent.depth
         block_hash, tokens = lease.chain.hashes[index], lease.chain.block_tokens(index)
@@ -319,8 +317,12 @@ class CacheManager:
             block = lease.own_blocks.pop(index)
             self._num_own_blocks -= 1
         node = self.store.add_block(parent, block_hash, tokens, block, provenance)
-        made.append(node)
+        self._note_filed(lease, node)
         return node
+
+    def _note_filed(self, lease: Lease, item: Node | Checkpoint) -> None:
+        lease.made.append(item)
+        self._filed.append(item)
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
         checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance)
@@ -329,10 +331,16 @@ class CacheManager:
 
     def _adopt(self, lease: Lease, checkpoint: Checkpoint) -> None:
         lease.touched.append(checkpoint)
+        self._note_filed(lease, checkpoint)
         hit = lease.hit
         if hit is not None and checkpoint.origin in (Origin.PROMPT_END, Origin.DECODE) and not hit.superseded:
             hit.superseded = True
             self.store.refile(hit)
+
+    def drain_filed(self) -> list[Node | Checkpoint]:
+        """What was filed since the last call: it is computed by the plan now issued, or by earlier ones."""
+        filed, self._filed = self._filed, []
+        return filed
 
     def finish_plan(self) -> tuple[UnitMove, ...]:
         """The plan under construction is complete; returns the moves that it has to carry."""
@@ -399,15 +407,20 @@ class CacheManager:
         """Drop what only this lease's owner can find (deterministic mode: decode-made entries); released."""
         if not self.deterministic:
             return
-        for node in lease.made:
-            if not node.dropped and not node.condemned and node.depth * self.layout.block_size > num_public_tokens:
-                self.store.condemn(node)
+        size = self.layout.block_size
+        self.condemn(i for i in lease.made if isinstance(i, Node) and i.depth * size > num_public_tokens)
 
-    def condemn(self, nodes: Iterable[Node]) -> None:
-        """These nodes, and all below them, were never computed or hold garbage."""
-        for node in nodes:
-            if not node.dropped:
-                self.store.condemn(node)
+    def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
+        """These checkpoints, and these nodes with all below them, were never computed or hold garbage."""
+        for item in items:
+            if item.dropped:
+                continue
+            if isinstance(item, Node):
+                self.store.condemn(item)
+            elif item.num_readers:
+                self.store.condemn(item.node)  # a step in flight reads it; it goes with its node
+            else:
+                self.store.drop_checkpoint(item)
 
     def reset(self) -> None:
         """Nothing cached so far is found again; what running requests hold is freed with them."""
@@ -429,22 +442,5 @@ class CacheManager:
             counters.lost_tokens[hit.miss] += lost
 
     def stats(self) -> CacheStats:
-        counters, arena = self.store.counters, self.arena
-        return CacheStats(
-            num_pages=arena.num_pages,
-            num_free_pages=arena.num_free_pages,
-            num_blocks_used=arena.blocks.num_used if arena.blocks else 0,
-            num_slots_used=arena.slots.num_used if arena.slots else 0,
-            num_cached_blocks=self.store.tree.num_nodes,
-            num_checkpoints=self.store.num_checkpoints,
-            num_ghosts=len(self.ghosts),
-            query_tokens=counters.query_tokens,
-            hit_tokens=counters.hit_tokens,
-            lost_tokens={reason.value: n for reason, n in counters.lost_tokens.items()},
-            checkpoints_saved={origin.value: n for origin, n in counters.checkpoints_saved.items()},
-            checkpoints_evicted={origin.value: n for origin, n in counters.checkpoints_evicted.items()},
-            checkpoint_hits={origin.value: n for origin, n in counters.checkpoint_hits.items()},
-            checkpoints_skipped={origin.value: n for origin, n in counters.checkpoints_skipped.items()},
-            blocks_evicted=counters.blocks_evicted,
-            moves=counters.moves,
-        )
+        """Gauges and counters as they are now."""
+        return self.store.stats()

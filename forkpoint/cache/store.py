@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from forkpoint.cache.arena import Arena, UnitOwner
-from forkpoint.cache.events import CacheCounters
+from forkpoint.cache.events import CacheCounters, CacheStats
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, EvictionQueue, RecomputeCost
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
@@ -217,6 +217,28 @@ class PrefixStore:
         for node in [node for node in self.tree.nodes() if node.depth == 1]:
             self.condemn(node)
         self.ghosts.clear()
+
+    def stats(self) -> CacheStats:
+        """Gauges and counters as they are now."""
+        counters, arena = self.counters, self.arena
+        return CacheStats(
+            num_pages=arena.num_pages,
+            num_free_pages=arena.num_free_pages,
+            num_blocks_used=arena.blocks.num_used if arena.blocks else 0,
+            num_slots_used=arena.slots.num_used if arena.slots else 0,
+            num_cached_blocks=self.tree.num_nodes,
+            num_checkpoints=self.num_checkpoints,
+            num_ghosts=len(self.ghosts),
+            query_tokens=counters.query_tokens,
+            hit_tokens=counters.hit_tokens,
+            lost_tokens={reason.value: n for reason, n in counters.lost_tokens.items()},
+            checkpoints_saved={origin.value: n for origin, n in counters.checkpoints_saved.items()},
+            checkpoints_evicted={origin.value: n for origin, n in counters.checkpoints_evicted.items()},
+            checkpoint_hits={origin.value: n for origin, n in counters.checkpoint_hits.items()},
+            checkpoints_skipped={origin.value: n for origin, n in counters.checkpoints_skipped.items()},
+            blocks_evicted=counters.blocks_evicted,
+            moves=counters.moves,
+        )
 
     # --- facts
 

@@ -79,7 +79,8 @@ class PlanBuilder:
         decodes = self._make_decodes(issued)
         chunks = tuple(self._make_chunk(planned, issued) for planned in self._chunks)
         for planned in self._chunks:
-            issued.made += self._manager.publish(planned.entry.lease, planned.end, Provenance.PREFILL)
+            self._manager.publish(planned.entry.lease, planned.end, Provenance.PREFILL)
+        issued.made = self._manager.drain_filed()
         plan = StepPlan(self.step, removed, moves, added, replaced, decodes, chunks)
         return plan, issued
 

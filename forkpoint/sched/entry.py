@@ -51,4 +51,4 @@ class IssuedStep:
     entries: list[Entry]
     sampled: list[Entry]
     readers: list[Checkpoint] = field(default_factory=list)
-    made: list[Node] = field(default_factory=list)
+    made: list[Node | Checkpoint] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from forkpoint.sched.entry import NO_ROW, Entry, IssuedStep, Leaving
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestStatus, RequestUpdate
+from forkpoint.sched.running import RunningSet
 
 MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
 MAX_PASSED_OVER = 32  # waiting requests looked at behind one that cannot start in this step
@@ -71,12 +71,9 @@ class Scheduler:
         self._capture = capture or DefaultCapture(cache.checkpoint_interval)
         self._clock = clock
         self._waiting = WaitingQueue(layout)
-        self._running: list[Entry] = []  # by order
-        self._leaving: list[Entry] = []
+        self._running = RunningSet(scheduler.max_num_seqs)
         self._entries: dict[str, Entry] = {}
         self._issued: deque[IssuedStep] = deque()
-        self._free_rows = list(range(scheduler.max_num_seqs - 1, -1, -1))
-        self._removed_rows: list[int] = []
         self._steps = itertools.count()
         self._arrivals = itertools.count()
         self._num_steps = 0
@@ -116,7 +113,7 @@ class Scheduler:
         self._end(request_id)
 
     def has_unfinished(self) -> bool:
-        return bool(self._entries or self._leaving or self._issued)
+        return bool(self._entries or self._running.leaving or self._issued)
 
     @property
     def num_running(self) -> int:
@@ -143,15 +140,14 @@ class Scheduler:
         self._preempted_now = False
         builder = PlanBuilder(next(self._steps), self.config.max_num_batched_tokens, self.cache)
         for entry in self._plan_decodes(builder):
-            if entry.leaving is None and entry.row != NO_ROW:
+            if entry.leaving is None and entry.row != NO_ROW:  # a decode may have preempted it
                 self._plan_prefill(builder, entry)
         if not self._preempted_now:
             self._admit_waiting(builder)
         if builder.is_empty:
-            assert self._issued or not (self._running or len(self._waiting)), "nothing can run, yet requests wait"
+            assert self._issued or not (len(self._running) or len(self._waiting)), "nothing can run, yet requests wait"
             return None
-        removed, self._removed_rows = tuple(self._removed_rows), []
-        plan, issued = builder.finish(removed)
+        plan, issued = builder.finish(self._running.drain_removed())
         self._issued.append(issued)
         self._num_steps += 1
         return plan
@@ -159,7 +155,7 @@ class Scheduler:
     def _plan_decodes(self, builder: PlanBuilder) -> list[Entry]:
         """Plan every row that decodes; returns those that are still in prefill."""
         size, step, in_prefill = self.layout.block_size, builder.step, []
-        for entry in list(self._running):
+        for entry in self._running:
             start = entry.num_computed
             if start < entry.prefill_end:
                 in_prefill.append(entry)
@@ -247,9 +243,9 @@ class Scheduler:
 
     def _make_room(self, entry: Entry, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
         """Preempt the last request in order that this step has not planned yet; False: `entry` must wait."""
-        if self._leaving:
+        if self._running.leaving:
             return False  # their pages come back with the results in flight
-        victim = next((e for e in reversed(self._running) if e.planned_step != builder.step), None)
+        victim = self._running.last_unplanned(builder.step)
         if victim is None or victim.order < entry.order:
             return False
         if victim is entry:
@@ -257,14 +253,14 @@ class Scheduler:
                 self._preempt(entry)
             return False
         self._preempt(victim)
-        return not self._leaving
+        return not self._running.leaving
 
     # --- admission
 
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         passed_over = 0
         for entry in self._waiting:
-            if not self._free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
+            if not self._running.has_free_row or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
             hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
             usable = self.layout.usable_prefix(entry.request.num_tokens)
@@ -288,7 +284,7 @@ class Scheduler:
         request, lease = entry.request, entry.lease
         spare = len(self._running)
         if not self.cache.has_room(hit, request.num_tokens + 1, spare):
-            if self._running or self._leaving:
+            if self._someone_else_has_pages():
                 return False
             hit = hit if self.cache.has_room(hit, request.num_tokens, 0) else NOTHING
         self.cache.attach(lease, hit)
@@ -296,7 +292,7 @@ class Scheduler:
         end = self._chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
         if not (self.cache.ensure_slot(lease) and self.cache.ensure_blocks(lease, end)):
             self.cache.release(lease)
-            if self._running or self._leaving or hit is NOTHING:
+            if self._someone_else_has_pages() or hit is NOTHING:
                 return False
             return self._admit(builder, entry, NOTHING)
         self._waiting.remove(entry)
@@ -308,11 +304,14 @@ class Scheduler:
             builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
         return True
 
+    def _someone_else_has_pages(self) -> bool:
+        return bool(len(self._running) or self._running.leaving)
+
     def _start(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit, prefill_end: int) -> None:
         request = entry.request
         self.cache.expect(entry.expected, -1)
         entry.expected = None
-        entry.row = self._free_rows.pop()
+        self._running.start(entry)
         entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
         entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
@@ -320,7 +319,6 @@ class Scheduler:
         self._report(entry, hit, gained=None)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
-        bisect.insort(self._running, entry, key=lambda e: e.order)
         builder.add_row(entry)
 
     def _report(self, entry: Entry, hit: PrefixHit, gained: int | None) -> None:
@@ -359,19 +357,12 @@ class Scheduler:
         return True
 
     def _leave(self, entry: Entry, why: Leaving) -> None:
-        self._running.remove(entry)
-        entry.leaving = why
-        if entry.num_issued:
-            self._leaving.append(entry)
-        else:
+        if self._running.leave(entry, why):
             self._settle_leaving(entry)
 
     def _settle_leaving(self, entry: Entry) -> None:
         """No plan in flight carries the entry any more: give back what it holds."""
-        why, entry.leaving = entry.leaving, None
-        self._removed_rows.append(entry.row)
-        self._free_rows.append(entry.row)
-        entry.row = NO_ROW
+        why = self._running.vacate(entry)
         request, lease = entry.request, entry.lease
         if lease.state_tokens <= request.num_tokens:
             self._extend_chain(entry, lease.state_tokens)
@@ -429,11 +420,8 @@ class Scheduler:
             self.cache.done_reading(checkpoint)
 
     def _settle_all_leaving(self) -> None:
-        if self._leaving:
-            ready = [entry for entry in self._leaving if not entry.num_issued]
-            self._leaving = [entry for entry in self._leaving if entry.num_issued]
-            for entry in ready:
-                self._settle_leaving(entry)
+        for entry in self._running.take_ready():
+            self._settle_leaving(entry)
 
     def _end_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
         """Whether the token just appended ends the request: the reason, and the stop token if it was one."""
@@ -470,10 +458,11 @@ class Scheduler:
         were to compute is condemned; the requests of the failed step end with the error, those that are only
         in later ones wait to run again."""
         updates: list[RequestUpdate] = []
+        made = self.cache.drain_filed()
         while self._issued:
             issued = self._issued.popleft()
             self._settle(issued)
-            self.cache.condemn(issued.made)
+            made += issued.made
             for entry in issued.entries:
                 if entry.leaving is Leaving.FINISHED or entry.request.status is RequestStatus.FINISHED:
                     continue
@@ -484,9 +473,10 @@ class Scheduler:
                 elif entry.leaving is None:
                     self._preempt(entry)
         self._settle_all_leaving()
+        self.cache.condemn(made)
         return updates
 
     @property
     def entries_holding(self) -> Iterable[Entry]:
         """Every entry that holds blocks or slots (for integrity checks)."""
-        return [*self._running, *self._leaving]
+        return [*self._running, *self._running.leaving]

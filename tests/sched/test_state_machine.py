@@ -172,7 +172,7 @@ class Serving(RuleBasedStateMachine):
         assert stats.cache.num_slots_used == stats.cache.num_checkpoints, "a slot leaked"
         if harness.layout.has_kv:
             assert stats.cache.num_blocks_used == stats.cache.num_cached_blocks, "a block leaked"
-        assert not harness.runner.rows or len(harness.sched._removed_rows) == len(harness.runner.rows)
+        assert not harness.runner.rows or len(harness.sched._running.drain_removed()) == len(harness.runner.rows)
         harness.sched.reset_prefix_cache()
         left = harness.sched.stats().cache
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
