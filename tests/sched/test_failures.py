@@ -1,0 +1,80 @@
+"""What a failed step or a broken request computed is found by nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
+from forkpoint.params import FinishReason
+from tests.sched.harness import LAYOUTS, Harness, tokens
+
+
+def reusable(harness: Harness, prompt: np.ndarray) -> int:
+    lease = harness.sched.cache.new_lease("probe", "", prompt)
+    return harness.sched.cache.lookup(lease, len(prompt)).num_tokens
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_non_finite_logits_spoil_what_the_request_filed(name: str) -> None:
+    harness = Harness(layout=LAYOUTS[name])
+    trunk = tokens(1, 1000)
+    harness.ask("sound", trunk[:300])
+    before = reusable(harness, trunk)
+    harness.runner.non_finite_requests.add("broken")
+    harness.add("broken", trunk, 5)
+    harness.add("other", tokens(2, 500), 5)
+    harness.run()
+    (update,) = [u for u in harness.updates["broken"] if u.finish_reason]
+    assert update.finish_reason is FinishReason.ERROR and isinstance(update.error, NonFiniteLogitsError)
+    harness.check_output("other")
+    assert reusable(harness, trunk) == before <= 256
+
+
+def test_a_checkpoint_on_somebody_elses_block_goes_too() -> None:
+    """The broken request saves a state at a block that a sound one had filed."""
+    harness = Harness()
+    trunk = tokens(1, 3000)
+    harness.ask("sound", np.concatenate([trunk, tokens(2, 500)]))
+    before = reusable(harness, trunk)
+    harness.runner.non_finite_requests.add("broken")
+    harness.add("broken", np.concatenate([trunk, tokens(3, 500)]))
+    harness.run()
+    assert harness.sched.stats().cache.checkpoints_saved["junction"] == 1
+    assert reusable(harness, trunk) == before == 2560
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("failing", range(3, 75, 9))
+def test_a_failed_step_is_undone(look_ahead: bool, failing: int) -> None:
+    """Fail each step in turn, boundary crossings of decode among them; the same prompts then run soundly."""
+    harness = Harness(look_ahead=look_ahead, budget=256)
+    prompts = {f"r{i}": np.concatenate([tokens(1, 600), tokens(10 + i, 90)]) for i in range(3)}
+    harness.runner.fail_steps.add(failing)
+    for name, prompt in prompts.items():
+        harness.add(name, prompt, 70)
+    harness.run()
+    failed = [n for n in prompts if any(u.finish_reason is FinishReason.ERROR for u in harness.updates[n])]
+    for name in prompts:
+        if name not in failed:
+            harness.check_output(name)
+    for name, prompt in prompts.items():
+        longer = np.concatenate([prompt, np.asarray(harness.output(name), np.int32), tokens(5, 70)])
+        harness.ask(f"{name} again", prompt, 3)
+        harness.ask(f"{name} longer", longer, 3)
+
+
+def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    harness = Harness(layout=layout, num_pages=layout.num_pages_for(500, 1) + 1)
+    with pytest.raises(RequestTooLargeError, match=r"600 prompt \+ 1 output tokens need \d+ bytes .* has \d+"):
+        harness.add("large", tokens(1, 600), 1)
+    harness.ask("fits", tokens(1, 400), 10)
+    object.__setattr__(harness.sched.config, "max_queue_len", 2)
+    harness.add("a", tokens(2, 10))
+    harness.add("b", tokens(3, 10))
+    with pytest.raises(QueueFullError, match="max_queue_len=2"):
+        harness.add("c", tokens(4, 10))
+    harness.run()
+    harness.check_output("a")
+    harness.check_output("b")
