@@ -1,6 +1,10 @@
 #include <malloc.h>
 
-#include "bindings.h"
+// One translation unit for all bindings: reading torch's headers costs more than compiling these.
+#include "bind_attention.h"
+#include "bind_gdn.h"
+#include "bind_linear.h"
+#include "bind_rows.h"
 
 namespace {
 

@@ -1,10 +1,11 @@
-#include "bindings.h"
+#pragma once
+
 #include "rows.h"
 #include "tensors.h"
 
 namespace forkpoint {
 
-namespace {
+namespace rows_binding {
 
 // Rows over the last dimension of a 2-D or 3-D tensor with a dense last dimension.
 template <class T>
@@ -144,18 +145,18 @@ void copy_states(const std::vector<Tensor>& tensors, const Tensor& src, const Te
   state_copy(pools.data(), int64_t(pools.size()), index(src), index(dst), src.numel());
 }
 
-}  // namespace
+}  // namespace rows_binding
 
-void bind_rows(pybind11::module_& m) {
+inline void bind_rows(pybind11::module_& m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  m.def("rmsnorm", &norm, Release());
-  m.def("add_rmsnorm", &add_norm, Release());
-  m.def("gated_rmsnorm", &gated_norm, Release());
-  m.def("silu_mul", &silu_product, Release());
-  m.def("sigmoid_mul", &sigmoid_product, Release());
-  m.def("rope", &rotate, Release());
-  m.def("kv_write", &kv_write, Release());
-  m.def("state_copy", &copy_states, Release());
+  m.def("rmsnorm", &rows_binding::norm, Release());
+  m.def("add_rmsnorm", &rows_binding::add_norm, Release());
+  m.def("gated_rmsnorm", &rows_binding::gated_norm, Release());
+  m.def("silu_mul", &rows_binding::silu_product, Release());
+  m.def("sigmoid_mul", &rows_binding::sigmoid_product, Release());
+  m.def("rope", &rows_binding::rotate, Release());
+  m.def("kv_write", &rows_binding::kv_write, Release());
+  m.def("state_copy", &rows_binding::copy_states, Release());
 }
 
 }  // namespace forkpoint

@@ -1,11 +1,12 @@
+#pragma once
+
 #include "attention.h"
-#include "bindings.h"
 #include "conv.h"
 #include "tensors.h"
 
 namespace forkpoint {
 
-namespace {
+namespace attention_binding {
 
 void check_cache(const Tensor& c, const char* name) {
   TORCH_CHECK(c.dim() == 4 && c.stride(3) == 1 && c.stride(2) == c.size(3) && c.stride(1) == c.size(2) * c.size(3),
@@ -77,14 +78,14 @@ Tensor update(const Tensor& x, const Taps& taps, const Tensor& pool, bool silu, 
                   [&](const auto& conv) { conv_update(conv, x.size(0), index(src), index(dst)); });
 }
 
-}  // namespace
+}  // namespace attention_binding
 
-void bind_attention(pybind11::module_& m) {
+inline void bind_attention(pybind11::module_& m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  pybind11::class_<Taps>(m, "ConvTaps").def(pybind11::init(&make_taps));
-  m.def("paged_attention", &attend, Release());
-  m.def("conv_prefill", &prefill, Release());
-  m.def("conv_update", &update, Release());
+  pybind11::class_<attention_binding::Taps>(m, "ConvTaps").def(pybind11::init(&attention_binding::make_taps));
+  m.def("paged_attention", &attention_binding::attend, Release());
+  m.def("conv_prefill", &attention_binding::prefill, Release());
+  m.def("conv_update", &attention_binding::update, Release());
 }
 
 }  // namespace forkpoint

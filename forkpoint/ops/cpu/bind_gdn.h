@@ -1,10 +1,11 @@
-#include "bindings.h"
+#pragma once
+
 #include "gdn.h"
 #include "tensors.h"
 
 namespace forkpoint {
 
-namespace {
+namespace gdn_binding {
 
 // Constants of one layer, kept by the caller so that a step passes one object.
 struct Layer {
@@ -63,13 +64,13 @@ Tensor decode(const Tensor& mixed, const Tensor& a, const Tensor& b, const Layer
   });
 }
 
-}  // namespace
+}  // namespace gdn_binding
 
-void bind_gdn(pybind11::module_& m) {
-  pybind11::class_<Layer>(m, "GDNLayer").def(pybind11::init(&make_layer));
+inline void bind_gdn(pybind11::module_& m) {
+  pybind11::class_<gdn_binding::Layer>(m, "GDNLayer").def(pybind11::init(&gdn_binding::make_layer));
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  m.def("gdn_prefill", &prefill, Release());
-  m.def("gdn_decode", &decode, Release());
+  m.def("gdn_prefill", &gdn_binding::prefill, Release());
+  m.def("gdn_decode", &gdn_binding::decode, Release());
 }
 
 }  // namespace forkpoint

@@ -1,8 +1,17 @@
-#include "bindings.h"
+#pragma once
+
 #include "experts.h"
-#include "packed.h"
+#include "tensors.h"
 
 namespace forkpoint {
+
+namespace linear_binding {
+
+// A packed weight together with the tensors that hold it.
+struct Packed {
+  Tensor data, bias;
+  PackedWeight weight;
+};
 
 Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
   TORCH_CHECK(weight.dim() == 2, "a linear weight must be [N, K], not ", weight.sizes());
@@ -18,8 +27,6 @@ Packed pack(const Tensor& weight, const std::optional<Tensor>& bias) {
   packed.weight = {type, n, k, padded_k(k), packed.data.data_ptr(), bias ? ptr<float>(packed.bias) : nullptr};
   return packed;
 }
-
-namespace {
 
 Tensor run(const Tensor& input, const Packed& packed) {
   const PackedWeight& w = packed.weight;
@@ -71,16 +78,16 @@ Tensor run_experts(const Tensor& input, const ExpertWeights& all, const Tensor& 
   return out;
 }
 
-}  // namespace
+}  // namespace linear_binding
 
-void bind_linear(pybind11::module_& m) {
-  pybind11::class_<Packed>(m, "PackedLinear");
-  m.def("prepare_linear", &pack);
-  pybind11::class_<ExpertWeights>(m, "ExpertWeights");
+inline void bind_linear(pybind11::module_& m) {
+  pybind11::class_<linear_binding::Packed>(m, "PackedLinear");
+  m.def("prepare_linear", &linear_binding::pack);
+  pybind11::class_<linear_binding::ExpertWeights>(m, "ExpertWeights");
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
-  m.def("linear", &run, Release());
-  m.def("prepare_experts", &pack_experts);
-  m.def("experts", &run_experts, Release());
+  m.def("linear", &linear_binding::run, Release());
+  m.def("prepare_experts", &linear_binding::pack_experts);
+  m.def("experts", &linear_binding::run_experts, Release());
 }
 
 }  // namespace forkpoint
