@@ -1,0 +1,49 @@
+"""Layouts of real models, from their published shapes: bytes only, no weights."""
+
+from __future__ import annotations
+
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+
+
+def delta_net(k_heads: int, v_heads: int, k_dim: int = 128, v_dim: int = 128) -> StateSpec:
+    """Gated delta net, convolution of width 4 over queries, keys and values."""
+    width = 2 * k_heads * k_dim + v_heads * v_dim
+    return StateSpec((3, width), "bfloat16", (v_heads, v_dim, k_dim), "float32")
+
+
+def mamba2(heads: int, head_dim: int, state_dim: int, groups: int) -> StateSpec:
+    width = heads * head_dim + 2 * groups * state_dim
+    return StateSpec((3, width), "bfloat16", (heads, head_dim, state_dim), "float32")
+
+
+def mamba1(width: int) -> StateSpec:
+    return StateSpec((3, width), "bfloat16", (width, 16), "float32")
+
+
+def attention(heads: int, dim: int) -> KVSpec:
+    return KVSpec(heads, dim, dim, "bfloat16")
+
+
+def layout(num_states: int, state: StateSpec, num_kv: int, kv: KVSpec) -> CacheLayout:
+    return CacheLayout.create([kv] * num_kv, [state] * num_states)
+
+
+LATENT = KVSpec(num_heads=1, key_dim=576, value_dim=0, dtype="bfloat16")  # MLA keeps one row of 512 + 64
+
+REAL_LAYOUTS = {
+    "Qwen3-Next-80B-A3B": layout(36, delta_net(16, 32), 12, attention(2, 256)),
+    "Qwen3.5-0.8B": layout(18, delta_net(16, 16), 6, attention(2, 256)),
+    "Qwen3.5-9B": layout(24, delta_net(16, 32), 8, attention(4, 256)),
+    "Qwen3.5-27B": layout(48, delta_net(16, 48), 16, attention(4, 256)),
+    "Qwen3.5-35B-A3B": layout(30, delta_net(16, 32), 10, attention(2, 256)),
+    "Qwen3.5-122B-A10B": layout(36, delta_net(16, 64), 12, attention(2, 256)),
+    "Qwen3.5-397B-A17B": layout(45, delta_net(16, 64), 15, attention(2, 256)),
+    "OLMo-Hybrid-7B": layout(24, delta_net(30, 30, 96, 192), 8, attention(30, 128)),
+    "Kimi-Linear-48B-A3B": layout(20, delta_net(32, 32), 7, LATENT),
+    "Nemotron-H-8B": layout(24, mamba2(128, 64, 128, 8), 4, attention(8, 128)),
+    "Nemotron-3-Nano-30B-A3B": layout(23, mamba2(64, 64, 128, 8), 6, attention(2, 128)),
+    "Granite-4.0-H-Small": layout(36, mamba2(128, 64, 128, 1), 4, attention(8, 128)),
+    "Jamba-1": layout(28, mamba1(8192), 4, attention(8, 128)),
+    "FalconMamba-7B": CacheLayout.create([], [mamba1(8192)] * 64),
+    "LFM2-1.2B": layout(10, StateSpec((2, 2048), "bfloat16", (), "float32"), 6, attention(8, 64)),
+}
