@@ -84,7 +84,9 @@ class _Rows:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 50, 600])
 @pytest.mark.parametrize(
-    ("heads", "dims"), [((6, 2), (128, 128)), ((4, 4), (64, 64)), ((2, 1), (256, 256)), ((5, 1), (80, 24))], ids=str
+    ("heads", "dims"),
+    [((6, 2), (128, 128)), ((4, 4), (64, 64)), ((2, 1), (256, 256)), ((5, 1), (80, 24)), ((10, 1), (32, 32))],
+    ids=str,
 )
 def test_attention_is_softmax(
     heads: tuple[int, int], dims: tuple[int, int], window: int | None, dtype: torch.dtype

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t MAX_LANES = 128;
 constexpr int64_t SPLIT_KEYS = 512;  // decode: keys of one task, cut at absolute positions
+constexpr int64_t FEW_LANES = 8;     // decode: up to here dot products beat a tile of 16 lanes
 constexpr float NEVER = -1e30f;      // a finite stand-in for -inf, so that differences stay numbers
 
 struct Task {
@@ -106,12 +107,68 @@ void softmax(const Attention<T>& a, int64_t first_key, int64_t keys, bool masked
   }
 }
 
+// The sums so far, against the new maximum.
+void rescale(int64_t lanes, Scratch& w) {
+  for (int64_t i = 0; i < lanes; ++i) {
+    if (w.alpha[i] == 1.0f) continue;
+    for (int64_t d = 0; d < w.vp; d += LANES) store(w.o + i * w.vp + d, load(w.o + i * w.vp + d) * w.alpha[i]);
+  }
+}
+
+// A decode row's scores and values straight from the block, G lanes at a time.
+template <int G, class T>
+void few_scores(const Attention<T>& a, const T* k, int64_t keys, Scratch& w) {
+  for (int64_t j = 0; j < keys; ++j, k += a.key_dim) {
+    vf acc[G] = {};
+    for (int64_t d = 0; d < a.key_dim; d += LANES) {
+      const vf key = load_n(k + d, a.key_dim - d);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) acc[g] += key * load(w.rows + g * w.dp + d);
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) w.scores[j * LANES + g] = sum(acc[g]);
+  }
+}
+
+template <int G, class T>
+void few_values(const Attention<T>& a, const T* v, int64_t keys, Scratch& w) {
+  for (int64_t d = 0; d < a.value_dim; d += LANES) {
+    vf acc[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) acc[g] = load(w.o + g * w.vp + d);
+    for (int64_t j = 0; j < keys; ++j) {
+      const vf value = load_n(v + j * a.value_dim + d, a.value_dim - d);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) acc[g] += w.scores[j * LANES + g] * value;
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) store(w.o + g * w.vp + d, acc[g]);
+  }
+}
+
+template <int G, class T>
+void few_lanes(const Attention<T>& a, const Task& t, int64_t lanes, int64_t block, int64_t keys, Scratch& w) {
+  if (lanes != G) {
+    if constexpr (G > 1) few_lanes<G - 1>(a, t, lanes, block, keys, w);
+    return;
+  }
+  const int64_t id = a.block_table[t.row * a.table_stride + block];
+  few_scores<G>(a, a.k_cache + id * a.k_stride + t.head * a.block_size * a.key_dim, keys, w);
+  softmax(a, block * a.block_size, keys, true, LANES, w);
+  rescale(lanes, w);
+  few_values<G>(a, a.v_cache + id * a.v_stride + t.head * a.block_size * a.value_dim, keys, w);
+}
+
 template <class T>
 void attend(const Attention<T>& a, const Task& t, Scratch& w) {
   const int64_t lanes = t.num_tokens * group_of(a), padded = round_up(lanes), length = a.kv_lens[t.row];
   load_queries(a, t, lanes, w);
   for (int64_t block = t.first_block; block < t.last_block; ++block) {
     const int64_t first_key = block * a.block_size, keys = std::min(a.block_size, length - first_key);
+    if (t.row < a.num_decodes && lanes <= FEW_LANES) {
+      few_lanes<FEW_LANES>(a, t, lanes, block, keys, w);
+      continue;
+    }
     load_block(a, t, block, keys, w);
     for (int64_t piece = 0; piece < w.pieces; ++piece) {
       const int64_t d = piece * K_BLOCK;
@@ -120,10 +177,7 @@ void attend(const Attention<T>& a, const Task& t, Scratch& w) {
     }
     const bool behind = a.window && first_key <= w.position[lanes - 1] - a.window;
     softmax(a, first_key, keys, behind || first_key + keys - 1 > w.position[0] || lanes < padded, padded, w);
-    for (int64_t i = 0; i < lanes; ++i) {
-      if (w.alpha[i] == 1.0f) continue;
-      for (int64_t d = 0; d < w.vp; d += LANES) store(w.o + i * w.vp + d, load(w.o + i * w.vp + d) * w.alpha[i]);
-    }
+    rescale(lanes, w);
     matmul_columns(lanes, w.vp, keys, w.scores, padded, w.v, w.vp, w.o, w.vp, true);
   }
 }
