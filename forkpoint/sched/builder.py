@@ -61,10 +61,10 @@ class PlanBuilder:
         self._decodes.append((entry, token, samples))
         self.budget -= 1
 
-    def add_steady(self, entry: Entry) -> None:
-        """A decode in mid-block of a row that has decoded before: nothing is allocated, read = write slot."""
-        self._steady.append(entry)
-        self.budget -= 1
+    def add_steady(self, entries: list[Entry]) -> None:
+        """Decodes in mid-block of rows that have decoded before: nothing is allocated, read = write slot."""
+        self._steady += entries
+        self.budget -= len(entries)
 
     def add_chunk(self, entry: Entry, start: int, end: int, samples: bool) -> None:
         self._chunks.append(PlannedChunk(entry, start, end, samples))

@@ -154,22 +154,25 @@ class Scheduler:
 
     def _plan_decodes(self, builder: PlanBuilder) -> list[Entry]:
         """Plan every row that decodes; returns those that are still in prefill."""
-        size, step, in_prefill = self.layout.block_size, builder.step, []
+        size, step = self.layout.block_size, builder.step
+        in_prefill: list[Entry] = []
+        steady: list[Entry] = []
         for entry in self._running:
             start = entry.num_computed
             if start < entry.prefill_end:
                 in_prefill.append(entry)
                 continue
-            if entry.leaving is not None or entry.row == NO_ROW:
+            if self._preempted_now and (entry.leaving is not None or entry.row == NO_ROW):
                 continue
             request = entry.request
             if len(request.output_token_ids) + entry.num_sampling >= request.max_tokens:
                 continue  # its last token is in flight
             if start % size and start > entry.num_known and not entry.lease.has_duplicates:
                 entry.planned_step = step
-                builder.add_steady(entry)
+                steady.append(entry)
             else:
                 self._plan_decode(builder, entry)
+        builder.add_steady(steady)
         return in_prefill
 
     def _plan_decode(self, builder: PlanBuilder, entry: Entry) -> None:
@@ -397,10 +400,10 @@ class Scheduler:
             failed = set(result.failed_rows)
             broken = [e for e in issued.entries if e.row in failed and e.request.status is not RequestStatus.FINISHED]
             updates += [self._fail_entry(entry) for entry in broken]
-        logprobs = result.logprobs
+        logprobs, finished = result.logprobs, RequestStatus.FINISHED
         for entry, token in zip(issued.sampled, result.token_ids.tolist(), strict=True):
             request = entry.request
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 continue
             outputs, row = request.output_token_ids, entry.row
             outputs.append(token)
