@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import subprocess
@@ -115,6 +116,7 @@ def _compile(sources: list[Path], folder: Path, marker: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if marker.exists():
             return
+        logging.getLogger("forkpoint").info("compiling the C++ operators, once for this machine: about half a minute")
         # torch's own baton is left behind by a killed build and would block for ever; ours is held here.
         (folder / "lock").unlink(missing_ok=True)
         cpp_extension.load(
