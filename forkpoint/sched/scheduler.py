@@ -178,12 +178,14 @@ class Scheduler:
     def _plan_decode(self, builder: PlanBuilder, entry: Entry) -> None:
         """A decode chunk that may cross a block boundary or replay a known token."""
         start = entry.num_computed
-        if start % self.layout.block_size == 0:
-            self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
         self._drop_duplicates(builder, entry)
+        # The block before the checkpoint: a checkpoint that its own request reads could not give way to it.
         while not self.cache.ensure_blocks(entry.lease, start + 1):
             if not self._make_room(entry, builder, may_preempt_itself=True):
                 return
+        if start % self.layout.block_size == 0:
+            self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
+            self._drop_duplicates(builder, entry)
         entry.planned_step = builder.step
         builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
 

@@ -1,0 +1,27 @@
+"""A request that just fits runs to its end, however little is left for checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from forkpoint.cache.layout import CacheLayout, StateSpec
+from tests.sched.harness import HYBRIDS, KV, LAYOUTS, Harness, tokens
+
+EVEN = StateSpec(conv_shape=(), conv_dtype="float32", matrix_shape=(4, 32, 32), matrix_dtype="float32")
+TIGHT = {"a block and a slot are a page": CacheLayout.create([KV], [EVEN]), **{name: LAYOUTS[name] for name in HYBRIDS}}
+
+
+@pytest.mark.parametrize("look_ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("name", TIGHT)
+def test_a_request_that_fills_the_arena_crosses_boundaries(name: str, deterministic: bool, look_ahead: bool) -> None:
+    layout = TIGHT[name]
+    for size in (1, 60, 64, 127, 500):
+        for outputs in (70, 200):
+            harness = Harness(
+                layout=layout,
+                num_pages=layout.num_pages_for(size + outputs, 1) + 1,
+                look_ahead=look_ahead,
+                deterministic=deterministic,
+            )
+            harness.ask("r", tokens(size, size), outputs)
