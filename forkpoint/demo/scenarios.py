@@ -49,37 +49,53 @@ class Row:
         return self.on.token_ids == self.off.token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same model with the cache on and off. Both answer each prompt in turn, so that a machine that is
+    busy for a while slows both."""
+
+    on: LLM
+    off: LLM
+    params: SamplingParams
+
+    def ask(self, scenario: str, messages: Sequence[dict[str, str]]) -> Row:
+        """Answer the conversation with both."""
+        prompt = self.on.render_chat(messages)
+        return Row(scenario, _measure(self.on, prompt, self.params), _measure(self.off, prompt, self.params))
+
+
 def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> list[Row]:
-    """Run every scenario with the cache on, then the same prompts with it off."""
+    """Run every scenario with the cache on and off."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    with LLM(model, **{**options, "enable_prefix_caching": True}) as llm:
-        _warm_up(llm)
-        named = _chat(llm, params) + _system_prompt(llm, params) + _forks(llm, params)
-    with LLM(model, **{**options, "enable_prefix_caching": False}) as llm:
-        _warm_up(llm)
-        return [Row(name, on, _measure(llm, on.prompt, params)) for name, on in named]
+    with (
+        LLM(model, **{**options, "enable_prefix_caching": True}) as on,
+        LLM(model, **{**options, "enable_prefix_caching": False}) as off,
+    ):
+        _warm_up(on)
+        _warm_up(off)
+        pair = Pair(on, off, params)
+        return _chat(pair) + _system_prompt(pair) + _forks(pair)
 
 
-def _chat(llm: LLM, params: SamplingParams) -> list[tuple[str, Measurement]]:
+def _chat(pair: Pair) -> list[Row]:
     messages = [{"role": "system", "content": _system_text("the city library", 14)}]
-    found = []
+    rows = []
     for turn, question in enumerate(QUESTIONS, start=1):
         messages.append({"role": "user", "content": question})
-        measured = _ask(llm, messages, params)
-        found.append((f"chat, turn {turn}", measured))
-        messages.append({"role": "assistant", "content": measured.text})
-    return found
+        rows.append(pair.ask(f"chat, turn {turn}", messages))
+        messages.append({"role": "assistant", "content": rows[-1].on.text})
+    return rows
 
 
-def _system_prompt(llm: LLM, params: SamplingParams) -> list[tuple[str, Measurement]]:
+def _system_prompt(pair: Pair) -> list[Row]:
     system = {"role": "system", "content": _system_text("the map archive", 18)}
     return [
-        (f"one system prompt, user {number}", _ask(llm, [system, {"role": "user", "content": question}], params))
+        pair.ask(f"one system prompt, user {number}", [system, {"role": "user", "content": question}])
         for number, question in enumerate(OTHER_QUESTIONS, start=1)
     ]
 
 
-def _forks(llm: LLM, params: SamplingParams) -> list[tuple[str, Measurement]]:
+def _forks(pair: Pair) -> list[Row]:
     """Prompts that part in the middle of a text, where no message ends."""
     names = ("fork, original", "fork, first branch", "fork, second branch")
     trunk = _system_text("the music school", 14)
@@ -89,13 +105,9 @@ def _forks(llm: LLM, params: SamplingParams) -> list[tuple[str, Measurement]]:
         _system_text("the attic", 6),
     )
     return [
-        (name, _ask(llm, [{"role": "user", "content": trunk + branch}], params))
+        pair.ask(name, [{"role": "user", "content": trunk + branch}])
         for name, branch in zip(names, branches, strict=True)
     ]
-
-
-def _ask(llm: LLM, messages: Sequence[dict[str, str]], params: SamplingParams) -> Measurement:
-    return _measure(llm, llm.render_chat(messages), params)
 
 
 def _measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
