@@ -1,0 +1,113 @@
+"""An engine for benchmarks: token ids in, requests out, its parts at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.engine.core import EngineCore
+from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import select_table
+from forkpoint.ops.table import OpTable
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.sched.plan import IntArray
+from forkpoint.sched.request import Request, RequestUpdate
+from forkpoint.sched.scheduler import Scheduler
+
+AMPLE_SLOTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with the operators that it was loaded for."""
+
+    model: Model
+    ops: OpTable
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, *, cpu_ops: str = "torch", deterministic: bool = False, dtype: str = "auto"
+    ) -> LoadedModel:
+        ops = select_table(cpu_ops, deterministic, False)
+        return cls(load_model(folder, ops=ops, dtype=dtype), ops)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout.create(self.model.kv_specs, self.model.state_specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RigOptions:
+    """`num_pages` 0: room for `ample_tokens` tokens and many states."""
+
+    num_pages: int = 0
+    ample_tokens: int = 1 << 16
+    budget: int = 2048
+    max_num_seqs: int = 32
+    max_model_len: int = 1 << 15
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+
+class Rig:
+    """Scheduler, runner and loop around a loaded model. Sampling is greedy and ends by length."""
+
+    def __init__(self, loaded: LoadedModel, options: RigOptions) -> None:
+        self.layout = layout = loaded.layout
+        num_pages = options.num_pages or layout.num_pages_for(options.ample_tokens, AMPLE_SLOTS) + 1
+        config = SchedulerConfig(max_num_batched_tokens=options.budget, max_num_seqs=options.max_num_seqs)
+        runner = ModelRunner(
+            loaded.model,
+            loaded.ops,
+            layout,
+            num_pages,
+            max_num_rows=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+        )
+        self.sched = Scheduler(
+            layout,
+            num_pages,
+            options.cache,
+            config,
+            max_model_len=options.max_model_len,
+            deterministic=loaded.ops.deterministic,
+        )
+        self.core = EngineCore(self.sched, runner)
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
+        """Queue a request; raises what `EngineCore.add` raises."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, prompt.astype(np.int32), params, max_tokens, seed=0, breakpoints=breakpoints)
+        self.core.add(request)
+        self.requests[name] = request
+        return request
+
+    def step(self) -> list[RequestUpdate]:
+        return self.core.step()
+
+    def run(self) -> None:
+        """Until nothing is left to do. Raises the error of a request that failed."""
+        while self.core.has_unfinished():
+            for update in self.step():
+                if update.error is not None:
+                    raise update.error
+
+    def ask(self, name: str, prompt: IntArray, max_tokens: int, breakpoints: tuple[int, ...] = ()) -> Request:
+        """Add one request and run to the end."""
+        request = self.add(name, prompt, max_tokens, breakpoints)
+        self.run()
+        return request
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.sched.stats().cache.num_checkpoints * self.layout.slot_bytes
+
+
+def random_ids(seed: int, count: int, vocab_size: int) -> IntArray:
+    return np.random.default_rng(seed).integers(1, vocab_size, count, dtype=np.int32)

@@ -1,0 +1,265 @@
+"""`--deterministic` on real models: every logit that is sampled from is, bit for bit, that of the request alone with
+the cache off: in any batch, any order of arrival, across preemption, from a hit or cold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.cache.integrity import check_integrity
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.errors import ConfigError
+from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import select_table
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.sched.plan import IntArray, StepPlan
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduler import Scheduler
+from tests.checkpoints import write_checkpoint
+
+MIX = ["linear_attention", "full_attention", "linear_attention"]
+SMALL: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 48}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**SMALL, "layer_types": MIX},
+    "qwen3_next_moe": {**SMALL, "layer_types": MIX},
+    "qwen3_5": {**SMALL, "layer_types": MIX},
+    "olmo_hybrid": {**SMALL, "num_hidden_layers": 4, "layer_types": [*MIX[:2], *MIX[:2]]},
+    "qwen3": SMALL,
+}
+BUDGET = 192
+MAX_LEN = 1024
+NO_CACHE = CacheConfig(enable_prefix_caching=False)
+Log = dict[tuple[str, int], Tensor]  # (request, tokens before) -> logits
+
+
+class Serving:
+    """A scheduler and a runner in deterministic mode; the logits of every sampled token are kept."""
+
+    def __init__(
+        self, model: Model, ops: Any, cache: CacheConfig, num_pages: int = 0, look_ahead: bool = False, rows: int = 8
+    ) -> None:
+        layout = CacheLayout.create(model.kv_specs, model.state_specs)
+        num_pages = num_pages or layout.num_pages_for(16 * MAX_LEN, 64) + 1
+        config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=rows)
+        self.layout = layout
+        self.runner = ModelRunner(model, ops, layout, num_pages, max_num_rows=rows, max_model_len=MAX_LEN)
+        self.runner.arena.data.fill_(0xFF)  # NaN in every dtype
+        self.sched = Scheduler(layout, num_pages, cache, config, max_model_len=MAX_LEN, deterministic=True)
+        self.log: Log = {}
+        self.requests: dict[str, Request] = {}
+        self._rows: dict[int, str] = {}
+        self._look_ahead = look_ahead
+        self._in_flight: list[Any] = []
+        self._plan: StepPlan | None = None
+        sample = self.runner._sampler.sample
+
+        def noting(logits: Tensor, rows: Any, num_outputs: IntArray) -> Any:
+            assert self._plan is not None
+            for i, row in enumerate(self._plan.sampled_rows.tolist()):
+                self.log[self._rows[row], int(num_outputs[i])] = logits[i].clone()
+            return sample(logits, rows, num_outputs)
+
+        self.runner._sampler.sample = noting  # type: ignore[method-assign]
+
+    def add(self, name: str, prompt: IntArray, max_tokens: int, priority: int = 0) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        request = Request(name, prompt, params, max_tokens, seed=0, priority=priority)
+        self.requests[name] = request
+        self.sched.add(request)
+
+    def step(self) -> bool:
+        plan = self.sched.schedule()
+        if plan is not None:
+            self._plan = plan
+            for added in plan.added:
+                self._rows[added.row] = added.request_id
+            self._in_flight.append(self.runner.submit(plan))
+        while len(self._in_flight) > (1 if self._look_ahead and plan is not None else 0):
+            self.sched.apply(self._in_flight.pop(0).result())
+        check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+        return plan is not None or bool(self._in_flight)
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        assert not self.sched.has_unfinished()
+
+    def ask(self, name: str, prompt: IntArray, max_tokens: int) -> Request:
+        self.add(name, prompt, max_tokens)
+        self.run()
+        return self.requests[name]
+
+
+class Bench:
+    """One model with its operators, and what each prompt gives when it is alone and nothing is cached."""
+
+    def __init__(self, model: Model, ops: Any) -> None:
+        self.model, self.ops = model, ops
+        self._alone: dict[tuple[bytes, int], tuple[list[int], list[Tensor]]] = {}
+
+    def serve(self, cache: CacheConfig | None = None, **options: Any) -> Serving:
+        return Serving(self.model, self.ops, cache or CacheConfig(checkpoint_interval=64), **options)
+
+    def check(self, serving: Serving, name: str) -> None:
+        request = serving.requests[name]
+        key = request.prompt_token_ids.tobytes(), request.max_tokens
+        if key not in self._alone:
+            cold = self.serve(NO_CACHE)
+            outputs = cold.ask("alone", request.prompt_token_ids, request.max_tokens).output_token_ids
+            self._alone[key] = outputs, [cold.log["alone", i] for i in range(len(outputs))]
+        outputs, logits = self._alone[key]
+        assert request.output_token_ids == outputs, f"{name}: tokens differ"
+        for i, expected in enumerate(logits):
+            assert torch.equal(serving.log[name, i], expected), f"{name}: logits of output {i} differ in their bits"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["torch", "cpp"])
+def cpu_ops(request: pytest.FixtureRequest) -> str:
+    try:
+        select_table(request.param, True, False)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def bench(
+    request: pytest.FixtureRequest, one_thread: None, cpu_ops: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> Bench:
+    path = tmp_path_factory.getbasetemp() / f"deterministic-{request.param}"
+    if not path.exists():
+        write_checkpoint(path, request.param, **MODELS[request.param])
+    ops = select_table(cpu_ops, True, False)
+    return Bench(load_model(path, ops=ops, dtype=dtype), ops)
+
+
+def tokens(seed: int, count: int) -> IntArray:
+    return np.random.default_rng(seed).integers(2, 256, count, dtype=np.int32)
+
+
+def join(*parts: IntArray | list[int]) -> IntArray:
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+TRUNK = tokens(1, 256)
+PROMPTS = [
+    join(TRUNK, tokens(2, 65)),
+    join(TRUNK, tokens(3, 1)),
+    join(TRUNK[:140], tokens(4, 110)),
+    TRUNK[:192],
+    TRUNK[:65],
+    tokens(5, 1),
+    tokens(6, 63),
+    TRUNK,
+]
+
+
+def test_hits(bench: Bench) -> None:
+    """One after the other: each prompt finds what those before it left."""
+    serving = bench.serve()
+    cached = []
+    for index, prompt in enumerate([*PROMPTS, *PROMPTS]):
+        cached.append(serving.ask(f"r{index}", prompt, 3).cache.num_cached_tokens)
+        bench.check(serving, f"r{index}")
+    assert cached[len(PROMPTS) :] == [320, 256, 192, 128, 64, 0, 0, 192]
+
+
+def test_next_turns(bench: Bench) -> None:
+    """A prompt that contains an answer: what the answer's decode steps made is not for others."""
+    serving, history = bench.serve(), tokens(7, 110)
+    for turn in range(3):
+        request = serving.ask(f"turn {turn}", history, 20)
+        bench.check(serving, f"turn {turn}")
+        history = join(history, request.output_token_ids, tokens(turn, 30))
+
+
+@pytest.mark.parametrize(("order", "look_ahead"), [("as listed", False), ("reversed", True), ("spread out", False)])
+def test_any_batch_in_any_order(bench: Bench, order: str, look_ahead: bool) -> None:
+    serving = bench.serve(look_ahead=look_ahead)
+    names = [f"r{index}" for index in range(len(PROMPTS))]
+    for index in range(len(PROMPTS))[:: -1 if order == "reversed" else 1]:
+        serving.add(names[index], PROMPTS[index], 2 + 2 * (index % 4))
+        for _ in range(index if order == "spread out" else 0):
+            serving.step()
+    serving.run()
+    for name in names:
+        bench.check(serving, name)
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_preemption(bench: Bench, look_ahead: bool) -> None:
+    """Requests that are pushed out while decoding and in prefill, and resume from what they left, or replay."""
+    serving = bench.serve(look_ahead=look_ahead)
+    prompts = [PROMPTS[1], tokens(8, 120), tokens(9, 50)]
+    for index, prompt in enumerate(prompts):
+        serving.add(f"r{index}", prompt, 24)
+    pushed = 0
+    for count in range(1, 400):
+        if not serving.step():
+            break
+        running = [entry for entry in serving.sched._running if entry.leaving is None]
+        if count % 7 == 0 and len(running) > 1:
+            serving.sched._preempt(running[count % len(running)])
+            pushed += 1
+        if count == 15:
+            serving.sched.reset_prefix_cache()  # what was left is gone: outputs are replayed
+    serving.run()
+    assert pushed >= 3 and sum(request.num_preemptions for request in serving.requests.values()) >= 3
+    for index in range(3):
+        bench.check(serving, f"r{index}")
+
+
+def test_tiny_arena(bench: Bench) -> None:
+    """So little room that requests wait for each other, and what is cached gives way."""
+    layout = bench.serve().layout
+    serving = bench.serve(num_pages=layout.num_pages_for(4 * 64, 3) + 1)
+    for index in range(6):
+        serving.add(f"r{index}", tokens(20 + index, 58 + 15 * index), 12)
+    serving.run()
+    stats = serving.sched.stats().cache
+    assert stats.blocks_evicted + sum(stats.checkpoints_evicted.values()) > 0
+    for index in range(6):
+        bench.check(serving, f"r{index}")
+
+
+def test_the_check_can_fail(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit that starts from the zero state instead of the checkpoint changes the logits."""
+    if not bench.model.state_specs:
+        pytest.skip("a model without states")
+    serving = bench.serve()
+    serving.ask("first", PROMPTS[0], 2)
+    read: Callable[[Any], int] = serving.sched.cache.read_slot
+    monkeypatch.setattr(serving.sched.cache, "read_slot", lambda lease: -1 if lease.read_from else read(lease))
+    serving.ask("second", PROMPTS[0], 2)
+    with pytest.raises(AssertionError):
+        bench.check(serving, "second")
+
+
+def test_bfloat16_states_are_refused(tmp_path: Path) -> None:
+    from forkpoint.config import EngineConfig
+
+    with pytest.raises(ConfigError, match="mamba-ssm-cache-dtype float32"):
+        EngineConfig.from_flat(model=str(tmp_path), deterministic=True, mamba_ssm_cache_dtype="bfloat16")

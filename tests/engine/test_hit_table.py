@@ -1,0 +1,66 @@
+"""The hit table on a real model: cached tokens are tokens that the model did not compute, states are not copied, and
+outputs are those of an engine without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forkpoint.bench.hit_table import ROWS, TABLE_SPEC, Row, ids, measure_row
+from forkpoint.bench.rig import LoadedModel, Rig, RigOptions
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.manager import CacheManager
+from forkpoint.config import CacheConfig
+from forkpoint.demo.model import make_demo_model
+
+TIGHT = [row for row in ROWS if row.tight_tokens]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield LoadedModel.load(make_demo_model(tmp_path_factory.mktemp("table"), TABLE_SPEC))
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_row(model: LoadedModel, row: Row) -> None:
+    result = measure_row(model, row)
+    assert result.cached >= row.asked
+    assert result.computed_as_reported, "a cached token entered the model"
+    assert result.slot_bytes_copied == 0
+    assert result.identical
+    print(f"{row.name}: {result.cached} cached, {result.held_bytes / result.cached:.1f} checkpoint bytes per token")
+
+
+@pytest.mark.parametrize("row", TIGHT, ids=[row.name for row in TIGHT])
+def test_row_in_a_full_arena(model: LoadedModel, row: Row) -> None:
+    assert measure_row(model, row, tight=True).holds
+
+
+def test_preempted_after_600_decoded_tokens(model: LoadedModel) -> None:
+    rig = Rig(model, RigOptions())
+    request = rig.add("long", ids(1, 5000), 700)
+    while len(request.output_token_ids) < 600:
+        rig.step()
+    rig.sched._preempt(rig.sched._entries["long"])
+    rig.run()
+    assert request.num_preemptions == 1 and request.resume_cache is not None
+    assert request.resume_cache.num_cached_tokens >= 5568
+    assert rig.core.num_model_tokens == 5000 + 699 + 5599 - request.resume_cache.num_cached_tokens
+    assert rig.core.slot_bytes_copied == 0
+    off = Rig(model, RigOptions(cache=CacheConfig(enable_prefix_caching=False)))
+    assert off.ask("alone", ids(1, 5000), 700).output_token_ids == request.output_token_ids
+
+
+def test_a_state_sensitive_model(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit that starts from the zero state is noticed by its outputs."""
+    monkeypatch.setattr(CacheManager, "read_slot", _forgetful)
+    assert not measure_row(model, ROWS[3]).identical
+
+
+def _forgetful(self: CacheManager, lease: Lease) -> int:
+    return -1 if lease.read_from is not None or not lease.state_tokens else lease.slot
