@@ -218,12 +218,17 @@ class CacheManager:
         )
         return max(fits, default=0)
 
+    def extend(self, lease: Lease, token_ids: TokenIds) -> None:
+        """The lease's history goes on with `token_ids`."""
+        if self.enabled:
+            lease.chain.extend(token_ids)
+
     def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> None:
         """At a block boundary while decoding: file the block that `token_ids` complete, make the running slot
         a checkpoint, and take a fresh one. Where no fresh slot is worth it the running slot stays."""
         if not self.enabled:
             return
-        lease.chain.extend(token_ids)
+        self.extend(lease, token_ids)
         self.publish(lease, lease.state_tokens, Provenance.DECODE)
         if lease.frozen or not self.layout.has_states or lease.read_from is not None:
             return

@@ -16,6 +16,8 @@ LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, one is planne
 class Planner(Protocol):
     """What the loop asks of `sched.scheduler.Scheduler`."""
 
+    def check(self, request: Request) -> None: ...
+
     def add(self, request: Request) -> None: ...
 
     def abort(self, request_id: str) -> bool: ...
@@ -49,6 +51,10 @@ class EngineCore:
         self._released = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
         self.slot_bytes_copied = 0
+
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLargeError for a request that can never run."""
+        self._scheduler.check(request)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLargeError, QueueFullError, InvalidPromptError, EngineStoppedError."""

@@ -23,7 +23,9 @@ class Engine:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
-        self.inputs.requests("", prompt, params, priority=0, number=0, arrival_s=0.0)
+        name = f"req-{self._num_requests}"
+        for request in self.inputs.requests(name, prompt, params, priority=0, number=0, arrival_s=0.0):
+            self.core.check(request)
 
     def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> str:
         """Queue one prompt with its `n` completions and return the request's id.

@@ -5,8 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from forkpoint.cache.lease import Lease
+from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.tree import Checkpoint, Node
+from forkpoint.outputs import CacheReport
+from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
 NO_ROW = -1
@@ -41,6 +46,24 @@ class Entry:
     leaving: Leaving | None = None
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # where this waiting request is known to resume
+
+    def tokens_beyond_chain(self, end: int) -> IntArray:
+        """The tokens up to position `end` that the lease's hash chain does not have yet (all are outputs)."""
+        request = self.request
+        first = self.lease.chain.num_tokens - request.num_prompt_tokens
+        return np.asarray(request.output_token_ids[max(first, 0) : max(end - request.num_prompt_tokens, 0)], np.int32)
+
+    def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
+        """Report a hit on the request; `gained`: tokens that a run under way did not have to compute."""
+        request = self.request
+        first_run = request.num_preemptions == 0
+        before = (request.cache if first_run else request.resume_cache) or CacheReport()
+        cached = hit.num_tokens if gained is None else before.num_cached_tokens + gained
+        report = CacheReport(self.num_known, cached, hit.kv_num_tokens, hit.miss)
+        if first_run:
+            request.cache = report
+        else:
+            request.resume_cache = report
 
 
 @dataclass(slots=True, eq=False)

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from forkpoint.cache.capture import CaptureContext, CapturePolicy, DefaultCapture
 from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
@@ -18,7 +16,6 @@ from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
-from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason
 from forkpoint.sched.builder import PlanBuilder, replay_token
 from forkpoint.sched.entry import NO_ROW, Entry, IssuedStep, Leaving
@@ -89,6 +86,16 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, the limit is max_queue_len={self.config.max_queue_len}; "
                 "try again later"
             )
+        self.check(request)
+        lease = self.cache.new_lease(
+            request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
+        )
+        entry = Entry(request, lease, (request.priority, next(self._arrivals)))
+        self._entries[request.id] = entry
+        self._waiting.add(entry)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request at its end."""
         total = request.num_prompt_tokens + request.max_tokens
         if not self.cache.can_ever_fit(total):
             need = self.layout.num_pages_for(total, 1) * self.layout.page_bytes
@@ -97,12 +104,6 @@ class Scheduler:
                 f"request {request.id}: {request.num_prompt_tokens} prompt + {request.max_tokens} output tokens need "
                 f"{need} bytes of cache and the arena has {have}; shorten it or raise kv_cache_memory_bytes"
             )
-        lease = self.cache.new_lease(
-            request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
-        )
-        entry = Entry(request, lease, (request.priority, next(self._arrivals)))
-        self._entries[request.id] = entry
-        self._waiting.add(entry)
 
     def abort(self, request_id: str) -> bool:
         """End a request at once, wherever it is; False if it is not known (or ended already)."""
@@ -184,16 +185,10 @@ class Scheduler:
             if not self._make_room(entry, builder, may_preempt_itself=True):
                 return
         if start % self.layout.block_size == 0:
-            self.cache.cross_boundary(entry.lease, self._tokens_since_chain(entry))
+            self.cache.cross_boundary(entry.lease, entry.tokens_beyond_chain(start))
             self._drop_duplicates(builder, entry)
         entry.planned_step = builder.step
         builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
-
-    def _tokens_since_chain(self, entry: Entry) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The tokens before the position to be computed that the lease's hash chain does not have yet."""
-        request, known = entry.request, entry.lease.chain.num_tokens
-        first, last = known - request.num_prompt_tokens, entry.num_computed - request.num_prompt_tokens
-        return np.asarray(request.output_token_ids[max(first, 0) : last], np.int32)
 
     def _drop_duplicates(self, builder: PlanBuilder, entry: Entry) -> None:
         if entry.lease.has_duplicates:
@@ -244,7 +239,7 @@ class Scheduler:
         if hit.num_tokens > start and self.cache.jump(lease, hit):
             entry.num_computed = hit.num_tokens
             builder.replace_prefix(entry)
-            self._report(entry, hit, gained=hit.num_tokens - start)
+            entry.record_hit(hit, gained=hit.num_tokens - start)
 
     def _make_room(self, entry: Entry, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
         """Preempt the last request in order that this step has not planned yet; False: `entry` must wait."""
@@ -321,22 +316,10 @@ class Scheduler:
         entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
         self.cache.count_query(request.num_tokens, hit)
-        self._report(entry, hit, gained=None)
+        entry.record_hit(hit)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(entry)
-
-    def _report(self, entry: Entry, hit: PrefixHit, gained: int | None) -> None:
-        """Record the hit on the request; `gained` tokens more of a run that is under way."""
-        request = entry.request
-        first_run = request.num_preemptions == 0
-        before = (request.cache if first_run else request.resume_cache) or CacheReport()
-        cached = hit.num_tokens if gained is None else before.num_cached_tokens + gained
-        report = CacheReport(entry.num_known, cached, hit.kv_num_tokens, hit.miss)
-        if first_run:
-            request.cache = report
-        else:
-            request.resume_cache = report
 
     # --- leaving
 
@@ -370,12 +353,12 @@ class Scheduler:
         why = self._running.vacate(entry)
         request, lease = entry.request, entry.lease
         if lease.state_tokens <= request.num_tokens:
-            self._extend_chain(entry, lease.state_tokens)
+            self.cache.extend(lease, entry.tokens_beyond_chain(lease.state_tokens))
         self.cache.release(lease, donate=lease.state_tokens <= request.num_tokens)
         if why is Leaving.FINISHED:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
-        self._extend_chain(entry, request.num_tokens)
+        self.cache.extend(lease, entry.tokens_beyond_chain(request.num_tokens))
         request.status = RequestStatus.WAITING
         entry.num_computed = 0
         entry.junctions = frozenset()
@@ -383,12 +366,6 @@ class Scheduler:
         entry.expected = hit.checkpoint
         self.cache.expect(entry.expected, 1)
         self._waiting.add(entry)
-
-    def _extend_chain(self, entry: Entry, num_tokens: int) -> None:
-        chain, request = entry.lease.chain, entry.request
-        first, last = chain.num_tokens - request.num_prompt_tokens, num_tokens - request.num_prompt_tokens
-        if self.cache.enabled and first < last:
-            chain.extend(np.asarray(request.output_token_ids[first:last], np.int32))
 
     # --- results
 
