@@ -1,0 +1,166 @@
+"""The same request alone, cold, in a fresh engine with the cache off: what every other run has to agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forkpoint.config import CacheConfig
+from forkpoint.outputs import CompletionOutput, Logprob, RequestOutput
+from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.sched.request import Request
+from tests.engine.real import ModelBank, Options, RealEngine, resample, start
+
+TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
+
+
+class Mismatch(AssertionError):
+    """A run disagrees with the oracle."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request's output, its sequences, and the logits behind each output token of each sequence."""
+
+    output: RequestOutput
+    requests: tuple[Request, ...]
+    logits: tuple[tuple[Tensor, ...], ...]
+
+
+def answer(run: RealEngine, request_id: str) -> Answer:
+    """What a finished or aborted request got."""
+    requests, output = tuple(run.requests[request_id]), run.outputs[request_id]
+    logits = [
+        tuple(run.probe.logits[request.id, i] for i in range(len(completion.token_ids)))
+        for request, completion in zip(requests, output.outputs, strict=True)
+    ]
+    return Answer(output, requests, tuple(logits))
+
+
+class Oracle:
+    """Answers are kept, so that duplicates cost nothing."""
+
+    def __init__(self, bank: ModelBank) -> None:
+        self._bank = bank
+        self._known: dict[object, Answer] = {}
+
+    def solve(self, options: Options, asked: Answer) -> Answer:
+        """The same prompt, parameters and seed, alone."""
+        no_cache = CacheConfig(enable_prefix_caching=False)
+        alone = Options(options.model, options.cpu_ops, options.deterministic, cache=no_cache)
+        first = asked.requests[0]
+        params = replace(first.params, seed=first.seed)
+        prompt = tuple(first.prompt_token_ids.tolist())
+        key = (alone.model, alone.cpu_ops, alone.deterministic, prompt, repr(params))
+        if key not in self._known:
+            run = start(self._bank, alone)
+            run.scrub = False
+            self._known[key] = answer(run, run.ask(list(prompt), params))
+        return self._known[key]
+
+
+def compare(got: Answer, want: Answer, exact: bool) -> int:
+    """Raise Mismatch unless the two agree: bit for bit if `exact`, else to TOLERANCE.
+
+    An aborted request agrees as far as it came. Returns in how many sequences a token differs although the
+    logits agree: then each run's own logits must lead a fresh sampler to that run's token, so that only a tie
+    within rounding explains it. What follows such a token cannot be compared.
+    """
+    flips = sum(_compare_sequence(got, want, i, exact) for i in range(len(want.requests)))
+    if got.output.outputs[0].finish_reason is not FinishReason.ABORT:
+        _compare_prompt_logprobs(got.output, want.output, exact)
+    return flips
+
+
+def _compare_sequence(got: Answer, want: Answer, index: int, exact: bool) -> bool:
+    mine, oracle = got.output.outputs[index], want.output.outputs[index]
+    name = f"{got.requests[index].id} ({got.requests[index].num_prompt_tokens} tokens)"
+    for i, (logits, expected) in enumerate(zip(got.logits[index], want.logits[index], strict=False)):
+        _check(
+            _agree(logits, expected, exact), f"{name}: logits of output {i} are off by {_distance(logits, expected)}"
+        )
+        if mine.token_ids[i] != oracle.token_ids[i]:
+            _check(not exact, f"{name}: output {i} differs though the logits are the same bits")
+            for run, completion, own in ((got, mine, logits), (want, oracle, expected)):
+                token = resample(own, run.requests[index], list(completion.token_ids[:i]))
+                _check(token == completion.token_ids[i], f"{name}: output {i} is not what its logits give")
+            return True
+    aborted = mine.finish_reason is FinishReason.ABORT
+    expected_ids = oracle.token_ids[: len(mine.token_ids)] if aborted else oracle.token_ids
+    _check(mine.token_ids == expected_ids, f"{name}: {len(mine.token_ids)} outputs, expected {len(expected_ids)}")
+    _compare_logprobs(mine, want, index, exact, name)
+    if aborted:
+        return False
+    for what in ("text", "finish_reason", "stop_reason", "error"):
+        _check(
+            getattr(mine, what) == getattr(oracle, what),
+            f"{name}: {what} is {getattr(mine, what)!r}, expected {getattr(oracle, what)!r}",
+        )
+    return False
+
+
+def _compare_logprobs(mine: CompletionOutput, want: Answer, index: int, exact: bool, name: str) -> None:
+    oracle = want.output.outputs[index]
+    _check((mine.logprobs is None) == (oracle.logprobs is None), f"{name}: logprobs are there or missing")
+    for i, (entries, expected) in enumerate(zip(mine.logprobs or (), oracle.logprobs or (), strict=False)):
+        _compare_entries(entries, expected, exact, f"{name}: logprobs of output {i}")
+    _check(mine.logprobs is None or len(mine.logprobs) == len(mine.token_ids), f"{name}: logprobs are missing")
+
+
+def _compare_prompt_logprobs(got: RequestOutput, want: RequestOutput, exact: bool) -> None:
+    name = f"{got.request_id}: prompt logprobs"
+    _check((got.prompt_logprobs is None) == (want.prompt_logprobs is None), f"{name} are there or missing")
+    for i, (mine, oracle) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=True)):
+        _check((mine is None) == (oracle is None), f"{name} of token {i} are there or missing")
+        if mine is not None and oracle is not None:
+            _compare_entries(mine, oracle, exact, f"{name} of token {i}")
+
+
+def _compare_entries(mine: Mapping[int, Logprob], want: Mapping[int, Logprob], exact: bool, name: str) -> None:
+    """The chosen token, then the likeliest; where two are equally likely to rounding, either may be named."""
+    if exact:
+        _check(mine == want, f"{name}: {mine}, expected {want}")
+        return
+    _check(next(iter(mine)) == next(iter(want)), f"{name} speak of another token")
+    _check(_close([e.logprob for e in mine.values()], [e.logprob for e in want.values()]), f"{name}: {mine}, {want}")
+    for token in mine.keys() & want.keys():
+        _check(_close([mine[token].logprob], [want[token].logprob]), f"{name}: {mine[token]}, {want[token]}")
+        _check(mine[token].decoded_token == want[token].decoded_token, f"{name}: {mine[token]}, {want[token]}")
+
+
+def _close(mine: Sequence[float], want: Sequence[float]) -> bool:
+    return len(mine) == len(want) and all(abs(a - b) <= 2 * TOLERANCE for a, b in zip(mine, want, strict=True))
+
+
+def _agree(mine: Tensor, want: Tensor, exact: bool) -> bool:
+    return torch.equal(mine, want) if exact else bool(((mine - want).abs() <= TOLERANCE).all())
+
+
+def _distance(mine: Tensor, want: Tensor) -> float:
+    return float((mine - want).abs().max())
+
+
+def _check(ok: bool, text: str) -> None:
+    if not ok:
+        raise Mismatch(text)
+
+
+def check_tokens_entered(run: RealEngine, request_id: str) -> None:
+    """Tokens that entered the model = prompt - cached + outputs - 1, preempted sequences apart."""
+    for request, completion in zip(run.requests[request_id], run.outputs[request_id].outputs, strict=True):
+        reason = completion.finish_reason
+        if request.num_preemptions or reason is FinishReason.ABORT or reason is FinishReason.ERROR:
+            continue
+        computed = run.probe.entered[request.id] - (len(completion.token_ids) - 1)
+        expected = request.num_prompt_tokens - request.cache.num_cached_tokens
+        ahead = run.options.async_scheduling and reason is FinishReason.STOP  # a step planned before the stop was seen
+        assert computed in ({expected, expected + 1} if ahead else {expected}), (
+            f"{request.id}: {computed} prompt tokens entered the model, expected {expected}"
+        )
+
+
+def params_of(**changes: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""Engines on tiny real models that tests can look into: sampled logits, tokens entered, memory that nobody wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.cache.integrity import check_integrity
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.engine.core import EngineCore
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.inputs import InputProcessor, sequence_id
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import select_table
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.batch import RowSampling
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.sampler import Sampled, Sampler
+from forkpoint.sched.plan import IntArray, PendingStep, StepPlan
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduler import Scheduler
+from tests.checkpoints import write_checkpoint
+from tests.engine.tokenizers import byte_level
+
+MAX_MODEL_LEN = 2048
+MIX = ["linear_attention", "full_attention", "linear_attention"]
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 3,
+}
+# Name -> (family of tests.checkpoints, fields of its config). Pages hold several blocks, several slots, or one of each.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**SMALL, "head_dim": 16, "layer_types": MIX}),
+    "qwen3_next_moe": ("qwen3_next_moe", {**SMALL, "head_dim": 32, "layer_types": MIX}),
+    "olmo_hybrid": ("olmo_hybrid", {**SMALL, "layer_types": [*MIX[:2], *MIX[:2]], "num_hidden_layers": 4}),
+    "qwen3": ("qwen3", {**SMALL, "head_dim": 16}),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """One engine. `num_pages` 0: ample room."""
+
+    model: str = "qwen3_next"
+    cpu_ops: Literal["torch", "cpp"] = "torch"
+    deterministic: bool = False
+    force_state_copy: bool = False
+    async_scheduling: bool = False
+    budget: int = 2048
+    max_num_seqs: int = 8
+    num_pages: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    max_queue_len: int = 4096
+
+
+class ModelBank:
+    """Checkpoints written once, models loaded once for each operator table."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[tuple[str, str, bool], Model] = {}
+        self.tokenizer: Tokenizer = byte_level()
+        self.vocab_size = int(self.tokenizer.backend.get_vocab_size())
+
+    def folder(self, name: str) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            family, config = MODELS[name]
+            write_checkpoint(path, family, vocab_size=self.vocab_size, **config)
+        return path
+
+    def model(self, options: Options) -> Model:
+        key = (options.model, options.cpu_ops, options.deterministic)
+        if key not in self._models:
+            table = select_table(options.cpu_ops, options.deterministic, False)
+            self._models[key] = load_model(self.folder(options.model), ops=table)
+        return self._models[key]
+
+
+@dataclass
+class Probe:
+    """A ModelRunner that notes what goes in and out.
+
+    `logits[id, i]` are those from which output `i` of sequence `id` was sampled; `entered` counts the tokens of
+    each sequence that the model computed. `before_step` and `after_step` are hooks for faults.
+    """
+
+    inner: ModelRunner
+    logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    entered: Counter[str] = field(default_factory=Counter)
+    replaced: int = 0
+    moved_bytes: int = 0
+    rows: dict[int, str] = field(default_factory=dict)
+    before_step: Callable[[StepPlan], None] = lambda plan: None
+    after_step: Callable[[StepPlan], None] = lambda plan: None
+    plan: StepPlan | None = None
+
+    def __post_init__(self) -> None:
+        self.inner._sampler = NotingSampler(self)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        self.plan = plan
+        for added in plan.added:
+            self.rows[added.row] = added.request_id
+        for chunk in plan.chunks:
+            self.entered[self.rows[chunk.row]] += chunk.end - chunk.start
+        for row in plan.decodes.rows.tolist():
+            self.entered[self.rows[row]] += 1
+        self.replaced += len(plan.replaced)
+        self.before_step(plan)
+        pending = self.inner.submit(plan)
+        self.after_step(plan)
+        return pending
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class NotingSampler(Sampler):
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def sample(self, logits: Tensor, rows: Any, positions: IntArray) -> Sampled:
+        assert self._probe.plan is not None
+        for i, row in enumerate(self._probe.plan.sampled_rows.tolist()):
+            self._probe.logits[self._probe.rows[row], int(positions[i])] = logits[i].float().clone()
+        return super().sample(logits, rows, positions)
+
+
+@dataclass
+class RealEngine:
+    """An Engine with its parts at hand. Every step is followed by all checks of the cache."""
+
+    engine: Engine
+    core: EngineCore
+    sched: Scheduler
+    probe: Probe
+    layout: CacheLayout
+    options: Options
+    scrub: bool = True  # memory that is given back is filled with NaN at once
+    requests: dict[str, list[Request]] = field(default_factory=dict)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> str:
+        request_id = self.engine.add_request(self.engine.inputs.prompt(prompt), params, priority=priority)
+        names = [sequence_id(request_id, index) for index in range(params.n)]
+        self.requests[request_id] = [self.sched._entries[name].request for name in names]
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        output = self.engine.abort(request_id)
+        if output is not None:
+            self.outputs[request_id] = output
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.outputs[output.request_id] = output
+        check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+        if self.scrub:
+            self._scrub()
+
+    def run(self) -> None:
+        while self.engine.has_unfinished():
+            self.step()
+
+    def ask(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> str:
+        request_id = self.add(prompt, params, priority)
+        self.run()
+        return request_id
+
+    def _scrub(self) -> None:
+        arena, data, layout = self.sched.cache.arena, self.probe.inner.arena.data, self.layout
+        if arena._moves:
+            return  # their contents are still to be moved
+        for page in arena._free_pages:
+            data[page * layout.page_bytes : (page + 1) * layout.page_bytes].fill_(0xFF)
+        for pool, stride in ((arena.blocks, layout.block_stride_bytes), (arena.slots, layout.slot_stride_bytes)):
+            for unit in [u for units in pool.free_units().values() for u in units] if pool else []:
+                data[unit * stride : (unit + 1) * stride].fill_(0xFF)
+
+    def check_nothing_leaked(self) -> None:
+        self.core.drain()
+        stats = self.sched.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.cache.num_slots_used == stats.cache.num_checkpoints, "a slot leaked"
+        if self.layout.has_kv:
+            assert stats.cache.num_blocks_used == stats.cache.num_cached_blocks, "a block leaked"
+        self.engine.core.reset_prefix_cache()
+        left = self.sched.stats().cache
+        assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
+
+
+def start(bank: ModelBank, options: Options) -> RealEngine:
+    """A fresh engine; its whole arena holds NaN."""
+    model = bank.model(options)
+    layout = CacheLayout.create(model.kv_specs, model.state_specs)
+    num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
+    ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
+    runner = ModelRunner(
+        model,
+        ops,
+        layout,
+        num_pages,
+        max_num_rows=options.max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        force_state_copy=options.force_state_copy,
+    )
+    runner.arena.data.fill_(0xFF)  # NaN in every dtype
+    config = SchedulerConfig(
+        max_num_batched_tokens=options.budget,
+        max_num_seqs=options.max_num_seqs,
+        max_queue_len=options.max_queue_len,
+    )
+    sched = Scheduler(
+        layout,
+        num_pages,
+        options.cache,
+        config,
+        max_model_len=MAX_MODEL_LEN,
+        deterministic=options.deterministic,
+    )
+    probe = Probe(runner)
+    core = EngineCore(sched, probe, async_scheduling=options.async_scheduling)
+    eos = frozenset({bank.tokenizer.eos_token_id or 0})
+    inputs = InputProcessor(bank.tokenizer, bank.vocab_size, MAX_MODEL_LEN, eos, seed=0)
+    return RealEngine(Engine(core, inputs), core, sched, probe, layout, options)
+
+
+def resample(logits: Tensor, request: Request, outputs: list[int]) -> int:
+    """What a sampler that starts afresh takes from `logits[V]` after `outputs`."""
+    from forkpoint.sched.plan import AddedRow
+
+    known = np.concatenate([request.prompt_token_ids, np.asarray(outputs, np.int32)])
+    stops = tuple(sorted(request.stop_token_ids))
+    added = AddedRow(
+        0, request.id, known, request.num_prompt_tokens, request.params, request.seed, stops, np.empty(0, np.int32)
+    )
+    row = RowSampling.create(added, logits.shape[-1], torch.device("cpu"))
+    return int(Sampler().sample(logits[None], [row], np.asarray([len(outputs)], np.int32)).token_ids[0])

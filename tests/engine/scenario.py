@@ -1,0 +1,281 @@
+"""Random runs: engines, prompts that share histories, parameters, and what happens while they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from forkpoint.config import CacheConfig
+from forkpoint.errors import RequestTooLargeError
+from forkpoint.ops.cpu.build import load_operators
+from forkpoint.params import FinishReason, SamplingParams
+from tests.engine.compare import Oracle, answer, check_tokens_entered, compare
+from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
+
+LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
+MOST_OUTPUTS = (160, 60, 60)
+NEXT_TURN = 40  # tokens by which a next turn may be longer than any first one
+FIRST_PLAIN_ID = 4  # ids below are special tokens
+STOPS = ("e", "th", "an", " the", "o", "do", "s")
+
+
+@dataclass
+class Tally:
+    """What the runs did, so that none of it can silently stop being drawn."""
+
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def note(self, **counts: int | bool) -> None:
+        for name, count in counts.items():
+            self.seen[name] += int(count)
+
+
+class Draw:
+    """Random choices of one example."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng([20, seed])
+        self.seed = seed
+        self.longest, self.most_outputs = self.pick(*zip(LONGEST_PROMPTS, MOST_OUTPUTS, strict=True))
+
+    def chance(self, p: float) -> bool:
+        return bool(self.rng.random() < p)
+
+    def pick(self, *values: Any) -> Any:
+        return values[int(self.rng.integers(len(values)))]
+
+    def between(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high + 1))
+
+    def ids(self, count: int, vocab: int) -> list[int]:
+        return [int(i) for i in self.rng.integers(FIRST_PLAIN_ID, vocab, count)]
+
+    def length(self) -> int:
+        kind = self.pick("edge", "edge", "short", "any")
+        if kind == "edge":
+            return max(1, 64 * self.between(0, self.longest // 64) + self.pick(-1, 0, 1, 63))
+        return self.between(1, 80 if kind == "short" else self.longest)
+
+    def options(self) -> Options:
+        """Models and operators take turns; the rest is free."""
+        cpp = load_operators().module is not None
+        cache = CacheConfig(
+            enable_prefix_caching=not self.chance(0.08),
+            mamba_cache_mode="none" if self.chance(0.08) else "align",
+            eviction_policy=self.pick("cost", "lru"),
+            checkpoint_interval=self.pick(0, 64, 128, 512),
+            num_ghosts=self.pick(0, 3, 1000),
+        )
+        return Options(
+            model=list(MODELS)[self.seed % len(MODELS)],
+            cpu_ops="cpp" if cpp and self.seed // len(MODELS) % 2 else "torch",
+            deterministic=self.chance(0.4),
+            force_state_copy=self.chance(0.25),
+            async_scheduling=self.chance(0.4),
+            budget=self.pick(128, 192, 320, 500, 2048),
+            max_num_seqs=self.pick(3, 5, 8),
+            cache=cache,
+        )
+
+    def params(self, prompt_len: int, vocab: int) -> SamplingParams:
+        rng = self.rng
+        max_tokens = self.between(1, 16) if self.chance(0.6) else self.between(40, self.most_outputs)
+        chosen: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "n": self.pick(1, 1, 1, 2, 3),
+            "temperature": self.pick(0.0, 0.0, 0.7, 1.0, 1.4),
+            "seed": self.pick(None, self.between(0, 5), 2**63 - 1),
+            "ignore_eos": self.chance(0.5),
+            "logprobs": self.pick(None, None, 0, 3, 20),
+            "prompt_logprobs": self.pick(*[None] * 6, 0, 2),
+            "cache_salt": self.pick("", "", "", "b"),
+        }
+        if self.chance(0.4):
+            chosen |= {
+                "top_p": self.pick(1.0, 0.9, 0.5),
+                "top_k": self.pick(0, -1, 1, 7),
+                "min_p": self.pick(0.0, 0.02),
+            }
+        if self.chance(0.3):
+            chosen |= {
+                "presence_penalty": float(rng.uniform(-1, 1)),
+                "frequency_penalty": float(rng.uniform(-1, 1)),
+                "repetition_penalty": float(rng.uniform(0.8, 1.5)),
+            }
+        if self.chance(0.2):
+            ids = [1, *self.ids(3, vocab)]
+            chosen["logit_bias"] = {token: float(rng.uniform(-3, 3)) for token in ids}
+        if self.chance(0.3):
+            chosen["stop_token_ids"] = self.ids(self.pick(3, 30), vocab)
+        if self.chance(0.3):
+            chosen |= {"stop": [self.pick(*STOPS), self.pick(*STOPS)], "include_stop_str_in_output": self.chance(0.5)}
+        if self.chance(0.3):
+            chosen["min_tokens"] = self.between(0, max_tokens)
+        if self.chance(0.3):
+            chosen["cache_breakpoints"] = [self.between(0, prompt_len) for _ in range(2)]
+        return SamplingParams(**chosen)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+
+
+class Example:
+    """One engine, its requests, and everything that is checked about them."""
+
+    def __init__(self, bank: ModelBank, oracle: Oracle, seed: int, tally: Tally | None = None) -> None:
+        self.draw = Draw(seed)
+        self.bank, self.oracle, self.tally = bank, oracle, tally or Tally()
+        options = self.draw.options()
+        self.tight = self.draw.chance(0.75)
+        self.trunk = self.draw.ids(self.draw.longest, bank.vocab_size)
+        self.run = start(bank, self._with_room(options))
+        self.run.scrub = self.draw.chance(0.7)
+        self.ended_early: set[str] = set()
+        self.jumps = 0
+        self._count_jumps()
+
+    def _with_room(self, options: Options) -> Options:
+        """Tight: an arena that holds the longest request and little else."""
+        if not self.tight:
+            return options
+        layout = start(self.bank, options).layout
+        tokens = self.draw.longest + NEXT_TURN + self.draw.most_outputs + self.draw.pick(0, 0, 100)
+        pages = layout.num_pages_for(tokens, self.draw.pick(1, 1, 2, 4)) + 1
+        return replace(options, num_pages=pages)
+
+    def _count_jumps(self) -> None:
+        jump = self.run.sched.cache.jump
+
+        def counted(lease: Any, hit: Any) -> bool:
+            done = jump(lease, hit)
+            self.jumps += done
+            return done
+
+        self.run.sched.cache.jump = counted  # type: ignore[method-assign]
+
+    def arrivals(self) -> list[Arrival]:
+        """One prompt, or a group that shares most of one."""
+        draw, vocab = self.draw, self.bank.vocab_size
+        if draw.chance(0.15):
+            return self._burst()
+        prompt, salt = self._prompt()
+        params = replace(draw.params(len(prompt), vocab), cache_salt=salt)
+        priority = draw.pick(0, 0, 1, 2)
+        kind = draw.pick("one", "one", "copies", "siblings")
+        group = [Arrival(prompt, params, priority)]
+        for _ in range(0 if kind == "one" else draw.between(1, 3)):
+            other = prompt if kind == "copies" else (prompt + draw.ids(draw.between(1, 150), vocab))[: draw.longest]
+            group.append(Arrival(other, draw.params(len(other), vocab), priority))
+        return group
+
+    def _burst(self) -> list[Arrival]:
+        """Copies short enough that none waits for another: the later ones catch up in the middle of their prefill."""
+        prompt = self.draw.ids(self.draw.between(129, 250), self.bank.vocab_size)[: self.draw.longest]
+        params = SamplingParams(n=4, max_tokens=self.draw.between(1, 16), temperature=0.9, seed=self.draw.seed)
+        return [Arrival(prompt, params, priority=0)]
+
+    def _prompt(self) -> tuple[list[int], str]:
+        """A prompt and its salt: off the trunk, or off what an earlier request has so far, be it the next turn or a
+        fork in the middle."""
+        draw = self.draw
+        own = draw.ids(draw.length(), self.bank.vocab_size)
+        if not self.run.requests or draw.chance(0.35):
+            shared = draw.pick(0, draw.between(0, draw.longest), 64 * draw.between(1, 9))
+            return (self.trunk[:shared] + own)[: draw.longest], draw.pick("", "", "", "b")
+        request = draw.pick(*draw.pick(*self.run.requests.values()))
+        history = request.all_token_ids().tolist()
+        if draw.chance(0.5):
+            cut = draw.between(0, len(history))
+            history = history[: max(0, cut if draw.chance(0.5) else cut // 64 * 64 + draw.pick(-1, 0, 1))]
+        room = draw.longest + NEXT_TURN
+        return (history[: room - 20] + own)[:room], request.params.cache_salt
+
+    def play(self, groups: int) -> None:
+        """Requests arrive, some are aborted, until all are done; then everything is checked."""
+        draw, run = self.draw, self.run
+        while groups or run.engine.has_unfinished():
+            if groups and (not run.engine.has_unfinished() or draw.chance(0.3)):
+                groups -= 1
+                for arrival in self.arrivals():
+                    self._add(arrival)
+            if draw.chance(0.004):
+                run.engine.core.reset_prefix_cache()
+            if draw.chance(0.006):
+                self._abort_one()
+            run.step()
+        flips = self.check()
+        self._count(flips)
+
+    def _add(self, arrival: Arrival) -> None:
+        run = self.run
+        total = len(arrival.prompt) + arrival.params.max_tokens  # type: ignore[operator]
+        try:
+            run.add(arrival.prompt, arrival.params, arrival.priority)
+        except RequestTooLargeError:
+            assert not run.sched.cache.can_ever_fit(total)
+            self.tally.note(refused=1)
+
+    def _abort_one(self) -> None:
+        open_ids = [name for name in self.run.requests if name not in self.run.outputs]
+        open_ids += [name for name, output in self.run.outputs.items() if not output.finished]
+        if open_ids:
+            name = self.draw.pick(*open_ids)
+            self.run.abort(name)
+            self.ended_early.add(name)
+            self.tally.note(aborted=1, aborted_midway=any(c.token_ids for c in self.run.outputs[name].outputs))
+
+    def check(self) -> int:
+        """Compare every request with the oracle. Returns how many tokens differ by a tie."""
+        run, options = self.run, self.run.options
+        flips = 0
+        for name in run.requests:
+            mine = answer(run, name)
+            assert mine.output.finished, f"{name} never finished"
+            flips += compare(mine, self.oracle.solve(options, mine), options.deterministic)
+            check_tokens_entered(run, name)
+        assert options.force_state_copy or run.core.slot_bytes_copied == 0
+        run.check_nothing_leaked()
+        return flips
+
+    def _count(self, flips: int) -> None:
+        run, options, tally = self.run, self.run.options, self.tally
+        stats = run.sched.stats()
+        requests = [request for group in run.requests.values() for request in group]
+        resumed = [request.resume_cache for request in requests if request.resume_cache is not None]
+        outputs = [completion for output in run.outputs.values() for completion in output.outputs]
+        caching = options.cache.enable_prefix_caching
+        hits = sum(request.cache.num_cached_tokens for request in requests)
+        if not run.sched.cache.enabled:
+            assert hits == 0
+        tally.note(
+            examples=1,
+            tokens=sum(len(c.token_ids) for c in outputs),
+            flips=flips,
+            hits=hits > 0,
+            moves=stats.cache.moves,
+            preemptions=stats.num_preemptions,
+            resumed_from_cache=sum(report.num_cached_tokens > 0 for report in resumed),
+            evictions=stats.cache.blocks_evicted + sum(stats.cache.checkpoints_evicted.values()),
+            jumps=self.jumps,
+            replaced_tables=run.probe.replaced,
+            copied=run.core.slot_bytes_copied > 0,
+            no_caching=not caching,
+            stop_strings=sum(isinstance(c.stop_reason, str) for c in outputs),
+            stop_ids=sum(isinstance(c.stop_reason, int) for c in outputs),
+            eos=sum(c.finish_reason is FinishReason.STOP and c.stop_reason is None for c in outputs),
+            prompt_logprobs=sum(o.prompt_logprobs is not None for o in run.outputs.values()),
+            deterministic=options.deterministic,
+            look_ahead=options.async_scheduling,
+            cpp=options.cpu_ops == "cpp",
+            scrubbed=run.scrub,
+            no_checkpoints=options.cache.mamba_cache_mode == "none",
+            **{f"kept_{origin}": count for origin, count in stats.cache.checkpoints_saved.items()},
+            **{f"hit_{origin}": count for origin, count in stats.cache.checkpoint_hits.items()},
+        )

@@ -1,0 +1,233 @@
+"""Bad input and broken models get an error with a name; requests beside them answer as if alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import (
+    CheckpointError,
+    ConfigError,
+    ForkpointError,
+    InvalidParamsError,
+    InvalidPromptError,
+    QueueFullError,
+    RequestTooLargeError,
+)
+from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.sched.plan import StepPlan
+from tests.checkpoints import write_checkpoint
+from tests.engine.compare import Oracle, answer, compare, params_of
+from tests.engine.real import MAX_MODEL_LEN, MODELS, ModelBank, Options, RealEngine, start
+
+LOOK_AHEAD = pytest.mark.parametrize("look_ahead", [False, True], ids=["sync", "async"])
+EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
+BAD_TOKEN = 390
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
+    return ModelBank(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def oracle(bank: ModelBank) -> Iterator[Oracle]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Oracle(bank)
+    torch.set_num_threads(threads)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, BAD_TOKEN, (count,), generator=generator).tolist()
+
+
+def check_good(run: RealEngine, oracle: Oracle, names: list[str]) -> None:
+    for name in names:
+        mine = answer(run, name)
+        assert mine.output.finished
+        compare(mine, oracle.solve(run.options, mine), exact=False)
+    run.check_nothing_leaked()
+
+
+def bad_additions(run: RealEngine) -> list[tuple[type[ForkpointError], Callable[[], object]]]:
+    def asked(prompt: list[int], **changes: object) -> Callable[[], object]:
+        return lambda: run.add(prompt, params_of(**changes))
+
+    return [
+        (InvalidPromptError, asked([])),
+        (InvalidPromptError, asked(ids(0, MAX_MODEL_LEN))),
+        (InvalidPromptError, asked([5, 100_000])),
+        (InvalidPromptError, asked([5, -1])),
+        (InvalidParamsError, asked([5], temperature=-1.0)),
+        (InvalidParamsError, asked([5], temperature=float("nan"))),
+        (InvalidParamsError, asked([5], top_p=0.0)),
+        (InvalidParamsError, asked([5], n=0)),
+        (InvalidParamsError, asked([5], stop_token_ids=[100_000])),
+        (InvalidParamsError, asked([5], logit_bias={100_000: 1.0})),
+        (InvalidParamsError, asked([5], cache_breakpoints=[7])),
+        (InvalidParamsError, asked(ids(0, MAX_MODEL_LEN - 5), min_tokens=8)),
+        (RequestTooLargeError, asked(ids(0, 1500))),
+        (QueueFullError, asked([5], n=5)),
+    ]
+
+
+@LOOK_AHEAD
+def test_refused_requests_leave_no_trace(bank: ModelBank, oracle: Oracle, look_ahead: bool) -> None:
+    run = start(bank, Options(async_scheduling=look_ahead, num_pages=10, max_num_seqs=2, max_queue_len=4))
+    good = [run.add(ids(1, 200), params_of(max_tokens=30))]
+    run.step()
+    good.append(run.add(ids(1, 150) + ids(2, 80), params_of(max_tokens=30)))
+    for error, add in bad_additions(run):
+        with pytest.raises(error, match=r"empty|\d"):
+            add()
+        run.step()
+    run.run()
+    check_good(run, oracle, good)
+
+
+def test_no_room_for_any_request(bank: ModelBank) -> None:
+    with pytest.raises(ConfigError, match=r"needs \d+ bytes"):
+        LLM(str(bank.folder("qwen3_next")), skip_tokenizer_init=True, kv_cache_memory_bytes=5000, log_level="error")
+
+
+@EVERY_MODEL
+@LOOK_AHEAD
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_non_finite_values_of_one_request(
+    bank: ModelBank, oracle: Oracle, model: str, look_ahead: bool, when: str
+) -> None:
+    """NaN in one request's keys, values, states and logits reaches nobody else, then or later."""
+    run = start(bank, Options(model, async_scheduling=look_ahead, budget=192))
+    embedding = run.probe.inner._model._embedding
+    kept = embedding[BAD_TOKEN].clone()
+    shared, never = ids(3, 140), params_of(max_tokens=20, logit_bias={BAD_TOKEN: -100.0})
+    try:
+        embedding[BAD_TOKEN] = torch.nan
+        good = [run.add(shared + ids(4, 60), never)]
+        if when == "prefill":
+            bad = run.add([*shared, BAD_TOKEN, *ids(5, 100)], params_of())
+        else:
+            bad = run.add(shared, params_of(logit_bias={BAD_TOKEN: 100.0}))
+        good.append(run.add(shared[:100], never))
+        run.run()
+        (completion,) = run.outputs[bad].outputs
+        assert completion.finish_reason is FinishReason.ERROR
+        assert completion.error is not None and "non-finite" in completion.error
+        good.append(run.ask(shared + ids(6, 30), never))
+    finally:
+        embedding[BAD_TOKEN] = kept
+    check_good(run, oracle, good)
+
+
+@EVERY_MODEL
+@LOOK_AHEAD
+def test_a_step_that_raises(bank: ModelBank, oracle: Oracle, model: str, look_ahead: bool) -> None:
+    """Its requests end with the error; those that wait, and those that come later, do not meet its leavings."""
+    run = start(bank, Options(model, async_scheduling=look_ahead, budget=192, max_num_seqs=2))
+    inner = run.probe.inner
+    forward = inner._model.forward
+    prompts = [ids(7, 300), ids(7, 300), ids(7, 200) + ids(8, 50)]
+    names = [run.add(prompt, params_of(max_tokens=20)) for prompt in prompts]
+
+    def fail_once(plan: StepPlan) -> None:
+        if plan.step == 1:
+
+            def broken(*_: object) -> torch.Tensor:
+                inner._model.__dict__.pop("forward")
+                forward(*_)  # type: ignore[arg-type]
+                raise RuntimeError("the device caught fire")
+
+            inner._model.__dict__["forward"] = broken
+
+    run.probe.before_step = fail_once
+    try:
+        run.run()
+    finally:
+        inner._model.__dict__.pop("forward", None)
+    outputs = {name: run.outputs[name].outputs[0] for name in names}
+    failed = [name for name in names if outputs[name].finish_reason is FinishReason.ERROR]
+    assert failed and len(failed) < len(names)
+    assert all("step 1 failed: RuntimeError: the device caught fire" in (outputs[name].error or "") for name in failed)
+    again = [run.ask(prompt, params_of(max_tokens=20)) for prompt in prompts]
+    check_good(run, oracle, [name for name in names if name not in failed] + again)
+
+
+def test_n_sequences_do_not_half_enter_a_full_queue(bank: ModelBank, oracle: Oracle) -> None:
+    run = start(bank, Options(max_queue_len=3, max_num_seqs=1))
+    good = [run.add(ids(9, 70), params_of(n=2))]
+    with pytest.raises(QueueFullError, match="max_queue_len=3"):
+        run.add(ids(9, 70), params_of(n=2))
+    assert run.sched.num_waiting == 2
+    good.append(run.add(ids(9, 90), params_of()))
+    run.run()
+    check_good(run, oracle, good)
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ["Qwen3NextForCausalLM"')
+
+
+def empty_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def wrong_heads(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "linear_num_key_heads": 3}))
+
+
+def lose_a_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[-1].unlink()
+
+
+def cut_a_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+def cut_into_the_header(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:20])
+
+
+def not_a_number(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    weights = load_file(shard)
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, shard, metadata={"format": "pt"})
+
+
+BROKEN = (break_config, empty_config, wrong_heads, lose_a_shard, cut_a_shard, cut_into_the_header, not_a_number)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    family, config = MODELS["qwen3_next"]
+    write_checkpoint(folder, family, vocab_size=400, shard_size="40KB", **config)
+    return folder
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda damage: damage.__name__)
+def test_a_broken_checkpoint_is_named(sharded: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sharded, folder)
+    damage(folder)
+    with pytest.raises(ForkpointError, match=str(folder)) as caught:
+        LLM(str(folder), skip_tokenizer_init=True, log_level="error")
+    assert isinstance(caught.value, CheckpointError)
+
+
+def test_an_unbroken_checkpoint_loads(sharded: Path) -> None:
+    with LLM(str(sharded), skip_tokenizer_init=True, max_model_len=256, log_level="error") as llm:
+        (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3

@@ -1,0 +1,176 @@
+"""A hit equals a cold run at every class of boundary: to rounding by default, bit for bit in deterministic mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from forkpoint.config import CacheConfig
+from forkpoint.ops.cpu.build import load_operators
+from tests.engine.compare import Oracle, answer, check_tokens_entered, compare, params_of
+from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
+
+GREEDY = params_of(max_tokens=3, logprobs=2)
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(load_operators().module is None, reason="no C++ operators here"))
+EVERYWHERE = CacheConfig(checkpoint_interval=64)
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
+    return ModelBank(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def oracle(bank: ModelBank) -> Iterator[Oracle]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Oracle(bank)
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Bench:
+    """One engine, and the means to make prompts and to judge what it answered."""
+
+    bank: ModelBank
+    oracle: Oracle
+    options: Options
+
+    def __post_init__(self) -> None:
+        self.run: RealEngine = start(self.bank, self.options)
+
+    def ids(self, seed: int, count: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(4, self.bank.vocab_size, (count,), generator=generator).tolist()
+
+    def judge(self) -> None:
+        for name in self.run.requests:
+            mine = answer(self.run, name)
+            flips = compare(mine, self.oracle.solve(self.options, mine), self.options.deterministic)
+            assert not flips, f"{name}: a token differs"
+            check_tokens_entered(self.run, name)
+        assert self.run.core.slot_bytes_copied == 0
+        self.run.check_nothing_leaked()
+
+    def cached(self, name: str) -> int:
+        return self.run.outputs[name].num_cached_tokens
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture(params=["torch", CPP])
+def cpu_ops(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["default", "deterministic"])
+def deterministic(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=["qwen3_next_moe", "olmo_hybrid", "qwen3"])
+def make(request: pytest.FixtureRequest, bank: ModelBank, oracle: Oracle, cpu_ops: str, deterministic: bool) -> Make:
+    assert request.param in MODELS
+    base = Options(request.param, cpu_ops, deterministic)  # type: ignore[arg-type]
+    return lambda **changes: Bench(bank, oracle, replace(base, **changes))
+
+
+def test_lengths_around_a_boundary(make: Make) -> None:
+    bench = make()
+    for size in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193):
+        prompt = bench.ids(size, size)
+        cold, warm = bench.run.ask(prompt, GREEDY), bench.run.ask(prompt, GREEDY)
+        assert (bench.cached(cold), bench.cached(warm)) == (0, (size - 1) // 64 * 64)
+    bench.judge()
+
+
+def test_prompts_that_are_prefixes_of_a_cached_one(make: Make) -> None:
+    bench = make(cache=EVERYWHERE)
+    whole = bench.ids(1, 300)
+    bench.run.ask(whole, GREEDY)
+    for size in (1, 63, 64, 65, 127, 128, 129, 256, 257, 299):
+        assert bench.cached(bench.run.ask(whole[:size], GREEDY)) == (size - 1) // 64 * 64
+    bench.judge()
+
+
+def test_a_fork_at_a_boundary_and_one_off(make: Make) -> None:
+    bench = make(cache=EVERYWHERE)
+    trunk = bench.ids(2, 260)
+    bench.run.ask(trunk, GREEDY)
+    for at in (63, 64, 65, 127, 128, 129, 190):
+        for more in (1, 65):
+            fork = trunk[:at] + bench.ids(at + more, more)
+            assert bench.cached(bench.run.ask(fork, GREEDY)) == at // 64 * 64
+    bench.judge()
+
+
+@pytest.mark.parametrize("budget", [128, 192])
+def test_chunk_ends(make: Make, budget: int) -> None:
+    """The hit, the chunk ends and the prompt's end fall together or one off each other."""
+    bench = make(budget=budget, cache=EVERYWHERE)
+    for size in (budget - 1, budget, budget + 1, 2 * budget, 2 * budget + 63):
+        prompt = bench.ids(size, size)
+        bench.run.ask(prompt, GREEDY)
+        longer = prompt + bench.ids(size + 1, budget)
+        assert bench.cached(bench.run.ask(longer, GREEDY)) == size // 64 * 64
+        assert bench.cached(bench.run.ask(prompt, GREEDY)) == (size - 1) // 64 * 64
+    bench.judge()
+
+
+@pytest.mark.parametrize("outputs", [20, 65])
+def test_preempt_then_hit(make: Make, outputs: int) -> None:
+    """A request is put back after some outputs, resumes from what it gave to the cache, and is asked again."""
+    bench = make()
+    params = params_of(max_tokens=70)
+    for size in (63, 129):
+        name = bench.run.add(bench.ids(size, size), params)
+        while len(bench.run.requests[name][0].output_token_ids) < outputs:
+            bench.run.step()
+        (entry,) = bench.run.sched._running
+        bench.run.sched._preempt(entry)
+        bench.run.run()
+        (request,) = bench.run.requests[name]
+        assert request.num_preemptions == 1 and request.resume_cache is not None
+        assert request.resume_cache.num_cached_tokens >= (size - 1) // 64 * 64
+        again = bench.run.ask(bench.ids(size, size), params)
+        assert bench.cached(again) == (size - 1) // 64 * 64
+        turn = request.all_token_ids().tolist()
+        bench.run.ask(turn + bench.ids(size + 1, 30), GREEDY)
+    bench.judge()
+
+
+@pytest.mark.parametrize("budget", [320, 2048])
+def test_duplicates_in_one_batch(make: Make, budget: int) -> None:
+    bench = make(budget=budget)
+    for size in (64, 129, 200, 400):
+        prompt = bench.ids(size, size)
+        names = [bench.run.add(prompt, GREEDY) for _ in range(3)]
+        names.append(bench.run.add(prompt + bench.ids(1, 5), GREEDY))
+        bench.run.run()
+        if size == 400:  # worth a step's wait
+            assert all(bench.cached(name) == 384 for name in names[1:])
+    bench.judge()
+
+
+def test_completions_of_one_prompt(make: Make) -> None:
+    bench = make()
+    for size, outputs in ((63, 5), (64, 66), (65, 5), (200, 5)):
+        params = params_of(n=3, temperature=1.0, seed=3, max_tokens=outputs)
+        bench.run.ask(bench.ids(size, size), params)
+        bench.run.ask(bench.ids(size, size), params)
+    bench.judge()
+
+
+def test_cpp_and_torch_agree(bank: ModelBank, oracle: Oracle) -> None:
+    if load_operators().module is None:
+        pytest.skip("no C++ operators here")
+    for model in MODELS:
+        bench = Bench(bank, oracle, Options(model, "cpp"))
+        prompt = bench.ids(4, 200)
+        for _ in range(2):
+            mine = answer(bench.run, bench.run.ask(prompt, params_of(max_tokens=40)))
+            assert not compare(mine, oracle.solve(Options(model, "torch"), mine), exact=False)

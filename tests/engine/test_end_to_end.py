@@ -1,0 +1,59 @@
+"""Everything drawn together on real tiny models, against the same request alone with the cache off.
+
+`FORKPOINT_EXAMPLES` scales the number of examples. Example `i` is the same in every run of the test.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forkpoint.ops.cpu.build import load_operators
+from tests.engine.compare import Oracle
+from tests.engine.real import ModelBank
+from tests.engine.scenario import Example, Tally
+
+ENOUGH = 20
+EXAMPLES = int(os.environ.get("FORKPOINT_EXAMPLES", str(ENOUGH)))
+GROUPS = 5
+DRAWN = (
+    "hits moves preemptions resumed_from_cache evictions jumps replaced_tables copied aborted aborted_midway "
+    "stop_strings stop_ids eos prompt_logprobs deterministic look_ahead scrubbed kept_prompt_end kept_decode "
+    "kept_junction kept_interval kept_declared hit_prompt_end hit_decode"
+).split()
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelBank]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield ModelBank(tmp_path_factory.mktemp("models"))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def oracle(bank: ModelBank) -> Oracle:
+    return Oracle(bank)
+
+
+@pytest.fixture(scope="module")
+def tally() -> Tally:
+    return Tally()
+
+
+@pytest.mark.parametrize("seed", range(EXAMPLES))
+def test_answers_are_those_of_the_request_alone(bank: ModelBank, oracle: Oracle, tally: Tally, seed: int) -> None:
+    Example(bank, oracle, seed, tally).play(GROUPS)
+
+
+def test_everything_was_drawn(tally: Tally) -> None:
+    seen = tally.seen
+    if seen["examples"] < ENOUGH:
+        pytest.skip(f"{seen['examples']} examples ran; all of them together are looked at")
+    missing = [name for name in DRAWN if not seen[name]]
+    assert not missing, f"never happened: {missing}; counted: {dict(seen)}"
+    assert seen["cpp"] or load_operators().module is None
+    assert seen["flips"] <= 1 + seen["tokens"] // 2000, "too many ties: the tolerance hides something"

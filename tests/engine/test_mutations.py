@@ -1,0 +1,147 @@
+"""The end-to-end comparison notices what it is there for: each fault below, put in on purpose, must fail it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from forkpoint.config import CacheConfig
+from forkpoint.sched.plan import StepPlan
+from tests.engine.compare import Mismatch, Oracle, answer, compare, params_of
+from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
+
+HYBRIDS = [name for name in MODELS if name != "qwen3"]
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
+    return ModelBank(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def oracle(bank: ModelBank) -> Iterator[Oracle]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Oracle(bank)
+    torch.set_num_threads(threads)
+
+
+def ids(bank: ModelBank, seed: int, count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, bank.vocab_size, (count,), generator=generator).tolist()
+
+
+def converse(bank: ModelBank, oracle: Oracle, model: str, fault: Callable[[RealEngine], None]) -> int:
+    """A prompt, the same again, a fork and a next turn. Returns the tokens that were reused."""
+    options = Options(model, cache=CacheConfig(checkpoint_interval=64))
+    run = start(bank, options)
+    fault(run)
+    trunk = ids(bank, 1, 333)
+    names = [
+        run.ask(trunk, params_of()),
+        run.ask(trunk, params_of()),
+        run.ask(trunk[:200] + ids(bank, 2, 9), params_of()),
+    ]
+    answered = trunk + list(run.outputs[names[0]].outputs[0].token_ids)
+    names.append(run.ask(answered + ids(bank, 3, 70), params_of()))
+    for name in names:
+        mine = answer(run, name)
+        compare(mine, oracle.solve(options, mine), exact=False)
+    return sum(run.outputs[name].num_cached_tokens for name in names)
+
+
+def no_fault(run: RealEngine) -> None:
+    """Nothing is wrong."""
+
+
+def checkpoint_off_by_one(run: RealEngine) -> None:
+    """A hit reads the state 64 tokens before the right one."""
+    manager = run.sched.cache
+    right = manager.read_slot
+
+    def wrong(lease: Any) -> int:
+        parent = lease.read_from.node.parent if lease.read_from is not None else None
+        return parent.checkpoint.slot if parent is not None and parent.checkpoint is not None else right(lease)
+
+    manager.read_slot = wrong  # type: ignore[method-assign]
+
+
+def stale_block(run: RealEngine) -> None:
+    """The first block of a hit holds another block's keys and values."""
+    manager, kv = run.sched.cache, run.probe.inner.arena.kv
+    attach = manager.attach
+
+    def wrong(lease: Any, hit: Any) -> None:
+        attach(lease, hit)
+        if len(hit.path) > 1:
+            for cache in kv:
+                cache.k[hit.path[0].block] = cache.k[hit.path[1].block]
+                cache.v[hit.path[0].block] = cache.v[hit.path[1].block]
+
+    manager.attach = wrong  # type: ignore[method-assign]
+
+
+def on_saves(run: RealEngine, spoil: Callable[[Any, int], None]) -> None:
+    """`spoil(cache of a layer, slot)` for each state that a step has saved."""
+
+    def after(plan: StepPlan) -> None:
+        for slot in [save.slot for chunk in plan.chunks for save in chunk.saves]:
+            for cache in run.probe.inner.arena.states:
+                spoil(cache, slot)
+
+    run.probe.after_step = after
+
+
+def rounded_to(dtype: torch.dtype) -> Callable[[RealEngine], None]:
+    def spoil(cache: Any, slot: int) -> None:
+        cache.matrix[slot] = cache.matrix[slot].to(dtype).float()
+
+    return lambda run: on_saves(run, spoil)
+
+
+def conv_window_shifted(run: RealEngine) -> None:
+    def spoil(cache: Any, slot: int) -> None:
+        cache.conv[slot] = cache.conv[slot].roll(1, 0)
+
+    on_saves(run, spoil)
+
+
+FAULTS = {
+    "checkpoint off by one": checkpoint_off_by_one,
+    "stale block": stale_block,
+    "state rounded to 8 bits": rounded_to(torch.float8_e4m3fn),
+    "state rounded to 16 bits": rounded_to(torch.bfloat16),
+    "conv window shifted": conv_window_shifted,
+}
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_without_a_fault_all_agree(bank: ModelBank, oracle: Oracle, model: str) -> None:
+    assert converse(bank, oracle, model, no_fault) == 320 + 192 + 320
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(bank: ModelBank, oracle: Oracle, model: str, fault: str) -> None:
+    with pytest.raises(Mismatch, match="logits"):
+        converse(bank, oracle, model, FAULTS[fault])
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_states_matter(bank: ModelBank, oracle: Oracle, model: str) -> None:
+    """Without its state a prompt's logits move by half their standard deviation or more."""
+    options = Options(model)
+    run = start(bank, options)
+    trunk = ids(bank, 5, 130)
+    run.ask(trunk, params_of(max_tokens=1))
+    on_node = next(node for node in run.sched.cache.store.tree.nodes() if node.checkpoint is not None)
+    for cache in run.probe.inner.arena.states:
+        cache.conv[on_node.checkpoint.slot] = 0  # type: ignore[union-attr]
+        cache.matrix[on_node.checkpoint.slot] = 0  # type: ignore[union-attr]
+    mine = answer(run, run.ask(trunk, params_of(max_tokens=1)))
+    want = oracle.solve(options, mine).logits[0][0]
+    assert mine.output.num_cached_tokens == 128
+    assert float((mine.logits[0][0] - want).square().mean().sqrt()) >= 0.5 * float(want.std())
