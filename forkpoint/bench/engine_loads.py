@@ -80,59 +80,56 @@ def run_mix(loaded: LoadedModel, mix: Mix, num_pages: int = 0) -> MixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDelay:
-    """Milliseconds between a running request's tokens at the 99th percentile: before and while a long prompt is
-    computed; and of a step that computes a prompt chunk of the whole budget and nothing else."""
+    """99th percentiles of a step's length, that is, of a running request's time between tokens: before a long prompt
+    came, while it is computed, and of the same prompt's steps without any running request."""
 
-    quiet_ms: float
-    during_ms: float
-    budget_step_ms: float
+    quiet: Timing
+    during: Timing
+    budget_step: Timing
     num_steps: int
-    smallest_share: float  # of the decode rows that a step of the prefill carried, at the worst
+    smallest_share: float  # of the prefill's steps that gave every running request a token, at the worst
 
     @property
-    def rise_in_steps(self) -> float:
-        return (self.during_ms - self.quiet_ms) / self.budget_step_ms
+    def rise_clock(self) -> float:
+        """In budget-sized steps, by the clock."""
+        return (self.during.clock_s - self.quiet.clock_s) / self.budget_step.clock_s
+
+    @property
+    def rise_cpu(self) -> float:
+        return (self.during.cpu_s - self.quiet.cpu_s) / self.budget_step.cpu_s
 
 
 def measure_long_prefill(loaded: LoadedModel, num_tokens: int, num_running: int, budget: int) -> PrefillDelay:
-    """`num_running` requests decode while a prompt of `num_tokens` is computed. The budget-sized step is the slowest
-    one of the same prompt alone, since attention makes later chunks dearer."""
+    """`num_running` requests decode while a prompt of `num_tokens` is computed; the same prompt alone takes turns
+    with it, step by step."""
     vocab = loaded.model.config.vocab_size
     options = RigOptions(budget=budget, ample_tokens=2 * num_tokens, max_model_len=num_tokens + 64)
-    prompt = random_ids(1, num_tokens, vocab)
-    alone = Rig(loaded, options)
-    alone.add("long", prompt, 1)
-    budget_steps = _steps_ms(alone, "long")
-    rig = Rig(loaded, options)
-    quiet_steps = 60
-    running = [
-        rig.add(f"r{index}", random_ids(10 + index, 40, vocab), quiet_steps + 2 * len(budget_steps) + 40)
-        for index in range(num_running)
-    ]
+    prompt, quiet_steps = random_ids(1, num_tokens, vocab), 100
+    alone, rig = Rig(loaded, options), Rig(loaded, options)
+    outputs = quiet_steps + 2 * (num_tokens // (budget // 2) + 2)
+    running = [rig.add(f"r{index}", random_ids(10 + index, 40, vocab), outputs) for index in range(num_running)]
     rig.step()
-    quiet = []
-    for _ in range(quiet_steps):
-        watch = Stopwatch()
-        rig.step()
-        quiet.append(watch.read().clock_s * 1e3)
-    rig.add("long", prompt, 1)
-    counts = [len(request.output_token_ids) for request in running]
-    during = _steps_ms(rig, "long")
-    gained = [len(r.output_token_ids) - before for r, before in zip(running, counts, strict=True)]
-    return PrefillDelay(
-        float(np.percentile(quiet, 99)),
-        float(np.percentile(during, 99)),
-        float(np.percentile(budget_steps, 99)),
-        len(during),
-        min(gained) / len(during),
+    quiet = [_time_step(rig) for _ in range(quiet_steps)]
+    requests = [each.add("long", prompt, 1) for each in (alone, rig)]
+    before = [len(request.output_token_ids) for request in running]
+    during: list[Timing] = []
+    budget_steps: list[Timing] = []
+    while not all(request.output_token_ids for request in requests):
+        for each, request, times in zip((alone, rig), requests, (budget_steps, during), strict=True):
+            if not request.output_token_ids:
+                times.append(_time_step(each))
+    gained = [len(request.output_token_ids) - count for request, count in zip(running, before, strict=True)]
+    share = min(gained) / len(during)
+    return PrefillDelay(_p99(quiet), _p99(during), _p99(budget_steps), len(during), share)
+
+
+def _time_step(rig: Rig) -> Timing:
+    watch = Stopwatch()
+    rig.step()
+    return watch.read()
+
+
+def _p99(times: Sequence[Timing]) -> Timing:
+    return Timing(
+        float(np.percentile([t.clock_s for t in times], 99)), float(np.percentile([t.cpu_s for t in times], 99))
     )
-
-
-def _steps_ms(rig: Rig, name: str) -> list[float]:
-    """Durations of the steps until the request has its first token."""
-    times = []
-    while not rig.requests[name].output_token_ids:
-        watch = Stopwatch()
-        rig.step()
-        times.append(watch.read().clock_s * 1e3)
-    return times

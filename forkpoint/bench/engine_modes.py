@@ -10,8 +10,8 @@ from forkpoint.bench.rig import LoadedModel, random_ids
 
 VOCAB = 32_768
 LOADS: dict[str, tuple[int, int, int]] = {  # name -> requests, prompt tokens, output tokens
-    "prefill-heavy": (4, 1024, 4),
-    "decode-heavy": (8, 64, 48),
+    "prefill-heavy": (2, 1024, 2),
+    "decode-heavy": (8, 64, 24),
 }
 
 

@@ -1,0 +1,147 @@
+"""Pages, units and compaction: any sequence of takes and gives leaves every page and unit with one owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint.cache.arena import Arena
+from forkpoint.errors import ConfigError
+from tests.sched.harness import LAYOUTS
+
+HYBRIDS = ["several blocks a page", "several slots a page", "one each"]
+
+
+@dataclass(eq=False)
+class Owner:
+    unit: int = -1
+    label: int = 0
+
+    def rebind(self, old: int, new: int) -> None:
+        assert self.unit == old
+        self.unit = new
+
+
+def take(arena: Arena, is_slot: bool) -> Owner | None:
+    owner = Owner()
+    unit = arena.take_slot(owner) if is_slot else arena.take_block(owner)
+    if unit is None:
+        return None
+    owner.unit = unit
+    return owner
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    num_pages=st.integers(2, 9), ops=st.lists(st.tuples(st.sampled_from("bsgggd"), st.integers(0, 999)), max_size=150)
+)
+def test_takes_and_gives(name: str, num_pages: int, ops: list[tuple[str, int]]) -> None:
+    """Contents follow the moves: after replaying them each owner still finds what it wrote."""
+    layout = LAYOUTS[name]
+    arena = Arena(layout, num_pages)
+    held: dict[bool, list[Owner]] = {False: [], True: []}
+    memory: dict[tuple[bool, int], int] = {}  # what is written where
+    label = 0
+    for op, pick in ops:
+        if op in "bs":
+            owner = take(arena, op == "s")
+            if owner is None:
+                free = layout.page_bytes * (num_pages - 1) - sum(
+                    len(held[k]) * (layout.slot_stride_bytes if k else layout.block_stride_bytes) for k in held
+                )
+                assert free < 3 * layout.page_bytes, "room was left"
+            for move in arena.drain_moves():
+                memory[move.is_slot, move.dst] = memory.pop((move.is_slot, move.src))
+            if owner is not None:
+                label += 1
+                owner.label = label
+                held[op == "s"].append(owner)
+                memory[op == "s", owner.unit] = label
+        elif owners := held[op == "d"]:
+            owner = owners.pop(pick % len(owners))
+            (arena.give_slot if op == "d" else arena.give_block)(owner.unit)
+            assert memory.pop((op == "d", owner.unit)) == owner.label
+        arena.check_integrity()
+    for is_slot, owners in held.items():
+        assert all(memory[is_slot, owner.unit] == owner.label for owner in owners)
+    for is_slot, owners in held.items():
+        for owner in owners:
+            (arena.give_slot if is_slot else arena.give_block)(owner.unit)
+    arena.check_integrity()
+    assert arena.num_free_pages == num_pages - 1
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("is_slot", [False, True])
+def test_one_kind_can_take_everything(name: str, is_slot: bool) -> None:
+    layout = LAYOUTS[name]
+    arena = Arena(layout, 6)
+    owners = []
+    while (owner := take(arena, is_slot)) is not None:
+        owners.append(owner)
+    assert len(owners) == 5 * (layout.slots_per_page if is_slot else layout.blocks_per_page)
+    assert take(arena, not is_slot) is None
+    assert min(owner.unit for owner in owners) > 0, "page 0 was handed out"
+
+
+def test_compaction_moves_the_emptiest_page() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    per_page = layout.blocks_per_page
+    arena = Arena(layout, 4)
+    blocks = [take(arena, False) for _ in range(3 * per_page)]
+    by_page: dict[int, list[Owner]] = {}
+    for owner in blocks:
+        assert owner is not None
+        by_page.setdefault(owner.unit // per_page, []).append(owner)
+    first, second, _ = by_page.values()
+    for owner in first[1:]:
+        arena.give_block(owner.unit)
+    arena.give_block(second[0].unit)
+    kept, src = first[0], first[0].unit
+    assert take(arena, True) is not None
+    (move,) = arena.drain_moves()
+    assert (move.src, move.dst, move.is_slot) == (src, kept.unit, False)
+    assert kept.unit // per_page == second[1].unit // per_page
+    arena.check_integrity()
+
+
+def test_new_units_go_to_the_fullest_page() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    per_page = layout.blocks_per_page
+    arena = Arena(layout, 4)
+    owners = [take(arena, False) for _ in range(2 * per_page)]
+    for owner in (owners[0], owners[1], owners[per_page]):
+        assert owner is not None
+        arena.give_block(owner.unit)
+    freed = owners[per_page]
+    again = take(arena, False)
+    assert again is not None and freed is not None and again.unit == freed.unit
+
+
+def test_periodic_checkpoints_do_not_compact() -> None:
+    layout = LAYOUTS["several blocks a page"]
+    arena = Arena(layout, 2)
+    owner = take(arena, False)
+    assert owner is not None
+    assert arena.take_slot(Owner(), compact=False) is None
+    arena.give_block(owner.unit)
+    assert arena.take_slot(Owner(), compact=False) is not None
+
+
+def test_turnover_counts_arenas() -> None:
+    layout = LAYOUTS["one each"]
+    arena = Arena(layout, 5)
+    for _ in range(10):
+        owner = take(arena, False)
+        assert owner is not None
+        arena.give_block(owner.unit)
+    assert arena.turnover == pytest.approx(10 * layout.block_stride_bytes / (5 * layout.page_bytes))
+
+
+def test_an_arena_needs_a_page() -> None:
+    with pytest.raises(ConfigError, match="2 pages"):
+        Arena(LAYOUTS["one each"], 1)

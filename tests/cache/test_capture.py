@@ -1,0 +1,67 @@
+"""Which positions of a chunk are candidates for a checkpoint, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forkpoint.cache.capture import Candidate, CaptureContext, DefaultCapture
+from forkpoint.cache.tree import Origin
+
+
+def found(interval: int = 0, **changes: Any) -> dict[int, Origin]:
+    context = CaptureContext(**{"start": 0, "end": 2048, "prompt_end": 5000, "grid": 64, **changes})
+    candidates = DefaultCapture(interval).candidates(context)
+    positions = [candidate.num_tokens for candidate in candidates]
+    assert len(set(positions)) == len(positions)
+    return {candidate.num_tokens: candidate.origin for candidate in candidates}
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "positions"), [(100, {64}), (128, {64, 128}), (129, {128}), (64, {64}), (63, set()), (191, {128})]
+)
+def test_the_last_boundary_of_the_prompt(prompt_end: int, positions: set[int]) -> None:
+    """At `floor((P - 1) / 64) * 64`, and at P itself where 64 divides it."""
+    chosen = found(end=prompt_end, prompt_end=prompt_end)
+    assert chosen == dict.fromkeys(positions, Origin.PROMPT_END)
+
+
+def test_only_positions_inside_the_chunk() -> None:
+    chosen = found(512, start=1024, end=2048, junctions=frozenset({1024, 1088, 2048, 2112}), breakpoints=(900, 1300))
+    assert chosen == {
+        1088: Origin.JUNCTION,
+        2048: Origin.JUNCTION,
+        1280: Origin.DECLARED,
+        1536: Origin.INTERVAL,
+    }
+
+
+def test_the_best_reason_wins() -> None:
+    everything = {"junctions": frozenset({512}), "breakpoints": (512, 1024), "prompt_end": 2000, "end": 2000}
+    chosen = found(512, **everything)
+    assert chosen[512] is Origin.JUNCTION and chosen[1024] is Origin.DECLARED and chosen[1536] is Origin.INTERVAL
+    assert chosen[1984] is Origin.PROMPT_END
+
+
+def test_no_interval() -> None:
+    assert found(0) == {}
+
+
+@given(
+    start=st.integers(0, 40).map(lambda n: 64 * n),
+    length=st.integers(1, 3000),
+    more=st.integers(0, 3000),
+    interval=st.sampled_from([0, 64, 512]),
+    breakpoints=st.lists(st.integers(0, 6000), max_size=4),
+    junctions=st.frozensets(st.integers(0, 6000), max_size=4),
+)
+def test_candidates_are_on_the_grid_and_inside(
+    start: int, length: int, more: int, interval: int, breakpoints: list[int], junctions: frozenset[int]
+) -> None:
+    context = CaptureContext(start, start + length, start + length + more, 64, tuple(breakpoints), junctions)
+    for candidate in DefaultCapture(interval).candidates(context):
+        assert isinstance(candidate, Candidate)
+        assert candidate.num_tokens % 64 == 0 and start < candidate.num_tokens <= start + length

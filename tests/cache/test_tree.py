@@ -1,0 +1,106 @@
+"""The prefix tree: matching, pins, condemned nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from forkpoint.cache.hashing import HashChain, root_hash
+from forkpoint.cache.tree import Node, PrefixTree, Provenance
+from tests.sched.harness import tokens
+
+SIZE = 64
+
+
+def chain(seed: int, blocks: int = 4, salt: str = "") -> HashChain:
+    made = HashChain(salt, SIZE)
+    made.extend(tokens(seed, blocks * SIZE + 5))
+    return made
+
+
+def grow(tree: PrefixTree, source: HashChain, blocks: int) -> list[Node]:
+    parent, nodes = tree.root(source.root), []
+    for index in range(blocks):
+        parent = tree.insert(parent, source.hashes[index], source.block_tokens(index), index, Provenance.PREFILL)
+        nodes.append(parent)
+    return nodes
+
+
+def test_the_longest_match() -> None:
+    tree, source = PrefixTree(), chain(1)
+    nodes = grow(tree, source, 3)
+    assert tree.match(source, 10) == nodes and tree.match(source, 2) == nodes[:2]
+    assert tree.match(chain(2), 10) == []
+    assert nodes[2].path() == nodes and nodes[2].depth == 3
+    tree.check_integrity()
+
+
+def test_token_ids_are_compared_not_only_hashes() -> None:
+    tree, source = PrefixTree(), chain(1)
+    nodes = grow(tree, source, 3)
+    nodes[1].tokens = b"x" * len(nodes[1].tokens)
+    assert tree.match(source, 3) == nodes[:1]
+
+
+def test_pins_reach_the_root_and_go_again() -> None:
+    tree = PrefixTree()
+    nodes = grow(tree, chain(1), 4)
+    tree.pin(nodes[3])
+    tree.pin(nodes[1])
+    assert [node.pins for node in nodes] == [1, 2, 1, 1] and tree.num_pinned == 4
+    tree.check_integrity()
+    tree.unpin(nodes[3])
+    assert [node.pins for node in nodes] == [1, 1, 0, 0] and tree.num_pinned == 2
+    tree.unpin(nodes[1])
+    assert tree.num_pinned == 0
+    tree.check_integrity()
+
+
+def test_a_pinned_node_cannot_be_removed() -> None:
+    tree = PrefixTree()
+    nodes = grow(tree, chain(1), 2)
+    tree.pin(nodes[1])
+    with pytest.raises(AssertionError):
+        tree.remove(nodes[1])
+    tree.unpin(nodes[1])
+    with pytest.raises(AssertionError):
+        tree.remove(nodes[0])  # it has a child
+    tree.remove(nodes[1])
+    tree.remove(nodes[0])
+    assert tree.num_nodes == 0 and list(tree.nodes()) == []
+    tree.check_integrity()
+
+
+def test_condemned_nodes_are_not_found_and_make_way_for_sound_ones() -> None:
+    tree, source = PrefixTree(), chain(1)
+    nodes = grow(tree, source, 4)
+    tree.condemn(nodes[1])
+    assert tree.match(source, 4) == nodes[:1] and tree.num_nodes == 4
+    fresh = tree.insert(nodes[0], source.hashes[1], source.block_tokens(1), 9, Provenance.PREFILL)
+    assert tree.match(source, 4) == [nodes[0], fresh]
+    tree.check_integrity()
+    for node in reversed(nodes[1:]):
+        tree.remove(node)
+    assert tree.match(source, 4) == [nodes[0], fresh]
+    tree.check_integrity()
+
+
+def test_a_first_block_is_known_under_any_salt() -> None:
+    tree, source, salted = PrefixTree(), chain(1), chain(1, salt="b")
+    (node,) = grow(tree, source, 1)
+    assert tree.has_first_block(salted.block_tokens(0)) and tree.match(salted, 4) == []
+    (other,) = grow(tree, salted, 1)
+    tree.remove(node)
+    assert tree.has_first_block(source.block_tokens(0))
+    tree.condemn(other)
+    assert not tree.has_first_block(source.block_tokens(0))
+    tree.remove(other)
+    tree.check_integrity()
+
+
+def test_an_unused_root_goes() -> None:
+    tree = PrefixTree()
+    root = tree.root(root_hash("a"))
+    tree.pin(root)
+    assert tree.root(root_hash("a")) is root
+    tree.unpin(root)
+    assert tree.root(root_hash("a")) is not root
