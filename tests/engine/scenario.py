@@ -13,7 +13,7 @@ from forkpoint.errors import RequestTooLargeError
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import FinishReason, SamplingParams
 from tests.engine.compare import Oracle, answer, check_tokens_entered, compare
-from tests.engine.real import MODELS, ModelBank, Options, RealEngine, start
+from tests.engine.real import MODELS, ModelBank, Options, start
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
 MOST_OUTPUTS = (160, 60, 60)
@@ -163,7 +163,7 @@ class Example:
     def arrivals(self) -> list[Arrival]:
         """One prompt, or a group that shares most of one."""
         draw, vocab = self.draw, self.bank.vocab_size
-        if draw.chance(0.15):
+        if draw.chance(0.3):
             return self._burst()
         prompt, salt = self._prompt()
         params = replace(draw.params(len(prompt), vocab), cache_salt=salt)
@@ -176,9 +176,11 @@ class Example:
         return group
 
     def _burst(self) -> list[Arrival]:
-        """Copies short enough that none waits for another: the later ones catch up in the middle of their prefill."""
+        """Copies short enough that none waits for another: the later ones catch up in the middle of their prefill. With
+        many outputs they outgrow a tight arena."""
         prompt = self.draw.ids(self.draw.between(129, 250), self.bank.vocab_size)[: self.draw.longest]
-        params = SamplingParams(n=4, max_tokens=self.draw.between(1, 16), temperature=0.9, seed=self.draw.seed)
+        outputs = self.draw.pick(8, self.draw.most_outputs)
+        params = SamplingParams(n=4, max_tokens=outputs, temperature=0.9, seed=self.draw.seed, ignore_eos=True)
         return [Arrival(prompt, params, priority=0)]
 
     def _prompt(self) -> tuple[list[int], str]:

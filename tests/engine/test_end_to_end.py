@@ -19,11 +19,32 @@ from tests.engine.scenario import Example, Tally
 ENOUGH = 20
 EXAMPLES = int(os.environ.get("FORKPOINT_EXAMPLES", str(ENOUGH)))
 GROUPS = 5
-DRAWN = (
-    "hits moves preemptions resumed_from_cache evictions jumps replaced_tables copied aborted aborted_midway "
-    "stop_strings stop_ids eos prompt_logprobs deterministic look_ahead scrubbed kept_prompt_end kept_decode "
-    "kept_junction kept_interval kept_declared hit_prompt_end hit_decode"
-).split()
+DRAWN = [
+    "hits",
+    "moves",
+    "preemptions",
+    "resumed_from_cache",
+    "evictions",
+    "jumps",
+    "replaced_tables",
+    "copied",
+    "aborted",
+    "aborted_midway",
+    "stop_strings",
+    "stop_ids",
+    "eos",
+    "prompt_logprobs",
+    "deterministic",
+    "look_ahead",
+    "scrubbed",
+    "kept_prompt_end",
+    "kept_decode",
+    "kept_junction",
+    "kept_interval",
+    "kept_declared",
+    "hit_prompt_end",
+    "hit_decode",
+]
 
 
 @pytest.fixture(scope="module")
