@@ -56,7 +56,7 @@ class Draw:
     def length(self) -> int:
         kind = self.pick("edge", "edge", "short", "any")
         if kind == "edge":
-            return max(1, 64 * self.between(0, self.longest // 64) + self.pick(-1, 0, 1, 63))
+            return max(1, 64 * self.between(0, self.longest // 64) + int(self.pick(-1, 0, 1, 63)))
         return self.between(1, 80 if kind == "short" else self.longest)
 
     def options(self) -> Options:
