@@ -6,9 +6,21 @@ state; `-1` as `dst` stores nothing. Index tensors are int32 unless said; host c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
+
+TILE = 64  # tokens of one row that a tiled kernel takes at a time
+
+
+def tile_table(lens: Sequence[int], device: torch.device, first_row: int = 0) -> Tensor:
+    """`[NT, 2]` int32: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
+    tiles = [(first_row + n, offset) for n, length in enumerate(lens) for offset in range(0, length, TILE)]
+    table = torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,7 @@ class DecodeIndex:
         return int(self.src.shape[0])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SegmentIndex:
     """`N` prefill segments of lengths `lens`, laid end to end.
 
@@ -44,8 +56,13 @@ class SegmentIndex:
     def __len__(self) -> int:
         return len(self.lens)
 
+    @cached_property
+    def tiles(self) -> Tensor:
+        """`[NT, 2]`: see `tile_table`. Made at its first use, for kernels that run over tiles."""
+        return tile_table(self.lens, self.cu_seqlens.device)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class AttentionIndex:
     """Where this step's `T` tokens of `N` rows go, and what each row attends to.
 
@@ -61,3 +78,8 @@ class AttentionIndex:
     slot_mapping: Tensor  # [T] int64
     query_lens: tuple[int, ...]  # host copies
     host_kv_lens: tuple[int, ...]
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """`[NT, 2]`: the tiles of the rows behind the decodes, see `tile_table`. Made at its first use."""
+        return tile_table(self.query_lens[self.num_decodes :], self.cu_queries.device, self.num_decodes)

@@ -1,0 +1,253 @@
+"""Causal depthwise convolution in Triton. Sums are in fp32 with one rounding at the end.
+
+Prefill is two launches: all outputs first, then the windows. A segment may write the slot that it reads, and its
+first tile, which looks at the old window, must not race with the program that stores the new one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.activation.kernel import silu as silu_fp32
+from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
+
+CHANNELS = 128  # of a prefill program
+UPDATE_CHANNELS = 256  # of an update program, and of one that stores windows
+
+
+@triton.jit
+def _outputs_kernel(
+    x,
+    weight,
+    bias,
+    pool,
+    out,
+    tiles,
+    cu_seqlens,
+    src,
+    x_stride,
+    slot_stride,
+    row_stride,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tile = pid // PIECES
+    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    start = tl.load(cu_seqlens + segment)
+    length = tl.load(cu_seqlens + segment + 1) - start
+    slot = tl.load(src + segment).to(tl.int64)
+    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
+    token = offset + tl.arange(0, TOKENS)
+    present = channel < D
+    inside = (token < length)[:, None] & present[None, :]
+    first = x + start.to(tl.int64) * x_stride
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for j in tl.static_range(W):
+        back = token - (W - 1) + j
+        seen = ((back >= 0) & (back < length))[:, None] & present[None, :]
+        value = tl.load(first + back.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=seen, other=0.0)
+        if (offset == 0) & (slot >= 0):
+            # Rows of the window that lie before the segment's first token.
+            behind = (back < 0)[:, None] & present[None, :]
+            row = tl.where(back < 0, back + W - 1, 0)
+            old = pool + slot * slot_stride + row[:, None] * row_stride + channel[None, :]
+            value = tl.where(behind, tl.load(old, mask=behind, other=0.0).to(value.dtype), value)
+        tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
+        total += value.to(tl.float32) * tap[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = silu_fp32(total)
+    place = out + (start.to(tl.int64) + token)[:, None] * D + channel[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_window(
+    x, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W: tl.constexpr
+):
+    """The window after `position` tokens to slot `target`. Rows ascend, so that `target` may be `source`."""
+    for j in tl.static_range(W - 1):
+        back = position - (W - 1) + j
+        place = pool + target.to(tl.int64) * slot_stride + j * row_stride + channel
+        if back >= 0:
+            value = tl.load(x + back.to(tl.int64) * x_stride + channel, mask=present, other=0.0)
+            tl.store(place, value.to(pool.dtype.element_ty), mask=present)
+        elif source >= 0:
+            old = pool + source.to(tl.int64) * slot_stride + (back + W - 1) * row_stride + channel
+            tl.store(place, tl.load(old, mask=present, other=0.0), mask=present)
+        else:
+            tl.store(place, tl.zeros_like(channel).to(pool.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def _windows_kernel(
+    x,
+    pool,
+    cu_seqlens,
+    src,
+    dst,
+    exp_ptr,
+    exp_pos,
+    exp_dst,
+    x_stride,
+    slot_stride,
+    row_stride,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    segment = pid // PIECES
+    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < D
+    start = tl.load(cu_seqlens + segment)
+    length = tl.load(cu_seqlens + segment + 1) - start
+    first = x + start.to(tl.int64) * x_stride
+    source = tl.load(src + segment)
+    for e in range(tl.load(exp_ptr + segment), tl.load(exp_ptr + segment + 1)):
+        target, position = tl.load(exp_dst + e), tl.load(exp_pos + e)
+        if target >= 0:
+            _store_window(first, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W)
+    target = tl.load(dst + segment)
+    if target >= 0:
+        _store_window(first, pool, source, target, length, x_stride, slot_stride, row_stride, channel, present, W)
+
+
+@triton.jit
+def _update_kernel(
+    x,
+    weight,
+    bias,
+    pool,
+    out,
+    src,
+    dst,
+    x_stride,
+    slot_stride,
+    row_stride,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row = (pid // PIECES).to(tl.int64)
+    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < D
+    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(W - 1):
+        value = tl.zeros((BLOCK,), pool.dtype.element_ty)
+        if source >= 0:
+            value = tl.load(pool + source * slot_stride + j * row_stride + channel, mask=present, other=0.0)
+        tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
+        total += value.to(x.dtype.element_ty).to(tl.float32) * tap
+        if j > 0 and target >= 0:
+            # Row j - 1 has been read already, by this very program.
+            tl.store(pool + target * slot_stride + (j - 1) * row_stride + channel, value, mask=present)
+    tap = tl.load(weight + channel * W + W - 1, mask=present, other=0.0).to(tl.float32)
+    total += newest.to(tl.float32) * tap
+    if target >= 0:
+        place = pool + target * slot_stride + (W - 2) * row_stride + channel
+        tl.store(place, newest.to(pool.dtype.element_ty), mask=present)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+    if SILU:
+        total = silu_fp32(total)
+    tl.store(out + row * D + channel, total.to(out.dtype.element_ty), mask=present)
+
+
+def _check(x: Tensor, weight: Tensor, pool: Tensor) -> None:
+    assert x.stride(1) == 1 and pool.stride(2) == 1 and weight.is_contiguous(), "channels and taps must be dense"
+
+
+def conv_prefill(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
+) -> Tensor:
+    """`x[T, D]` raw inputs of the segments end to end, `weight[D, W]`, `pool[P, W-1, D]` -> `[T, D]`.
+
+    The window after each segment goes to `index.dst`, the one after `exp_pos` tokens to `exp_dst`.
+    """
+    _check(x, weight, pool)
+    dim, width = weight.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    strides = (x.stride(0), pool.stride(0), pool.stride(1))
+    pieces = triton.cdiv(dim, CHANNELS)
+    _outputs_kernel[(index.tiles.shape[0] * pieces,)](
+        x,
+        weight,
+        x if bias is None else bias,
+        pool,
+        out,
+        index.tiles,
+        index.cu_seqlens,
+        index.src,
+        *strides,
+        D=dim,
+        W=width,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        TOKENS=TILE,
+        BLOCK=CHANNELS,
+        PIECES=pieces,
+    )
+    pieces = triton.cdiv(dim, UPDATE_CHANNELS)
+    _windows_kernel[(len(index) * pieces,)](
+        x,
+        pool,
+        index.cu_seqlens,
+        index.src,
+        index.dst,
+        index.exp_ptr,
+        index.exp_pos,
+        index.exp_dst,
+        *strides,
+        D=dim,
+        W=width,
+        BLOCK=UPDATE_CHANNELS,
+        PIECES=pieces,
+        num_warps=2,
+    )
+    return out
+
+
+def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool) -> Tensor:
+    """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
+    _check(x, weight, pool)
+    dim, width = weight.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pieces = triton.cdiv(dim, UPDATE_CHANNELS)
+    _update_kernel[(x.shape[0] * pieces,)](
+        x,
+        weight,
+        x if bias is None else bias,
+        pool,
+        out,
+        index.src,
+        index.dst,
+        x.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        D=dim,
+        W=width,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        BLOCK=UPDATE_CHANNELS,
+        PIECES=pieces,
+        num_warps=2,
+    )
+    return out

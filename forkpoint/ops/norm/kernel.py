@@ -1,0 +1,97 @@
+"""Root-mean-square norms in Triton; a row is reduced in one tile of fixed width, whatever is beside it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.activation.kernel import silu
+
+TILE = 4096  # elements of a program, unless one row is wider
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x,
+    other,
+    weight,
+    out,
+    num_rows,
+    heads,
+    x_token,
+    x_head,
+    other_token,
+    other_head,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """`other` is the gate (GATED) or the residual, which is written (ADD)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK_D)
+    inside = (row < num_rows)[:, None] & (at < D)[None, :]
+    token, head = (row // heads).to(tl.int64), row % heads
+    wide = tl.load(x + (token * x_token + head * x_head)[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    beside = other + (token * other_token + head * other_head)[:, None] + at[None, :]
+    if ADD:
+        total = (wide + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(other.dtype.element_ty)
+        tl.store(beside, total, mask=inside)
+        wide = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
+    normed = wide * scale[:, None] * tl.load(weight + at, mask=at < D, other=0.0)[None, :]
+    if GATED:
+        normed *= silu(tl.load(beside, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], normed.to(out.dtype.element_ty), mask=inside)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """(of a token, of a head) for `[T, D]` or `[T, heads, D]` whose last dim is dense."""
+    assert x.stride(-1) == 1, f"the last dim must be dense; strides are {x.stride()}"
+    return (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)
+
+
+def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bool, add: bool) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.shape[0] * heads
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        rows = max(1, TILE // block)
+        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+            x,
+            x if other is None else other,
+            weight,
+            out,
+            num_rows,
+            heads,
+            *_strides(x),
+            *_strides(x if other is None else other),
+            eps,
+            D=size,
+            BLOCK_D=block,
+            ROWS=rows,
+            GATED=gated,
+            ADD=add,
+            num_warps=8 if block > TILE // 2 else 4,
+        )
+    return out
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dim of `x[T, D]` or `x[T, heads, D]`, `weight[D]` fp32; result in x's dtype."""
+    return _norm(x, None, weight, eps, False, False)
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of `residual + x`, `residual`), after `residual += x` in place."""
+    return _norm(x, residual, weight, eps, False, True), residual
+
+
+def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    return _norm(x, gate, weight, eps, True, False)

@@ -1,0 +1,70 @@
+"""Slot to slot copies in Triton: all pools in one launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 16384  # bytes of a program
+_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@triton.jit
+def _copy_kernel(
+    pools, src, dst, unit, num_pools, pieces, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
+):
+    """`pools[num_pools, 3]` int64: address, bytes from slot to slot, bytes of a slot. `unit` gives the word's type."""
+    pid = tl.program_id(0)
+    entry, rest = pid // (num_pools * pieces), pid % (num_pools * pieces)
+    pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
+    address, stride, size = tl.load(pool), tl.load(pool + 1), tl.load(pool + 2)
+    source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
+    if (target >= 0) & (first < size):
+        at = first // BYTES + tl.arange(0, PIECE // BYTES)
+        inside = at < size // BYTES
+        place = (address + target * stride).to(unit.dtype)
+        words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
+        if source >= 0:
+            origin = tl.multiple_of((address + source * stride).to(unit.dtype), ALIGN)
+            words = tl.load(origin + at, mask=inside, other=0)
+        tl.store(tl.multiple_of(place, ALIGN) + at, words, mask=inside)
+
+
+class StateCopy:
+    """`pool[dst[i]] = pool[src[i]]` per pool `[P, ...]`; -1 as `src` gives zeros, as `dst` nothing.
+
+    No slot may be both a source and the destination of another row. Keeps the table of addresses of each set of
+    pools that it has seen on the device.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor, int, int]] = {}
+
+    def __call__(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
+        if not len(src):
+            return
+        key = tuple(value for pool in pools for value in (pool.data_ptr(), pool.stride(0), pool[0].numel()))
+        if key not in self._tables:
+            self._tables[key] = _describe(pools)
+        table, unit, widest, align = self._tables[key]
+        pieces = triton.cdiv(widest, PIECE)
+        grid = (len(src) * len(pools) * pieces,)
+        word = unit.element_size()
+        _copy_kernel[grid](table, src, dst, unit, len(pools), pieces, PIECE=PIECE, BYTES=word, ALIGN=align)
+
+
+def _describe(pools: list[Tensor]) -> tuple[Tensor, Tensor, int, int]:
+    """(addresses, strides and sizes on the device; a tensor of the word's type; widest slot; alignment in bytes)."""
+    rows = []
+    for pool in pools:
+        assert pool[0].is_contiguous(), f"a slot must be dense; pool strides are {pool.stride()}"
+        size = pool.element_size()
+        rows.append((pool.data_ptr(), pool.stride(0) * size, pool[0].numel() * size))
+    align = math.gcd(16, *(value for row in rows for value in row))
+    unit = torch.empty(1, dtype=_UNITS[min(align, 4)], device=pools[0].device)
+    table = torch.tensor(rows, dtype=torch.int64, device=pools[0].device)
+    return table, unit, max(row[2] for row in rows), align

@@ -1,0 +1,42 @@
+"""The operator table of the Triton kernels. Importing this imports Triton; `select` does so only for a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+
+from forkpoint.ops.activation import kernel as activation
+from forkpoint.ops.attention import kernel as attention
+from forkpoint.ops.conv1d import kernel as conv1d
+from forkpoint.ops.gated_delta import kernel as gated_delta
+from forkpoint.ops.norm import kernel as norm
+from forkpoint.ops.rope import kernel as rope
+from forkpoint.ops.state_copy.kernel import StateCopy
+from forkpoint.ops.table import OpTable
+
+
+def triton_table(base: OpTable) -> OpTable:
+    """`base` with every operator replaced that has a kernel; matrix products and experts stay.
+
+    Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so that
+    they serve deterministic tables as they are.
+    """
+    replaced: dict[str, Any] = {
+        "rmsnorm": norm.rmsnorm,
+        "add_rmsnorm": norm.add_rmsnorm,
+        "gated_rmsnorm": norm.gated_rmsnorm,
+        "rope": rope.rope,
+        "silu_mul": activation.silu_mul,
+        "sigmoid_mul": activation.sigmoid_mul,
+        "kv_write": attention.kv_write,
+        "paged_attention": attention.paged_attention,
+        "conv_prefill": conv1d.conv_prefill,
+        "conv_update": conv1d.conv_update,
+        "gdn_prefill": gated_delta.gdn_prefill,
+        "gdn_decode": gated_delta.gdn_decode,
+        "state_copy": StateCopy(),
+    }
+    backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
+    return replace(base, **replaced, backends={**base.backends, **backends})

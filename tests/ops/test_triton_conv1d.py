@@ -1,0 +1,66 @@
+"""The Triton convolution against torch: outputs to rounding, windows bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.ops.select import torch_table
+from tests.ops.gdn_cases import padded_pool, rows, segments
+from tests.ops.triton_cases import DEVICE, copy_pool, on_device, sized, triton_ops
+
+OURS, TORCH = triton_ops(), torch_table()
+DTYPES = [torch.float32, torch.bfloat16]
+LENS = [1, 2, 3, 65]
+EXPORTS: list[list[tuple[int, int]]] = [[], [(2, 13)], [(2, -1), (3, 14)], [(64, 15), (65, 12)]]
+
+
+def inputs(num_tokens: int, dim: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, weight, bias, pool)."""
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, 2 * dim).to(DEVICE, dtype)[:, :dim]
+    weight, bias = torch.randn(dim, width).to(DEVICE, dtype), torch.randn(dim).to(DEVICE, dtype)
+    return x, weight, bias, padded_pool(16, (width - 1, dim), dtype)
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    tolerance = {"atol": 4e-2, "rtol": 1e-2} if got.dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(got, want, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "width", "silu"), sized([(20, 4, True), (33, 2, False)], [(8192, 4, True)]))
+def test_segments(dim: int, width: int, silu: bool, dtype: torch.dtype) -> None:
+    x, weight, bias, pool = inputs(sum(LENS), dim, width, dtype)
+    ours, want = copy_pool(pool), copy_pool(pool)
+    # In place, from nothing, into nothing, from one slot to another.
+    index = on_device(segments(LENS, [0, -1, 3, 4], [0, 2, -1, 5], EXPORTS))
+    with_bias = None if silu else bias
+    check(
+        OURS.conv_prefill(x, weight, with_bias, ours, index, silu),
+        TORCH.conv_prefill(x, weight, with_bias, want, index, silu),
+    )
+    assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "width"), sized([(20, 4), (300, 3), (8, 2)], [(8192, 4)]))
+def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
+    x, weight, bias, pool = inputs(4, dim, width, dtype)
+    ours, want = copy_pool(pool), copy_pool(pool)
+    index = on_device(rows([0, -1, 3, 4], [0, 2, -1, 5]))
+    check(
+        OURS.conv_update(x, weight, bias, ours, index, True),
+        TORCH.conv_update(x, weight, bias, want, index, True),
+    )
+    assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("length", sized([130], [1, 63, 64, 127, 128, 1000]))
+def test_in_place_equals_apart(length: int) -> None:
+    x, weight, _, pool = inputs(length, 40, 4, torch.float32)
+    pool = copy_pool(pool)
+    apart = OURS.conv_prefill(x, weight, None, pool, on_device(segments([length], [0], [1])), True)
+    same = OURS.conv_prefill(x, weight, None, pool, on_device(segments([length], [0], [0])), True)
+    assert torch.equal(apart, same) and torch.equal(pool[0], pool[1])

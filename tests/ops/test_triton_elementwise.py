@@ -1,0 +1,107 @@
+"""Triton norms, gates, rotary embedding, writes of keys and values, and state copies, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.ops.select import torch_table
+from tests.ops.gdn_cases import ints, padded_pool
+from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, sized, triton_ops
+
+OURS, TORCH = triton_ops(), torch_table()
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    error = (got.double() - want.double()).abs()
+    assert bool((error <= ROUNDING[want.dtype] * (1 + want.double().abs())).all())
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), sized([(3, 40)], [(1, 12288), (257, 3000)]))
+def test_gates(dtype: torch.dtype, rows: int, size: int) -> None:
+    wide = randn(rows, 3 * size + 8, dtype=dtype) * 4
+    gate_up, gate = wide[:, 8 : 2 * size + 8], wide[:, 2 * size + 8 :]
+    close(OURS.silu_mul(gate_up), TORCH.silu_mul(gate_up))
+    x = randn(rows, size, dtype=dtype)
+    close(OURS.sigmoid_mul(x, gate), TORCH.sigmoid_mul(x, gate))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "size"), sized([(5, 3, 24), (2, 1, 72)], [(300, 32, 128), (70, 20, 256)]))
+def test_norms(dtype: torch.dtype, rows: int, heads: int, size: int) -> None:
+    wide = randn(rows, 2 * heads * size + 16, dtype=dtype)
+    x, gate = (part.unflatten(1, (heads, size)) for part in wide[:, 16:].chunk(2, 1))
+    weight = randn(size)
+    close(OURS.rmsnorm(x, weight, 1e-5), TORCH.rmsnorm(x, weight, 1e-5))
+    close(OURS.gated_rmsnorm(x, gate, weight, 1e-5), TORCH.gated_rmsnorm(x, gate, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), sized([(3, 100)], [(1, 4096), (333, 4096), (65, 2560), (9, 5120)]))
+def test_norm_of_a_sum(dtype: torch.dtype, rows: int, size: int) -> None:
+    x, residual, weight = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype), randn(size)
+    _, total = TORCH.add_rmsnorm(x, residual, weight, 1e-6)
+    got, ours = OURS.add_rmsnorm(x, residual.clone(), weight, 1e-6)
+    if ON_GPU:  # the interpreter cuts bfloat16 off instead of rounding it
+        assert torch.equal(ours, total)
+    close(ours, total)
+    close(got, TORCH.rmsnorm(ours, weight, 1e-6))
+    close(OURS.rmsnorm(x, weight, 1e-6), TORCH.rmsnorm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"), sized([(3, 2, 16, 10)], [(16, 4, 256, 64), (30, 30, 128, 128)])
+)
+def test_rope(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary: int) -> None:
+    positions = torch.tensor([3, 0, 49, 7], device=DEVICE)
+    angles = torch.rand(50, rotary // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+    wide = randn(4, (heads + kv_heads) * dim, dtype=dtype)
+    q, k = wide[:, : heads * dim].unflatten(1, (heads, dim)), wide[:, heads * dim :].unflatten(1, (kv_heads, dim))
+    want = TORCH.rope(q.clone(), k.clone(), table, positions)
+    for got, wanted in zip(OURS.rope(q, k, table, positions), want, strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_skips_absent_tokens(dtype: torch.dtype) -> None:
+    heads, dim, value_dim = 3, 24, 40
+    pools = [padded_pool(4, (heads, 64, d), dtype) for d in (dim, value_dim)]
+    wide = randn(4, heads * (dim + value_dim), dtype=dtype)
+    k, v = wide[:, : heads * dim].unflatten(1, (heads, dim)), wide[:, heads * dim :].unflatten(1, (heads, value_dim))
+    slots = torch.tensor([70, -1, 2, 255], device=DEVICE)
+    ours, want = [copy_pool(p) for p in pools], [copy_pool(p) for p in pools]
+    OURS.kv_write(k, v, *ours, slots)
+    TORCH.kv_write(k, v, *want, slots)
+    assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+
+
+@pytest.mark.parametrize("shapes", sized([((3, 5), (2, 4, 4)), ((3, 7),)], [((3, 8192), (32, 128, 128))]))
+def test_state_copy(shapes: tuple[tuple[int, ...], ...]) -> None:
+    dtypes = [torch.bfloat16, torch.float32]
+    pools = [copy_pool(padded_pool(6, shape, dtypes[i])) for i, shape in enumerate(shapes)]
+    before = [pool.clone() for pool in pools]
+    OURS.state_copy(pools, ints([0, -1, 2, 4]).to(DEVICE), ints([1, 3, -1, 5]).to(DEVICE))
+    for pool, old in zip(pools, before, strict=True):
+        assert torch.equal(pool[1], old[0]) and torch.equal(pool[5], old[4])
+        assert not pool[3].any()
+        assert all(torch.equal(pool[slot], old[slot]) for slot in (0, 2, 4))
+        gap = pool.as_strided((6, pool.stride(0) - old[0].numel()), (pool.stride(0), 1), pool.storage_offset() - 8)
+        assert bool(gap[:, :8].isnan().all())
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    x, weight = randn(40, 3, 24), randn(24)
+    whole = OURS.rmsnorm(x, weight, 1e-6)
+    for start, end in ((0, 1), (5, 7)):
+        assert torch.equal(OURS.rmsnorm(x[start:end], weight, 1e-6), whole[start:end])

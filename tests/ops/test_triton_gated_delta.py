@@ -1,0 +1,153 @@
+"""The Triton gated delta rule against torch's fp32 reference and the per-token recurrence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import GDNShape
+from tests.ops.gdn_cases import GDNCase, gdn_by_token, gdn_case, padded_pool, rows, segments
+from tests.ops.triton_cases import (
+    DEVICE,
+    ON_GPU,
+    copy_pool,
+    gpu_only,
+    on_device,
+    params_on_device,
+    relative_error,
+    sized,
+    triton_ops,
+)
+
+OURS, TORCH = triton_ops(), torch_table()
+SMALL = GDNShape(1, 2, 16, 24)
+OLMO = GDNShape(1, 1, 96, 192, allow_neg_eigval=True)
+# The interpreter cuts bfloat16 off instead of rounding it.
+BOUND = {torch.float32: 5e-5, torch.bfloat16: 1.2e-2 if ON_GPU else 2.5e-2}
+
+
+def moved(case: GDNCase) -> GDNCase:
+    return GDNCase(*(x.to(DEVICE) for x in (case.mixed, case.a, case.b)), params_on_device(case.params))
+
+
+def pool_for(shape: GDNShape, slots: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
+    return copy_pool(padded_pool(slots, (shape.num_v_heads, shape.value_dim, shape.key_dim), dtype))
+
+
+def compare_prefill(
+    case: GDNCase, lens: list[int], src: list[int], dst: list[int], exports: list[list[tuple[int, int]]]
+) -> None:
+    case, pool = moved(case), pool_for(case.params.shape)
+    want_pool, index = copy_pool(pool), on_device(segments(lens, src, dst, exports))
+    wide = GDNCase(case.mixed.float(), case.a.float(), case.b.float(), case.params)
+    want = TORCH.gdn_prefill(wide.mixed, wide.a, wide.b, case.params, want_pool, index)
+    got = OURS.gdn_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    bound = BOUND[case.mixed.dtype]
+    assert got.dtype == case.mixed.dtype
+    assert relative_error(got, want) <= bound
+    written = {slot for listed in exports for _, slot in listed if slot >= 0} | {slot for slot in dst if slot >= 0}
+    for slot in range(len(pool)):
+        if slot in written:
+            assert relative_error(pool[slot], want_pool[slot]) <= bound
+        else:
+            assert torch.equal(pool[slot], want_pool[slot])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", ["slow", "strong", "none"])
+def test_segments_exports_and_sentinels(decay: str, dtype: torch.dtype) -> None:
+    lens, exports = [1, 70, 130], [[(1, 6)], [(64, -1), (70, 5)], [(64, 4), (128, 7)]]
+    if dtype == torch.bfloat16:
+        lens, exports = [65], [[(64, 5)]]
+    src, dst = [-1, 3, 2][: len(lens)], [0, 3, -1][: len(lens)]
+    compare_prefill(gdn_case(sum(lens), SMALL, decay, dtype), lens, src, dst, exports)
+
+
+@pytest.mark.parametrize(
+    "shape", sized([OLMO, GDNShape(1, 3, 8, 16)], [GDNShape(2, 16, 64, 64), GDNShape(3, 3, 96, 192, True)])
+)
+def test_shapes(shape: GDNShape) -> None:
+    compare_prefill(gdn_case(66, shape, "mixed"), [66], [1], [2], [[(64, 0)]])
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", ["slow", "strong", "none", "mixed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        GDNShape(16, 16, 128, 128),
+        GDNShape(16, 32, 128, 128),
+        GDNShape(16, 48, 128, 128),
+        GDNShape(16, 64, 128, 128),
+        GDNShape(30, 30, 96, 192, True),
+    ],
+)
+def test_full_prefill(shape: GDNShape, decay: str, dtype: torch.dtype) -> None:
+    lens = [1000, 64, 1, 63, 65, 777]
+    exports: list[list[tuple[int, int]]] = [[(64, 5), (960, 6)], [(64, 7)], [], [], [], []]
+    compare_prefill(
+        gdn_case(sum(lens), shape, decay, dtype), lens, [1, -1, -1, 2, 2, 3], [0, 4, -1, -1, -1, 3], exports
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape",
+    sized([SMALL, OLMO], [GDNShape(16, 32, 128, 128), GDNShape(16, 64, 128, 128), GDNShape(30, 30, 96, 192, True)]),
+)
+def test_decode(shape: GDNShape, dtype: torch.dtype) -> None:
+    case = moved(gdn_case(4, shape, "mixed", dtype))
+    pool = pool_for(shape)
+    want_pool, index = copy_pool(pool), on_device(rows([2, -1, 4, 6], [2, 0, 5, -1]))
+    want = TORCH.gdn_decode(case.mixed, case.a, case.b, case.params, want_pool, index)
+    got = OURS.gdn_decode(case.mixed, case.a, case.b, case.params, pool, index)
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-4}
+    torch.testing.assert_close(got, want, **tolerance)
+    torch.testing.assert_close(pool, want_pool, atol=1e-5, rtol=1e-5)
+    assert all(torch.equal(pool[slot], want_pool[slot]) for slot in (1, 3, 4, 6, 7))
+
+
+def test_bfloat16_states() -> None:
+    case, pool = moved(gdn_case(65, SMALL)), pool_for(SMALL, dtype=torch.bfloat16)
+    want_pool, index = copy_pool(pool), on_device(segments([65], [1], [2], [[(64, 3)]]))
+    want = TORCH.gdn_prefill(case.mixed, case.a, case.b, case.params, want_pool, index)
+    assert relative_error(OURS.gdn_prefill(case.mixed, case.a, case.b, case.params, pool, index), want) <= 1e-4
+    assert relative_error(pool[2:4], want_pool[2:4]) <= 5e-3
+
+
+@pytest.mark.parametrize("shape", sized([SMALL], [GDNShape(4, 8, 128, 128)]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuts_neighbours_and_slots_leave_the_bits_alone(shape: GDNShape, dtype: torch.dtype) -> None:
+    length = 130
+    case = moved(gdn_case(length, shape, dtype=dtype))
+    pool = pool_for(shape)
+    whole = OURS.gdn_prefill(
+        case.mixed, case.a, case.b, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2), (130, 3)]]))
+    )
+    assert torch.equal(pool[1], pool[3])
+    other = moved(gdn_case(5, shape, dtype=dtype, seed=1))
+    mixed, a, b = (torch.cat((getattr(other, x), getattr(case, x)[64:])) for x in ("mixed", "a", "b"))
+    tail = OURS.gdn_prefill(mixed, a, b, case.params, pool, on_device(segments([5, 66], [4, 2], [5, 2])))
+    assert torch.equal(tail[5:], whole[64:]) and torch.equal(pool[2], pool[1])
+
+
+def test_prefill_equals_the_recurrence() -> None:
+    case, pool = gdn_case(67, SMALL, "slow"), pool_for(SMALL)
+    want, states = gdn_by_token(case, pool[1].cpu())
+    case = moved(case)
+    got = OURS.gdn_prefill(case.mixed, case.a, case.b, case.params, pool, on_device(segments([67], [1], [0])))
+    assert relative_error(got, want) <= 5e-5 and relative_error(pool[0], states[-1]) <= 5e-5
+
+
+def test_equal_keys_do_not_blow_up() -> None:
+    """The inverse of a chunk whose keys are all one, with no decay and beta near 1."""
+    case = moved(gdn_case(64, SMALL, "none"))
+    case.mixed[:, SMALL.key_dim : 2 * SMALL.key_dim] = case.mixed[:1, SMALL.key_dim : 2 * SMALL.key_dim].clone()
+    pool, index = pool_for(SMALL), on_device(segments([64], [-1], [0]))
+    want_pool = copy_pool(pool)
+    want = TORCH.gdn_prefill(case.mixed, case.a, case.b + 6, case.params, want_pool, index)
+    got = OURS.gdn_prefill(case.mixed, case.a, case.b + 6, case.params, pool, index)
+    assert relative_error(got, want) <= 1e-4 and relative_error(pool[0], want_pool[0]) <= 1e-4

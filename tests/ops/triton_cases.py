@@ -1,0 +1,84 @@
+"""What the tests of Triton kernels share: the device, sizes for it, and inputs in two places."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import GDNParams, OpTable
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+T = TypeVar("T", SegmentIndex, DecodeIndex, AttentionIndex)
+
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="full sizes need a GPU")
+
+
+def _teach_the_interpreter_bfloat16() -> None:
+    """Triton 3.7's interpreter keeps bfloat16 as 16-bit integers and multiplies them as such in `tl.dot`."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+@functools.cache
+def triton_ops() -> OpTable:
+    from forkpoint.ops.triton_table import triton_table
+
+    if not ON_GPU:
+        _teach_the_interpreter_bfloat16()
+    return triton_table(torch_table())
+
+
+def sized(small: Sequence[Any], full: Sequence[Any]) -> list[Any]:
+    """Cases for the interpreter, and those that a GPU runs besides."""
+    return [*small, *full] if ON_GPU else list(small)
+
+
+def on_device(index: T) -> T:
+    """The same index with its tensors on the device."""
+    moved = {name: value.to(DEVICE) for name, value in vars_of(index).items() if isinstance(value, Tensor)}
+    return replace(index, **moved)
+
+
+def vars_of(index: Any) -> dict[str, Any]:
+    return {name: getattr(index, name) for name in index.__dataclass_fields__}
+
+
+def params_on_device(params: GDNParams) -> GDNParams:
+    return GDNParams(params.shape, params.A_log.to(DEVICE), params.dt_bias.to(DEVICE))
+
+
+def copy_pool(pool: Tensor) -> Tensor:
+    """A padded pool on the device with the same gaps (`Tensor.clone` would drop them)."""
+    slots, size = pool.shape[0], pool[0].numel()
+    wide = torch.full((slots, pool.stride(0)), float("nan"), dtype=pool.dtype, device=DEVICE)
+    view = wide[:, 8 : 8 + size].view(pool.shape)
+    return view.copy_(pool)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """`|got - want| / |want|` in fp64, NaN included."""
+    got, want = got.double().cpu(), want.double().cpu()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
