@@ -152,7 +152,7 @@ def test_duplicates_in_one_batch(make: Make, budget: int) -> None:
         names.append(bench.run.add(prompt + bench.ids(1, 5), GREEDY))
         bench.run.run()
         if size == 400:  # worth a step's wait
-            assert all(bench.cached(name) == 384 for name in names[1:])
+            assert all(bench.cached(name) >= 320 for name in names[1:])
     bench.judge()
 
 
