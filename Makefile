@@ -20,6 +20,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(PYTHON) -m forkpoint.bench.scheduler
 	$(PYTHON) -m forkpoint.bench.cpu_peers $(BENCH_OPTIONS)
+	$(PYTHON) -m forkpoint.bench.engine
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,8 +10,8 @@ from forkpoint.bench.rig import LoadedModel, random_ids
 
 VOCAB = 32_768
 LOADS: dict[str, tuple[int, int, int]] = {  # name -> requests, prompt tokens, output tokens
-    "prefill-heavy": (2, 1024, 2),
-    "decode-heavy": (8, 64, 24),
+    "prefill-heavy": (2, 512, 2),
+    "decode-heavy": (8, 64, 16),
 }
 
 

@@ -68,7 +68,7 @@ class Serving:
                 self.log[self._rows[row], int(num_outputs[i])] = logits[i].clone()
             return sample(logits, rows, num_outputs)
 
-        self.runner._sampler.sample = noting  # type: ignore[method-assign]
+        self.runner._sampler.sample = noting  # type: ignore[method-assign, assignment]
 
     def add(self, name: str, prompt: IntArray, max_tokens: int, priority: int = 0) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
