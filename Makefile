@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(PYTHON) -m forkpoint.cli.main demo
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n logical
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check .

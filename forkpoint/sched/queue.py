@@ -40,6 +40,10 @@ class WaitingQueue:
             if not interest[block_hash]:
                 del interest[block_hash]
 
+    def is_more_urgent(self, entry: Entry) -> bool:
+        """Whether a request of smaller priority value than `entry`'s is waiting."""
+        return bool(self._entries) and self._entries[0].order[0] < entry.order[0]
+
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
         """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
         if not self._interest:

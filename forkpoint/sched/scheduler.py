@@ -141,6 +141,8 @@ class Scheduler:
         self._preempted_now = False
         builder = PlanBuilder(next(self._steps), self.config.max_num_batched_tokens, self.cache)
         for entry in self._plan_decodes(builder):
+            if self._waiting.is_more_urgent(entry) and not self._preempted_now:
+                self._admit_waiting(builder, more_urgent_than=entry)
             if entry.leaving is None and entry.row != NO_ROW:  # a decode may have preempted it
                 self._plan_prefill(builder, entry)
         if not self._preempted_now:
@@ -257,10 +259,14 @@ class Scheduler:
 
     # --- admission
 
-    def _admit_waiting(self, builder: PlanBuilder) -> None:
+    def _admit_waiting(self, builder: PlanBuilder, more_urgent_than: Entry | None = None) -> None:
+        """Start waiting requests in order while rows, budget and room last; those of smaller priority value
+        than a running one's, if that is given."""
         passed_over = 0
         for entry in self._waiting:
             if not self._running.has_free_row or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
+                return
+            if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
             hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
             usable = self.layout.usable_prefix(entry.request.num_tokens)
