@@ -52,17 +52,26 @@ class EngineConfig:
     tokenizer: str | None = option(None, "a tokenizer folder, where it is not the model's")
     skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
     load_format: Literal["auto", "dummy"] = option("auto", "'dummy' makes random weights from config.json alone")
-    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "of weights and activations; auto: as in config.json")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "of weights and activations; auto: as in config.json"
+    )
     mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "of the recurrent matrix states")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a CUDA device if there is one")
     max_model_len: int | None = option(None, "prompt plus output tokens; default: the model's limit")
     kv_cache_memory_bytes: int | None = option(
-        None, "size of the arena; default: room for 4 requests of max_model_len, at most a quarter of free memory"
+        None,
+        "size of the arena; default: on a CPU room for 4 requests of max_model_len, at most a quarter of free memory; "
+        "on a GPU what gpu_memory_utilization leaves",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory for weights and arena together; the rest is for activations"
     )
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
     seed: int = option(0, "of sampling where a request names none, and of dummy weights")
     deterministic: bool = option(False, "cached and uncached runs agree bit for bit, in any batch")
     cpu_ops: Literal["auto", "torch", "cpp"] = option(
-        "auto", "CPU operators: 'cpp' compiles ours once, 'torch' needs no compiler, 'auto' takes cpp where one is found"
+        "auto",
+        "CPU operators: 'cpp' compiles ours once, 'torch' needs no compiler, 'auto' takes cpp where one is found",
     )
     force_state_copy: bool = option(False, "copy states before each step even where an operator can redirect")
     num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
@@ -98,6 +107,9 @@ class EngineConfig:
         _check_choices(self)
         _check_choices(self.cache)
         sched, cache = self.scheduler, self.cache
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization={share!r} is not allowed; give a number above 0, at most 1")
         _at_least("max_num_batched_tokens", sched.max_num_batched_tokens, 64)
         _at_least("max_num_seqs", sched.max_num_seqs, 1)
         _at_least("max_queue_len", sched.max_queue_len, 1)

@@ -15,6 +15,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
+from forkpoint.runtime.platform import CpuPlatform, Platform, resolve_platform
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request, RequestUpdate
@@ -25,17 +26,25 @@ AMPLE_SLOTS = 256
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with the operators that it was loaded for."""
+    """A model with the operators and the device that it was loaded for."""
 
     model: Model
     ops: OpTable
+    platform: Platform = field(default_factory=CpuPlatform)
 
     @classmethod
     def load(
-        cls, folder: str | Path, *, cpu_ops: str = "torch", deterministic: bool = False, dtype: str = "auto"
+        cls,
+        folder: str | Path,
+        *,
+        cpu_ops: str = "torch",
+        deterministic: bool = False,
+        dtype: str = "auto",
+        device: str = "cpu",
     ) -> LoadedModel:
-        ops = select_table(cpu_ops, deterministic, False)
-        return cls(load_model(folder, ops=ops, dtype=dtype), ops)
+        platform = resolve_platform(device)
+        ops = select_table(cpu_ops, deterministic, False, platform.device.type)
+        return cls(load_model(folder, ops=ops, dtype=dtype, device=platform.device), ops, platform)
 
     @property
     def layout(self) -> CacheLayout:
@@ -68,6 +77,7 @@ class Rig:
             num_pages,
             max_num_rows=options.max_num_seqs,
             max_model_len=options.max_model_len,
+            platform=loaded.platform,
         )
         self.sched = Scheduler(
             layout,

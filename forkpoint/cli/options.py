@@ -96,6 +96,8 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif choices:
         group.add_argument(flag, choices=choices, **common)
+    elif hint is float:
+        group.add_argument(flag, type=float, metavar="FLOAT", **common)
     elif int in (hint, *get_args(hint)):
         group.add_argument(flag, type=int, metavar="INT", **common)
     else:

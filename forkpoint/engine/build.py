@@ -39,12 +39,13 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
-    ops = select_table(config.cpu_ops, config.deterministic, config.force_state_copy)
-    model = _load(config, ops)
+    platform = resolve_platform(config.device)
+    ops = select_table(config.cpu_ops, config.deterministic, config.force_state_copy, platform.device.type)
+    model = _load(config, ops, platform.device)
     layout = CacheLayout.create(model.kv_specs, model.state_specs)
-    platform = resolve_platform()
     max_model_len = model.config.max_model_len
-    num_pages = choose_num_pages(layout, max_model_len, config.kv_cache_memory_bytes, platform.free_bytes())
+    share = platform.arena_bytes(config.gpu_memory_utilization)
+    num_pages = choose_num_pages(layout, max_model_len, config.kv_cache_memory_bytes, platform.free_bytes(), share)
     runner = ModelRunner(
         model,
         ops,
@@ -82,7 +83,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     return engine, metrics
 
 
-def _load(config: EngineConfig, ops: OpTable) -> Model:
+def _load(config: EngineConfig, ops: OpTable, device: torch.device) -> Model:
     return load_model(
         config.model,
         ops=ops,
@@ -91,6 +92,7 @@ def _load(config: EngineConfig, ops: OpTable) -> Model:
         seed=config.seed,
         state_dtype=config.mamba_ssm_cache_dtype,
         max_model_len=config.max_model_len,
+        device=device,
         progress=config.log_level in ("debug", "info") and sys.stderr.isatty(),
     )
 

@@ -12,13 +12,16 @@ RESERVED_PAGES = 1  # page 0 serves padded rows
 MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
 
 
-def choose_num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int) -> int:
+def choose_num_pages(
+    layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int, share_bytes: int | None = None
+) -> int:
     """Pages of the arena, page 0 included.
 
-    `memory_bytes` is what the user set, None for the default. Raises ConfigError when not even one short
+    `memory_bytes` is what the user set, None for the default: `share_bytes`, what the user's share of a device's
+    memory leaves, or by the model's size where that is None. Raises ConfigError when not even one short
     request fits, with the bytes that it needs.
     """
-    wanted = memory_bytes
+    wanted = share_bytes if memory_bytes is None else memory_bytes
     if wanted is None:
         per_request = layout.num_pages_for(max_model_len, DEFAULT_SLOTS_PER_REQUEST)
         pages = RESERVED_PAGES + DEFAULT_REQUESTS * per_request
@@ -26,7 +29,11 @@ def choose_num_pages(layout: CacheLayout, max_model_len: int, memory_bytes: int 
     pages = wanted // layout.page_bytes
     least = RESERVED_PAGES + layout.num_pages_for(layout.block_size, MIN_SLOTS)
     if pages < least:
-        given = f"kv_cache_memory_bytes={memory_bytes}" if memory_bytes is not None else f"{free_bytes} free bytes"
+        given = f"{free_bytes} free bytes"
+        if memory_bytes is not None:
+            given = f"kv_cache_memory_bytes={memory_bytes}"
+        elif share_bytes is not None:
+            given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside the weights"
         raise ConfigError(
             f"{given} leave no room for a single request; one of {layout.block_size} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"

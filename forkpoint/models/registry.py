@@ -65,19 +65,22 @@ def load_model(
     seed: int = 0,
     state_dtype: str = "float32",
     max_model_len: int | None = None,
+    device: torch.device | None = None,
     progress: bool = False,
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
     `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `dtype` is that of
-    weights and activations, `state_dtype` that of the matrix states. `progress` shows a bar on standard error.
+    weights and activations, `state_dtype` that of the matrix states, `device` (None: the CPU) where they are.
+    `progress` shows a bar on standard error.
     Raises CheckpointError and UnsupportedModelError, with the tensor or field at fault.
     """
     config = load_config(path, dtype=dtype, max_model_len=max_model_len)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    device = device or torch.device("cpu")
     if load_format == "dummy":
-        return _build(config, DummyWeights(torch_dtype, seed), ops, state_dtype)
-    with FileWeights(Path(path), torch_dtype, progress) as weights:
+        return _build(config, DummyWeights(torch_dtype, seed, device), ops, state_dtype)
+    with FileWeights(Path(path), torch_dtype, progress, device) as weights:
         model = _build(config, weights, ops, state_dtype)
         unused = [name for name in weights.rest() if not (config.tie_word_embeddings and name == "lm_head.weight")]
         if unused:
@@ -91,5 +94,7 @@ def load_model(
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, state_dtype: str) -> Model:
     table = None
     if config.rotary_dim:
-        table = rotary_table(config.rotary_dim, config.rope_theta, config.max_model_len)
-    return ARCHITECTURES[config.architecture](Build(config, weights, ops, table), state_dtype)
+        # Made on the CPU, so that all devices have the same bits.
+        table = rotary_table(config.rotary_dim, config.rope_theta, config.max_model_len).to(weights.device)
+    with weights.device:  # for what the families make themselves
+        return ARCHITECTURES[config.architecture](Build(config, weights, ops, table), state_dtype)

@@ -27,6 +27,7 @@ class WeightSource(Protocol):
     """Where a model gets its tensors, by their canonical names (`model.layers.0...`)."""
 
     dtype: torch.dtype
+    device: torch.device
 
     def has(self, name: str) -> bool:
         """Whether `get` can return this tensor."""
@@ -38,7 +39,7 @@ class WeightSource(Protocol):
         dtype: torch.dtype | None = None,
         span: tuple[float, float] | None = None,
     ) -> Tensor:
-        """A new tensor of `shape` in `dtype` (default: the model's).
+        """A new tensor of `shape` in `dtype` (default: the model's) on the source's device.
 
         Made-up weights are uniform in `span`, or normal with the deviation `shape[-1] ** -0.5`.
         """
@@ -52,7 +53,7 @@ class WeightSource(Protocol):
 
 def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
     """`[sum(rows), columns]`: the named matrices below each other, each read straight into its place."""
-    out = torch.empty(sum(rows), columns, dtype=source.dtype)
+    out = torch.empty(sum(rows), columns, dtype=source.dtype, device=source.device)
     start = 0
     for name, count in zip(names, rows, strict=True):
         out[start : start + count] = source.get(name, (count, columns))
@@ -61,10 +62,11 @@ def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], c
 
 
 class DummyWeights:
-    """Random weights for any name and shape; the bits depend on the seed, the name and the shape alone."""
+    """Random weights for any name and shape; the bits depend on the seed, the name, the shape and the device alone."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, device: torch.device) -> None:
         self.dtype = dtype
+        self.device = device
         self._seed = seed
 
     def has(self, name: str) -> bool:
@@ -84,8 +86,8 @@ class DummyWeights:
         span: tuple[float, float] | None = None,
     ) -> Tensor:
         # torch's CPU generator looks at 32 bits of a seed only.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
-        out = torch.empty(*shape, dtype=dtype or self.dtype)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
+        out = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
         if span is not None:
             return out.uniform_(*span, generator=generator)
         return out.normal_(0.0, shape[-1] ** -0.5, generator=generator)
@@ -98,8 +100,9 @@ class FileWeights:
     values that are not finite, naming the tensor and the file.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, progress: bool) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, progress: bool, device: torch.device) -> None:
         self.dtype = dtype
+        self.device = device
         self._folder = folder
         self._files: dict[str, Any] = {}
         listed = _listed_tensors(folder)
@@ -166,7 +169,7 @@ class FileWeights:
             self._unread.remove(name)
             self._bar.update()
         # A copy: the tensor otherwise keeps the whole file mapped.
-        return tensor.to(dtype or self.dtype, copy=True)
+        return tensor.to(self.device, dtype or self.dtype, copy=True)
 
     def _find(self, name: str) -> tuple[str, str]:
         if name not in self._stored:

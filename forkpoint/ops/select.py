@@ -58,14 +58,20 @@ def torch_table(deterministic: bool = False) -> OpTable:
     )
 
 
-def select_table(cpu_ops: str, deterministic: bool, force_state_copy: bool) -> OpTable:
-    """The operators for this machine's CPU: 'torch', 'cpp', or 'auto' (cpp where it can be compiled).
+def select_table(cpu_ops: str, deterministic: bool, force_state_copy: bool, device: str = "cpu") -> OpTable:
+    """The operators for a kind of device: Triton's on 'cuda', and on 'cpu' what `cpu_ops` says.
+
+    That is 'torch', 'cpp', or 'auto' (cpp where it can be compiled).
 
     `backends` of the result names what serves each operator and, where 'auto' fell back, why. With
     `force_state_copy` no operator redirects. Raises ConfigError if 'cpp' is asked for and cannot be built.
     """
     table = torch_table(deterministic)
-    if cpu_ops != "torch":
+    if device != "cpu":
+        from forkpoint.ops.triton_table import triton_table  # a machine without a GPU need not have Triton
+
+        table = triton_table(table)
+    elif cpu_ops != "torch":
         build = load_operators()
         if build.module is not None:
             table = cpp_table(build.module, table)

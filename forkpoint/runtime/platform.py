@@ -27,6 +27,9 @@ class Platform(Protocol):
     def free_bytes(self) -> int:
         """Device memory that could be allocated now."""
 
+    def arena_bytes(self, utilization: float) -> int | None:
+        """What is left for the arena of that share of the device's memory; None where memory is shared with others."""
+
     def synchronize(self) -> None:
         """Wait for all work issued to the device."""
 
@@ -65,6 +68,9 @@ class CpuPlatform:
                 return int(value.split()[0]) * 1024
         raise ConfigError("/proc/meminfo has no MemAvailable line; give kv_cache_memory_bytes")
 
+    def arena_bytes(self, utilization: float) -> int | None:
+        """The host's memory is not ours to fill."""
+
     def synchronize(self) -> None:
         """Work on a CPU is done when the call returns."""
 
@@ -81,17 +87,29 @@ class CudaPlatform:
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         source = torch.from_numpy(array)
         staged = self.host_buffer(tuple(source.shape), source.dtype).copy_(source)
+        # The host allocator keeps the staged memory from reuse until the copy is done.
         return staged.to(self.device, non_blocking=True)
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[0])
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(torch.cuda.mem_get_info(self.device)[0]) + cached
+
+    def arena_bytes(self, utilization: float) -> int | None:
+        """What all programs hold now, loaded weights above all, counts against the share."""
+        total = int(torch.cuda.mem_get_info(self.device)[1])
+        return max(0, int(total * utilization) - (total - self.free_bytes()))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
 
 def resolve_platform(name: str = "cpu") -> Platform:
-    """`cpu`, or `cuda` with an optional `:index`. Raises ConfigError for others and for an absent device."""
+    """`cpu`, `cuda` with an optional `:index`, or `auto`: cuda if there is one.
+
+    Raises ConfigError for others and for an absent device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind == "cpu" and not index:
         return CpuPlatform()
@@ -99,4 +117,4 @@ def resolve_platform(name: str = "cpu") -> Platform:
         if int(index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device {name!r} is not here: {torch.cuda.device_count()} CUDA devices were found")
         return CudaPlatform(int(index or 0))
-    raise ConfigError(f"device {name!r} is not known; give 'cpu', 'cuda' or 'cuda:<index>'")
+    raise ConfigError(f"device {name!r} is not known; give 'auto', 'cpu', 'cuda' or 'cuda:<index>'")
