@@ -23,6 +23,8 @@ BLOCKS = tl.constexpr(TILE // 16)
 L2_EPS = tl.constexpr(1e-6)
 SCAN_VALUES = 32  # value rows of a state that one program carries through a segment
 DECODE_VALUES = 8
+# Of a chunk's tiles. Triton 3.6 reserves too little shared memory to store a bfloat16 product of 64 by 32.
+MIN_WIDTH = 64
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def _unit_lower_inverse(system, HALF: tl.constexpr):
     L the blocks below them, `N = D L` has `N^4 = 0`, so that `(I + A)^-1 = (I - N)(I + N^2) D`. HALF takes float16
     operands for these products: as exact as tf32, and every entry is a product of contractions, so none is large.
     """
-    block, row = tl.arange(0, BLOCKS), tl.arange(0, SUB)
+    block, row, at = tl.arange(0, BLOCKS), tl.arange(0, SUB), tl.arange(0, CHUNK)
     same = (block[:, None] == block[None, :])[:, None, :, None]
     diagonal = tl.sum(tl.where(same, tl.reshape(system, (BLOCKS, SUB, BLOCKS, SUB)), 0.0), axis=2)
     inverse = tl.zeros((BLOCKS, SUB, SUB), tl.float32) + (row[:, None] == row[None, :]).to(tl.float32)[None, :, :]
@@ -50,12 +52,12 @@ def _unit_lower_inverse(system, HALF: tl.constexpr):
         inverse -= column[:, :, None] * final[:, None, :]
     kind: tl.constexpr = tl.float16 if HALF else tl.float32
     wide = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), (CHUNK, CHUNK)).to(kind)
-    at = tl.arange(0, CHUNK)
     below = tl.where((at // SUB)[:, None] > (at // SUB)[None, :], system, 0.0).to(kind)
+    unit = (at[:, None] == at[None, :]).to(tl.float32)
     first = tl.dot(wide, below, input_precision="ieee")
     step = first.to(kind)
     square = tl.dot(step, step, input_precision="ieee")
-    series = (at[:, None] == at[None, :]).to(tl.float32) - first + square
+    series = unit - first + square
     series -= tl.dot(step, square.to(kind), input_precision="ieee")
     return tl.dot(series.to(kind), wide, input_precision="ieee")
 
@@ -291,10 +293,8 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
     """
     _check(mixed, a, b, pool)
     shape = params.shape
-    block_k = max(16, triton.next_power_of_2(shape.key_dim))
-    scan_v = min(SCAN_VALUES, max(16, triton.next_power_of_2(shape.value_dim)))
-    chunk_v = min(64, max(16, triton.next_power_of_2(shape.value_dim)))
-    padded_v = triton.cdiv(shape.value_dim, chunk_v) * chunk_v
+    block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
+    padded_v = triton.cdiv(shape.value_dim, MIN_WIDTH) * MIN_WIDTH
     places = mixed.shape[0] // TILE + len(index)
     heads, value_heads = places * shape.num_k_heads, places * shape.num_v_heads
     q, k = mixed.new_empty(heads, TILE, block_k), mixed.new_empty(heads, TILE, block_k)
@@ -324,13 +324,13 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
         shape.key_dim**-0.5,
         **sizes,
         BLOCK_K=block_k,
-        BLOCK_V=chunk_v,
+        BLOCK_V=MIN_WIDTH,
         PADDED_V=padded_v,
         DOUBLE_BETA=shape.allow_neg_eigval,
         HALF=not wide,
-        num_warps=8 if wide else 4,
+        num_warps=8 if wide else 2,
     )
-    _scan_kernel[(len(index) * shape.num_v_heads * (padded_v // scan_v),)](
+    _scan_kernel[(len(index) * shape.num_v_heads * (padded_v // SCAN_VALUES),)](
         q,
         k,
         w,
@@ -348,7 +348,7 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
         pool.stride(0),
         **sizes,
         BLOCK_K=block_k,
-        BLOCK_V=scan_v,
+        BLOCK_V=SCAN_VALUES,
         PADDED_V=padded_v,
         num_warps=4,
         num_stages=1 if wide else 3,

@@ -1,0 +1,251 @@
+"""Times every Triton kernel on the shapes of the 9B model: `python -m forkpoint.bench.gpu_ops [--only NAME]`.
+
+Each line gives the median time of a call inside a CUDA graph, the floor (bytes over the measured copy rate, or
+operations over the measured bfloat16 matrix rate, whichever is more) and what share of that ceiling is reached. Where
+the inputs of one call would stay in the cache, calls take turns over more of them than the cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from forkpoint.bench.machine import commit_hash, today
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.select import select_table
+from forkpoint.ops.table import GDNParams, GDNShape
+
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+OPS = select_table("torch", False, False, "cuda")
+SHAPE = GDNShape(16, 32, 128, 128)
+HIDDEN, INNER, HEADS, KV_HEADS, DIM, ROTARY, WIDTH, LAYERS = 4096, 12288, 16, 4, 256, 64, 4, 24
+SLOT = SHAPE.num_v_heads * SHAPE.key_dim * SHAPE.value_dim * 4  # bytes of a layer's matrix state
+CACHED = 256 << 20  # bytes over which calls take turns: several times the cache
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`make` gives calls of the same work on different memory."""
+
+    name: str
+    num_bytes: float
+    flops: float
+    make: Callable[[], list[Call]]
+
+
+def median_seconds(calls: list[Call]) -> float:
+    """Of one call, all of them captured in one graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    took: float = triton.testing.do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
+    return took / 1e3 / len(calls)
+
+
+def ceilings() -> tuple[float, float]:
+    """(bytes per second of a copy, read and written; bfloat16 operations per second of a matrix product)."""
+    source = torch.randn(1 << 30, device=DEVICE)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / median_seconds([lambda: target.copy_(source)])
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    return copy, 2 * 8192**3 / median_seconds([lambda: a @ b])
+
+
+def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def gdn_params() -> GDNParams:
+    heads = SHAPE.num_v_heads
+    return GDNParams(SHAPE, torch.rand(heads, device=DEVICE) * -3, torch.rand(heads, device=DEVICE) - 2)
+
+
+def segments(lens: list[int]) -> SegmentIndex:
+    ends = torch.tensor([0, *lens]).cumsum(0).tolist()
+    slots, none = ints(list(range(len(lens)))), ints([])
+    return SegmentIndex(ints(ends), slots, slots, ints([0] * len(ends)), none, none, tuple(lens))
+
+
+def turns(num_bytes: float) -> int:
+    return max(1, min(64, round(CACHED / num_bytes)))
+
+
+def decode_cases() -> Iterator[Case]:
+    for batch in (1, 8, 32, 128, 256):
+        for moves in (False, True):
+
+            def make(batch: int = batch, moves: bool = moves) -> list[Call]:
+                count = turns(batch * SLOT)
+                pool = torch.randn(2 * count * batch, SHAPE.num_v_heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
+                mixed, params = randn(batch, SHAPE.mixed_dim), gdn_params()
+                a, b = randn(batch, SHAPE.num_v_heads), randn(batch, SHAPE.num_v_heads)
+                starts = [2 * i * batch for i in range(count)]
+                rows = [list(range(start, start + batch)) for start in starts]
+                slots = [DecodeIndex(ints(row), ints([s + batch * moves for s in row])) for row in rows]
+                return [lambda i=i: OPS.gdn_decode(mixed, a, b, params, pool, i) for i in slots]  # type: ignore[misc]
+
+            name = f"gdn_decode, {batch} rows" + (", to other slots" if moves else "")
+            yield Case(name, 2 * batch * SLOT, 0, make)
+
+
+def prefill_cases() -> Iterator[Case]:
+    heads, key, value = SHAPE.num_v_heads, SHAPE.key_dim, SHAPE.value_dim
+    for lens in ([512], [2048], [8192], [32768], [1024] * 8):
+        total = sum(lens)
+
+        def make(lens: list[int] = lens, total: int = total) -> list[Call]:
+            pool = torch.randn(len(lens), heads, value, key, device=DEVICE)
+            mixed, a, b = randn(total, SHAPE.mixed_dim), randn(total, heads), randn(total, heads)
+            params, index = gdn_params(), segments(lens)
+            return [lambda: OPS.gdn_prefill(mixed, a, b, params, pool, index)]
+
+        flops = total * heads * (6 * key * value + 2 * 64 * (3 * key + 2 * value))
+        name = f"gdn_prefill, {len(lens)} x {lens[0]} tokens"
+        yield Case(name, 2 * total * (SHAPE.mixed_dim + heads * value) + 2 * len(lens) * SLOT, flops, make)
+
+
+def attention_cases() -> Iterator[Case]:
+    shapes = [(1, 2048, 1), (1, 16384, 1), (32, 2048, 1), (128, 1024, 1)]
+    shapes += [(1, 2048, 2048), (1, 8192, 8192), (1, 16384, 16384), (1, 16384, 128)]
+    for rows, length, queries in shapes:
+        stored = rows * length * KV_HEADS * DIM * 4
+
+        def make(rows: int = rows, length: int = length, queries: int = queries, stored: int = stored) -> list[Call]:
+            blocks = -(-length // 64)
+            count = turns(stored) if queries == 1 else 1
+            cache = randn(count * rows * blocks, 2, KV_HEADS, 64, DIM)
+            tables = torch.randperm(count * rows * blocks, device=DEVICE).int().view(count, rows, blocks)
+            q = randn(rows * queries, HEADS, DIM)
+            ends, lens = ints([i * queries for i in range(rows + 1)]), ints([length] * rows)
+            decodes, none = rows if queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
+            host = ((queries,) * rows, (length,) * rows)
+            indices = [AttentionIndex(decodes, ends, lens, table, none, *host) for table in tables]
+            k, v = cache[:, 0], cache[:, 1]
+            return [lambda i=i: OPS.paged_attention(q, k, v, i, DIM**-0.5, None) for i in indices]  # type: ignore[misc]
+
+        pairs = rows * (queries * (length - queries) + queries * (queries + 1) / 2)
+        kind = "decode" if queries == 1 else "prefill"
+        name = f"paged_attention, {kind}, {rows} x {queries} at {length}"
+        yield Case(name, stored + 4 * rows * queries * HEADS * DIM, 4 * pairs * HEADS * DIM, make)
+
+
+def conv_cases() -> Iterator[Case]:
+    dim = SHAPE.mixed_dim
+    for total in (2048, 8192):
+
+        def prefill(total: int = total) -> list[Call]:
+            x, weight, pool, index = randn(total, dim), randn(dim, WIDTH), randn(1, WIDTH - 1, dim), segments([total])
+            return [lambda: OPS.conv_prefill(x, weight, None, pool, index, True)]
+
+        yield Case(f"conv_prefill, {total} tokens", 4 * total * dim, 0, prefill)
+    for rows in (1, 32, 128):
+
+        def update(rows: int = rows) -> list[Call]:
+            x, weight, pool = randn(rows, dim), randn(dim, WIDTH), randn(rows, WIDTH - 1, dim)
+            slots = ints(list(range(rows)))
+            return [lambda: OPS.conv_update(x, weight, None, pool, DecodeIndex(slots, slots), True)]
+
+        yield Case(f"conv_update, {rows} rows", 2 * rows * dim * 2 * WIDTH, 0, update)
+
+
+def row_cases() -> Iterator[Case]:
+    """Operators that take each token by itself."""
+    heads, value = SHAPE.num_v_heads, SHAPE.value_dim
+    for tokens in (1, 128, 8192):
+
+        def norms(tokens: int = tokens) -> list[Call]:
+            x, residual, weight = randn(tokens, HIDDEN), randn(tokens, HIDDEN), torch.randn(HIDDEN, device=DEVICE)
+            return [lambda: OPS.add_rmsnorm(x, residual, weight, 1e-6)]
+
+        def gated(tokens: int = tokens) -> list[Call]:
+            x, gate = randn(tokens, heads, value), randn(tokens, heads, value)
+            weight = torch.randn(value, device=DEVICE)
+            return [lambda: OPS.gated_rmsnorm(x, gate, weight, 1e-6)]
+
+        def silu(tokens: int = tokens) -> list[Call]:
+            x = randn(tokens, 2 * INNER)
+            return [lambda: OPS.silu_mul(x)]
+
+        def sigmoid(tokens: int = tokens) -> list[Call]:
+            x, gate = randn(tokens, HEADS * DIM), randn(tokens, HEADS * DIM)
+            return [lambda: OPS.sigmoid_mul(x, gate)]
+
+        def rope(tokens: int = tokens) -> list[Call]:
+            q, k = randn(tokens, HEADS, DIM), randn(tokens, KV_HEADS, DIM)
+            table, positions = torch.rand(tokens, ROTARY, device=DEVICE), torch.arange(tokens, device=DEVICE)
+            return [lambda: OPS.rope(q, k, table, positions)]
+
+        def write(tokens: int = tokens) -> list[Call]:
+            k, v = randn(tokens, KV_HEADS, DIM), randn(tokens, KV_HEADS, DIM)
+            cache = randn(-(-tokens // 64), 2, KV_HEADS, 64, DIM)
+            slots = torch.arange(tokens, device=DEVICE)
+            return [lambda: OPS.kv_write(k, v, cache[:, 0], cache[:, 1], slots)]
+
+        yield Case(f"add_rmsnorm, {tokens} tokens", 8 * tokens * HIDDEN, 0, norms)
+        yield Case(f"gated_rmsnorm, {tokens} tokens", 6 * tokens * heads * value, 0, gated)
+        yield Case(f"silu_mul, {tokens} tokens", 6 * tokens * INNER, 0, silu)
+        yield Case(f"sigmoid_mul, {tokens} tokens", 6 * tokens * HEADS * DIM, 0, sigmoid)
+        yield Case(f"rope, {tokens} tokens", 4 * tokens * (HEADS + KV_HEADS) * ROTARY, 0, rope)
+        yield Case(f"kv_write, {tokens} tokens", 8 * tokens * KV_HEADS * DIM, 0, write)
+
+
+def copy_cases() -> Iterator[Case]:
+    conv = (WIDTH - 1) * SHAPE.mixed_dim
+    for rows in (1, 8, 32):
+
+        def make(rows: int = rows) -> list[Call]:
+            pools = [randn(2 * rows, WIDTH - 1, SHAPE.mixed_dim) for _ in range(LAYERS)]
+            shape = (2 * rows, SHAPE.num_v_heads, SHAPE.value_dim, SHAPE.key_dim)
+            pools += [torch.randn(*shape, device=DEVICE) for _ in range(LAYERS)]
+            source, target = ints(list(range(rows))), ints(list(range(rows, 2 * rows)))
+            return [lambda: OPS.state_copy(pools, source, target)]
+
+        yield Case(f"state_copy, {rows} states of {LAYERS} layers", 2 * rows * LAYERS * (SLOT + 2 * conv), 0, make)
+
+
+def cases() -> Iterator[Case]:
+    yield from decode_cases()
+    yield from prefill_cases()
+    yield from attention_cases()
+    yield from conv_cases()
+    yield from row_cases()
+    yield from copy_cases()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="part of an operator's name")
+    parser.add_argument("--commit", default="", help="what to print as the commit where there is no repository")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    copy, product = ceilings()
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    commit = options.commit or commit_hash()
+    print(f"{torch.cuda.get_device_name()}, {versions}, {DTYPE}, states fp32, commit {commit}, {today()}")
+    print(f"ceilings: copy {copy / 1e12:.2f} TB/s, matrix product {product / 1e12:.0f} TFLOP/s\n")
+    print("| operator | µs | floor µs | of the ceiling | by |\n|---|---|---|---|---|")
+    for case in cases():
+        if options.only in case.name:
+            took = median_seconds(case.make())
+            moved, computed = case.num_bytes / copy, case.flops / product
+            by = "operations" if computed > moved else "bytes"
+            floor = max(moved, computed)
+            print(f"| {case.name} | {took * 1e6:.1f} | {floor * 1e6:.1f} | {floor / took:.0%} | {by} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
