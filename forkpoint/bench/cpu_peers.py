@@ -88,6 +88,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _without_paths(argv: Sequence[str]) -> str:
+    """The command line for the page: where things lie on this machine is nobody's business."""
+    names = {"--vllm-preload": "LIBTCMALLOC:LIBIOMP5", "--model": "MODEL", "--logs": "LOGS", "--page": "PAGE"}
+    names["--vllm-python"] = "$VLLM_ENV/bin/python"
+    before = ["", *argv]
+    return " ".join(names.get(option) or shlex.quote(word) for option, word in zip(before, argv, strict=False))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     work = Workload(repeats=args.repeats, prompt=args.prompt)
@@ -109,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             peers.append(peer)
             print(f"{name}: {peer.description}", flush=True)
         results = measure(peers, work)
-    command = "python -m forkpoint.bench.cpu_peers " + shlex.join(sys.argv[1:] if argv is None else argv)
+    command = "python -m forkpoint.bench.cpu_peers " + _without_paths(sys.argv[1:] if argv is None else argv)
     print(write_page(args.page, results, work, args.threads, command))
     return 0
 

