@@ -28,7 +28,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _gate_kernel(
     x, gate, out, x_stride, gate_stride, out_stride, size, pieces, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -14,7 +14,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import silu as silu_fp32
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
 
-CHANNELS = 128  # of a prefill program
+CHANNELS = 64  # of a prefill program
 UPDATE_CHANNELS = 256  # of an update program, and of one that stores windows
 
 

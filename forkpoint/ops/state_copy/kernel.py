@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 16384  # bytes of a program
+PIECE = 8192  # bytes of a program
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -25,7 +25,8 @@ def _copy_kernel(
     source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
     if (target >= 0) & (first < size):
         at = first // BYTES + tl.arange(0, PIECE // BYTES)
-        inside = at < size // BYTES
+        # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
+        inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
         place = (address + target * stride).to(unit.dtype)
         words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
         if source >= 0:
@@ -54,7 +55,7 @@ class StateCopy:
         pieces = triton.cdiv(widest, PIECE)
         grid = (len(src) * len(pools) * pieces,)
         word = unit.element_size()
-        _copy_kernel[grid](table, src, dst, unit, len(pools), pieces, PIECE=PIECE, BYTES=word, ALIGN=align)
+        _copy_kernel[grid](table, src, dst, unit, len(pools), pieces, PIECE=PIECE, BYTES=word, ALIGN=align, num_warps=8)
 
 
 def _describe(pools: list[Tensor]) -> tuple[Tensor, Tensor, int, int]:
