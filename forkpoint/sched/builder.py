@@ -126,8 +126,7 @@ class PlanBuilder:
         same = [LAST_SAMPLED] * len(steady), [NO_BLOCK] * len(steady)
         for entry in steady:
             entry.num_computed += 1
-            entry.num_issued += 1
-            entry.num_sampling += 1
+            entry.num_planned_outputs += 1
         self._manager.advance_decodes(leases)
         issued.entries += steady
         issued.sampled += steady
@@ -150,10 +149,9 @@ class PlanBuilder:
 
     def _settle_later(self, entry: Entry, end: int, samples: bool, provenance: Provenance, issued: IssuedStep) -> None:
         entry.num_computed = end
-        entry.num_issued += 1
         issued.entries.append(entry)
         if samples:
-            entry.num_sampling += 1
+            entry.num_planned_outputs += 1
             issued.sampled.append(entry)
         reading = self._manager.advance(entry.lease, end, provenance)
         if reading is not None:

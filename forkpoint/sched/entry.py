@@ -40,9 +40,8 @@ class Entry:
     num_computed: int = 0
     prefill_end: int = 0
     num_known: int = 0
-    num_issued: int = 0  # issued plans, not yet answered, that carry this row
-    num_sampling: int = 0  # of those, plans that sample a token
-    planned_step: int = -1
+    planned_step: int = -1  # the last step that carries this row
+    num_planned_outputs: int = 0  # outputs known, and those that steps in flight sample
     leaving: Leaving | None = None
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # where this waiting request is known to resume

@@ -16,6 +16,7 @@ class RunningSet:
         self._leaving: list[Entry] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._removed_rows: list[int] = []
+        self._answered_step = -1
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -42,16 +43,24 @@ class RunningSet:
         """Plan the entry no more. True if nothing of it is in flight, so that it can `vacate` now."""
         self._entries.remove(entry)
         entry.leaving = why
-        if entry.num_issued:
+        if self._in_flight(entry):
             self._leaving.append(entry)
-        return not entry.num_issued
+            return False
+        return True
+
+    def answered(self, step: int) -> None:
+        """The results of all steps up to `step` are known."""
+        self._answered_step = step
+
+    def _in_flight(self, entry: Entry) -> bool:
+        return entry.planned_step > self._answered_step
 
     def take_ready(self) -> list[Entry]:
         """Leaving entries of which nothing is in flight any more; each has to `vacate`."""
         if not self._leaving:
             return []
-        ready = [entry for entry in self._leaving if not entry.num_issued]
-        self._leaving = [entry for entry in self._leaving if entry.num_issued]
+        ready = [entry for entry in self._leaving if not self._in_flight(entry)]
+        self._leaving = [entry for entry in self._leaving if self._in_flight(entry)]
         return ready
 
     def vacate(self, entry: Entry) -> Leaving:

@@ -167,8 +167,7 @@ class Scheduler:
                 continue
             if self._preempted_now and (entry.leaving is not None or entry.row == NO_ROW):
                 continue
-            request = entry.request
-            if len(request.output_token_ids) + entry.num_sampling >= request.max_tokens:
+            if entry.num_planned_outputs >= entry.request.max_tokens:
                 continue  # its last token is in flight
             if start % size and start > entry.num_known and not entry.lease.has_duplicates:
                 entry.planned_step = step
@@ -319,6 +318,7 @@ class Scheduler:
         entry.expected = None
         self._running.start(entry)
         entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
+        entry.num_planned_outputs = len(request.output_token_ids)
         entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
         self.cache.count_query(request.num_tokens, hit)
@@ -400,10 +400,7 @@ class Scheduler:
         return updates
 
     def _settle(self, issued: IssuedStep) -> None:
-        for entry in issued.entries:
-            entry.num_issued -= 1
-        for entry in issued.sampled:
-            entry.num_sampling -= 1
+        self._running.answered(issued.step)
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
 
