@@ -138,7 +138,7 @@ def _see(
     return total, weight, high
 
 
-@triton.jit(do_not_specialize=["num_decodes"])
+@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
     q,
     k_cache,
@@ -229,7 +229,7 @@ def _prefill_kernel(
         tl.store(out_at, answer.to(out.dtype.element_ty), mask=present[:, None] & (at_v < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _decode_kernel(
     q,
     k_cache,
@@ -309,7 +309,7 @@ def _decode_kernel(
         tl.store(tops + entry, top, mask=m < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     totals,
     weights,
