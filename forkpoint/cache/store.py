@@ -77,7 +77,8 @@ class PrefixStore:
         """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor."""
         ancestor = _nearest_checkpoint(parent)
         start = ancestor.num_tokens if ancestor else 0
-        return self._policy.key(self._make_facts(start, num_tokens, origin))
+        saved, num_bytes = self._worth(start, num_tokens)
+        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, False))
 
     def _evict_one(self, below: float | None) -> bool:
         if self._evict_dead():
@@ -242,22 +243,16 @@ class PrefixStore:
 
     # --- facts
 
-    def _facts(self, checkpoint: Checkpoint) -> EntryFacts:
-        ancestor = _nearest_checkpoint(checkpoint.node.parent)
+    def _facts(self, c: Checkpoint) -> EntryFacts:
+        ancestor = _nearest_checkpoint(c.node.parent)
         start = ancestor.num_tokens if ancestor else 0
-        return self._make_facts(start, checkpoint.num_tokens, checkpoint.origin, checkpoint)
+        saved, num_bytes = self._worth(start, c.num_tokens)
+        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, c.superseded)
 
-    def _make_facts(self, start: int, end: int, origin: Origin, checkpoint: Checkpoint | None = None) -> EntryFacts:
+    def _worth(self, start: int, end: int) -> tuple[float, int]:
+        """What a checkpoint at `end` saves if the nearest one before it is at `start`, and the bytes it takes."""
         num_bytes = self.layout.slot_bytes + (end - start) // self.layout.block_size * self.layout.block_bytes
-        return EntryFacts(
-            origin=origin,
-            saved=self._cost(start, end),
-            num_bytes=num_bytes,
-            last_used=checkpoint.last_used if checkpoint else self.arena.turnover,
-            num_hits=checkpoint.num_hits if checkpoint else 0,
-            num_expected=checkpoint.num_expected if checkpoint else 0,
-            superseded=checkpoint.superseded if checkpoint else False,
-        )
+        return self._cost(start, end), num_bytes
 
     def _leaf_key(self, node: Node) -> float:
         size = self.layout.block_size

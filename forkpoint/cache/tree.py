@@ -29,6 +29,8 @@ class Origin(enum.Enum):
     INTERVAL = "interval"
     DECODE = "decode"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, and these are counted a lot
+
 
 @dataclass(slots=True, eq=False)
 class Node:

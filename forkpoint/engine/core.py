@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
+from forkpoint.engine.garbage import GarbageCollector
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.params import FinishReason
 from forkpoint.sched.plan import PendingStep, Runner, StepPlan, StepResult
@@ -47,6 +48,7 @@ class EngineCore:
         self._runner = runner
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._garbage = GarbageCollector()
         self._closed = False
         self._released = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
@@ -89,6 +91,7 @@ class EngineCore:
                 self._in_flight.append((plan.step, self._runner.submit(plan)))
             except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
+            self._garbage.after_submit()
         if self._in_flight:
             return self._finish_oldest()
         if self._scheduler.has_unfinished():

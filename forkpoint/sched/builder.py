@@ -121,16 +121,18 @@ class PlanBuilder:
         """The columns of the steady rows; the loops are this plain because there are hundreds of them."""
         steady = self._steady
         leases = [entry.lease for entry in steady]
-        rows, starts = [entry.row for entry in steady], [entry.num_computed for entry in steady]
-        slots = [lease.slot for lease in leases]
-        same = [LAST_SAMPLED] * len(steady), [NO_BLOCK] * len(steady)
+        columns = np.empty((6, len(steady)), np.int32)
+        columns[0] = [entry.row for entry in steady]
+        columns[1] = [entry.num_computed for entry in steady]
+        columns[2], columns[3] = LAST_SAMPLED, NO_BLOCK
+        columns[4] = columns[5] = [lease.slot for lease in leases]
         for entry in steady:
             entry.num_computed += 1
             entry.num_planned_outputs += 1
         self._manager.advance_decodes(leases)
         issued.entries += steady
         issued.sampled += steady
-        return np.array((rows, starts, *same, slots, slots), np.int32)
+        return columns
 
     def _make_chunk(self, planned: PlannedChunk, issued: IssuedStep) -> Chunk:
         entry, lease = planned.entry, planned.entry.lease
