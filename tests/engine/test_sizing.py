@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.config import EngineConfig
 from forkpoint.engine.sizing import choose_num_pages
 from forkpoint.errors import ConfigError
 
@@ -34,3 +35,17 @@ def test_too_small_names_the_least() -> None:
     choose_num_pages(LAYOUT, 4096, least, PLENTY)
     with pytest.raises(ConfigError):
         choose_num_pages(LAYOUT, 4096, least - 1, PLENTY)
+
+
+def test_a_share_of_device_memory_replaces_the_default() -> None:
+    share = 300 * LAYOUT.page_bytes + 5
+    assert choose_num_pages(LAYOUT, 2**20, None, PLENTY, share) == 300
+    assert choose_num_pages(LAYOUT, 2**20, 50 * LAYOUT.page_bytes, PLENTY, share) == 50
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        choose_num_pages(LAYOUT, 2**20, None, PLENTY, 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1, "half"])
+def test_shares_that_are_none(share: object) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        EngineConfig.from_flat(model="m", gpu_memory_utilization=share)
