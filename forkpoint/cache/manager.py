@@ -290,18 +290,21 @@ class CacheManager:
         """
         saves = {save.num_tokens // self.layout.block_size: save for save in lease.pending}
         lease.pending.clear()
-        assert lease.node is not None
-        size = self.layout.block_size
-        while not lease.frozen and (lease.node.depth + 1) * size <= min(num_tokens, lease.chain.num_tokens):
-            node = self._step_down(lease, lease.node, provenance)
-            if node is None:
+        old = node = lease.node
+        assert old is not None and node is not None
+        last = min(num_tokens, lease.chain.num_tokens) // self.layout.block_size
+        while not lease.frozen and node.depth < last:
+            child = self._step_down(lease, node, provenance)
+            if child is None:
                 lease.frozen = True
                 break
-            self.store.pin(node)
-            self.store.unpin(lease.node)
-            lease.node = node
+            node = child
             if save := saves.pop(node.depth, None):
                 self._finish_save(lease, node, save)
+        if node is not old:
+            self.store.pin(node)
+            self.store.unpin(old)
+            lease.node = node
         for save in saves.values():
             self.arena.give_slot(save.slot)
 
