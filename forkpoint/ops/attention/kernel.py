@@ -353,9 +353,8 @@ def _combine_kernel(
 def _decode(q: Tensor, out: Tensor, index: AttentionIndex, shared: list[Any], sizes: dict[str, Any]) -> None:
     rows, heads = index.num_decodes, q.shape[1]
     num_splits = triton.cdiv(max(index.host_kv_lens[:rows]), SPLIT * sizes["BLOCK"])
-    parts = rows * heads * num_splits
-    totals = torch.empty(parts, sizes["DV"], dtype=torch.float32, device=q.device)
-    weights, tops = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    totals = torch.empty(rows * heads * num_splits, sizes["DV"], dtype=torch.float32, device=q.device)
+    weights, tops = torch.empty(2, len(totals), dtype=torch.float32, device=q.device)
     k_cache, v_cache, strides, scale, window = shared
     _decode_kernel[(rows * sizes["HEADS"] * num_splits,)](
         q,
@@ -401,8 +400,7 @@ def _prefill(q: Tensor, out: Tensor, index: AttentionIndex, shared: list[Any], s
     queries = min(TILE, block_m // group)
     subs = triton.cdiv(TILE, queries)
     k_cache, v_cache, strides, scale, window = shared
-    num_tiles = index.tiles.shape[0]
-    _prefill_kernel[(num_tiles * subs * sizes["HEADS"],)](
+    _prefill_kernel[(len(index.tiles) * subs * sizes["HEADS"],)](
         q,
         k_cache,
         v_cache,
@@ -414,7 +412,7 @@ def _prefill(q: Tensor, out: Tensor, index: AttentionIndex, shared: list[Any], s
         *strides,
         scale,
         window,
-        num_tiles,
+        len(index.tiles),
         **sizes,
         BLOCK_M=block_m,
         QUERIES=queries,
@@ -443,8 +441,7 @@ def paged_attention(
         "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
         "HAS_WINDOW": window is not None,
     }
-    caches = (*k_cache.stride()[:2], *v_cache.stride()[:2])
-    strides = (index.block_table.stride(0), *q.stride()[:2], *caches)
+    strides = (index.block_table.stride(0), *q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2])
     shared = [k_cache, v_cache, strides, scale * LOG2_E, window or 0]
     if index.num_decodes:
         _decode(q, out, index, shared, sizes)
