@@ -70,7 +70,10 @@ class SamplingParams:
         _require(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         if self.max_tokens is not None:
             _require(
-                self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}"
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens={self.max_tokens}",
             )
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all) or a positive integer")
         ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
