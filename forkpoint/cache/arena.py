@@ -182,11 +182,6 @@ class Arena:
         moves, self._moves = tuple(self._moves), []
         return moves
 
-    def num_blocks_free(self) -> int:
-        """Blocks that could be handed out now without eviction, compaction of slots aside."""
-        assert self.blocks is not None
-        return self.blocks.num_free_in_partial + self.num_free_pages * self.blocks.per_page
-
     def num_pages_without(self, num_blocks: int, num_slots: int) -> int:
         """Pages that would be left if just these many units were in use, densely packed."""
         used = -(-num_blocks // self.blocks.per_page) if self.blocks else 0

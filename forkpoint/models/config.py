@@ -53,7 +53,6 @@ class ModelConfig:
     max_model_len: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     gdn: GDNShape | None
     conv_width: int
     moe: MoEConfig | None
@@ -163,7 +162,6 @@ def _parse(architecture: str, fields: Fields, eos: tuple[int, ...]) -> ModelConf
     rotary_dim, theta = _rope(architecture, fields, head_dim)
     moe = _moe(fields, len(layer_types))
     dense = moe is None or not all(moe.sparse_layers)
-    bos = fields.values.get("bos_token_id")
     return ModelConfig(
         architecture=architecture,
         dtype=_dtype(fields),
@@ -182,7 +180,6 @@ def _parse(architecture: str, fields: Fields, eos: tuple[int, ...]) -> ModelConf
         max_model_len=fields.integer("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         eos_token_ids=eos,
-        bos_token_id=bos if isinstance(bos, int) else None,
         gdn=_gdn(fields, hidden, heads) if "linear_attention" in layer_types else None,
         conv_width=fields.integer("linear_conv_kernel_dim", 4, low=2),
         moe=moe,

@@ -116,14 +116,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._entries or self._running.leaving or self._issued)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def reset_prefix_cache(self) -> bool:
         """Nothing cached so far is found again."""
         self.cache.reset()

@@ -9,7 +9,7 @@ def test_the_load_stays_steady() -> None:
     load = SteadyLoad(4)
     for _ in range(600):
         load.step()
-    assert load.sched.num_running + load.sched.num_waiting == 4
+    assert load.sched.stats().num_running + load.sched.stats().num_waiting == 4
     assert load.sched.stats().num_steps == 600
 
 

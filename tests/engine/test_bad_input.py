@@ -166,7 +166,7 @@ def test_n_sequences_do_not_half_enter_a_full_queue(bank: ModelBank, oracle: Ora
     good = [run.add(ids(9, 70), params_of(n=2))]
     with pytest.raises(QueueFullError, match="max_queue_len=3"):
         run.add(ids(9, 70), params_of(n=2))
-    assert run.sched.num_waiting == 2
+    assert run.sched.stats().num_waiting == 2
     good.append(run.add(ids(9, 90), params_of()))
     run.run()
     check_good(run, oracle, good)
