@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.batch import RowSampling
+from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.sched.plan import IntArray, TokenLogprobs
 
 GREEDY_TEMPERATURE = 1e-5  # below it the largest logit wins, as in vLLM

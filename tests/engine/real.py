@@ -24,7 +24,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.batch import RowSampling
+from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.sampler import Sampled, Sampler
 from forkpoint.sched.plan import IntArray, PendingStep, StepPlan

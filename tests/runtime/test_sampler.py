@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.batch import RowSampling
+from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Sampled, Sampler, UniformSource, prompt_logprobs
 from forkpoint.sched.plan import AddedRow
 
