@@ -28,9 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "obs": {"cache.layout", "cache.events"} | VALUES,
     "engine": {"sched", "cache", "runtime", "models", "ops", "obs"} | VALUES,
     "server": {"engine", "obs"} | VALUES,
+    "client": VALUES,
     "demo": {"engine"} | VALUES,
     "bench": {"*"},
-    "cli": {"engine", "demo", "server", "sim", "bench", "obs"} | VALUES,
+    "cli": {"client", "engine", "demo", "server", "sim", "bench", "obs"} | VALUES,
     "__init__": {"engine"} | VALUES,
 }
 NO_TORCH = ("cache", "sched", "sim")
