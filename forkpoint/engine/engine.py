@@ -55,10 +55,10 @@ class Engine:
         found = self._outputs.abort(request_id, time.perf_counter())
         if found is None:
             return None
-        output, sequences = found
+        state, sequences = found
         for name in sequences:
             self.core.abort(name)
-        return output
+        return state.output()
 
     def abort_all(self) -> list[RequestOutput]:
         """End all open requests and wait for the steps in flight."""
@@ -69,10 +69,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that have news, each as far as it has come."""
         updates = self.core.step()
-        outputs, stopped = self._outputs.apply(updates, time.perf_counter())
+        changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
             self.core.finish(name, FinishReason.STOP)
-        return outputs
+        return [state.output() for state in changed]
 
     def has_unfinished(self) -> bool:
         return self.core.has_unfinished()

@@ -14,8 +14,21 @@ from forkpoint.sched.plan import TokenLogprobs
 from forkpoint.sched.request import Request, RequestUpdate
 
 
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one completion gained since it was last asked. `logprobs` has one entry per id, None if not wanted."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    error: str | None
+
+
 class Completion:
-    """One sequence on its way to a CompletionOutput."""
+    """One sequence on its way to a CompletionOutput, whole or in deltas."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -36,6 +49,13 @@ class Completion:
         self._cumulative = 0.0
         self._stop_reason: str | int | None = None
         self._error: str | None = None
+        self._told_text = 0
+        self._told_tokens = 0
+        self._told_end = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
         """Take in one update. True: a stop string ended the completion and the scheduler does not know yet."""
@@ -50,12 +70,30 @@ class Completion:
             self._extend(self._flushed())
             self.finish_reason = FinishReason.ABORT
 
+    def take_delta(self) -> CompletionDelta | None:
+        """The news since the last call; None when there are none. `output` is not affected."""
+        end = self._num_certain
+        ended = self.finish_reason is not None
+        if end <= self._told_text and len(self._token_ids) == self._told_tokens and ended == self._told_end:
+            return None
+        wanted = self.request.params.logprobs is not None
+        delta = CompletionDelta(
+            index=self._index,
+            text=self._text[self._told_text : end],
+            token_ids=tuple(self._token_ids[self._told_tokens :]),
+            logprobs=tuple(self._logprobs[self._told_tokens :]) if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+        self._told_text, self._told_tokens, self._told_end = max(end, self._told_text), len(self._token_ids), ended
+        return delta
+
     def output(self) -> CompletionOutput:
         wanted = self.request.params.logprobs is not None
-        hidden = 0 if self.finish_reason is not None else self._stops.num_undecided(self._text)
         return CompletionOutput(
             index=self._index,
-            text=self._text[: len(self._text) - hidden],
+            text=self._text[: self._num_certain],
             token_ids=tuple(self._token_ids),
             cumulative_logprob=self._cumulative if wanted else None,
             logprobs=tuple(self._logprobs) if wanted else None,
@@ -63,6 +101,11 @@ class Completion:
             stop_reason=self._stop_reason,
             error=self._error,
         )
+
+    @property
+    def _num_certain(self) -> int:
+        """Characters that no stop string can take back."""
+        return len(self._text) - (0 if self.finish_reason is not None else self._stops.num_undecided(self._text))
 
     def _add_token(self, update: RequestUpdate, now_s: float) -> None:
         assert update.token_id is not None
@@ -113,6 +156,10 @@ class RequestState:
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     finished_s: float | None = None
 
+    @property
+    def finished(self) -> bool:
+        return self.finished_s is not None
+
     def output(self) -> RequestOutput:
         first = self.completions[0].request
         scheduled = [c.request.first_scheduled_s for c in self.completions if c.request.first_scheduled_s is not None]
@@ -122,7 +169,7 @@ class RequestState:
             prompt=self.prompt.text,
             prompt_token_ids=tuple(self.prompt.token_ids.tolist()),
             outputs=tuple(c.output() for c in self.completions),
-            finished=self.finished_s is not None,
+            finished=self.finished,
             cache=first.cache,
             metrics=RequestTimings(
                 arrival_s=self.arrival_s,
@@ -130,12 +177,12 @@ class RequestState:
                 first_token_s=min(tokens, default=None),
                 finished_s=self.finished_s,
             ),
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=self.all_prompt_logprobs(),
             num_preemptions=sum(c.request.num_preemptions for c in self.completions),
         )
 
-    def _prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """One entry per prompt token; nothing foretells the first."""
+    def all_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """One entry per prompt token; nothing foretells the first. None if they were not asked for."""
         if self.completions[0].request.params.prompt_logprobs is None:
             return None
         return tuple(self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids)))
@@ -153,15 +200,16 @@ class OutputAssembler:
     def open_request_ids(self) -> list[str]:
         return list(self._states)
 
-    def add(self, request_id: str, prompt: Prompt, requests: Sequence[Request], arrival_s: float) -> None:
+    def add(self, request_id: str, prompt: Prompt, requests: Sequence[Request], arrival_s: float) -> RequestState:
         completions = [Completion(request, index, self._tokenizer) for index, request in enumerate(requests)]
         state = RequestState(request_id, prompt, completions, arrival_s)
         self._states[request_id] = state
         for completion in completions:
             self._by_sequence[completion.request.id] = (state, completion)
+        return state
 
-    def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> tuple[list[RequestOutput], list[str]]:
-        """(outputs of the requests that have news, sequences that a stop string has just ended)."""
+    def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> tuple[list[RequestState], list[str]]:
+        """(the requests that have news, the sequences that a stop string has just ended)."""
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
         for update in updates:
@@ -176,10 +224,11 @@ class OutputAssembler:
                 stopped.append(update.request.id)
             if completion.finish_reason is not None:
                 del self._by_sequence[update.request.id]
-        return [self._output(state, now_s) for state in changed.values()], stopped
+                self._settle(state, now_s)
+        return list(changed.values()), stopped
 
-    def abort(self, request_id: str, now_s: float) -> tuple[RequestOutput, list[str]] | None:
-        """(the output as far as it came, sequences to abort); None for a request that is not open."""
+    def abort(self, request_id: str, now_s: float) -> tuple[RequestState, list[str]] | None:
+        """(the request as far as it came, sequences to abort); None for a request that is not open."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -187,13 +236,13 @@ class OutputAssembler:
         for completion in state.completions:
             completion.abort()
             self._by_sequence.pop(completion.request.id, None)
-        return self._output(state, now_s), sequences
+        self._settle(state, now_s)
+        return state, sequences
 
-    def _output(self, state: RequestState, now_s: float) -> RequestOutput:
+    def _settle(self, state: RequestState, now_s: float) -> None:
         if all(c.finish_reason is not None for c in state.completions):
             state.finished_s = now_s
             del self._states[state.request_id]
-        return state.output()
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
