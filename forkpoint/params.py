@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import json as jsonlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from forkpoint.errors import InvalidParamsError
 
@@ -24,12 +26,55 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must match; exactly one is given. Names are vLLM's.
+
+    `json` is a JSON schema (a mapping becomes its text), `json_object` allows any JSON object, `regex` and
+    `grammar` (EBNF, rule `root`) match the whole output, `choice` lists texts, `structural_tag` is xgrammar's
+    description (a mapping becomes its text) of free text with constrained parts, such as tool calls.
+    Raises InvalidParamsError for none, several, or values of a wrong type.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json", "structural_tag"):
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, _json_text(name, value))
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        if self.choice is not None and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        self._check()
+
+    def _check(self) -> None:
+        names = [item.name for item in fields(self)]
+        given = [name for name in names if getattr(self, name) is not None]
+        _require(len(given) == 1, "structured_outputs", given, f"exactly one of {names}")
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, str) and bool(value))
+            _require(ok, f"structured_outputs.{name}", value, "a text that is not empty")
+        ok = self.choice is None or (isinstance(self.choice, tuple) and all(isinstance(c, str) for c in self.choice))
+        ok = ok and (self.choice is None or any(self.choice))
+        _require(ok, "structured_outputs.choice", self.choice, "a list of texts, not all of them empty")
+        ok = self.json_object is None or self.json_object is True
+        _require(ok, "structured_outputs.json_object", self.json_object, "True")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample, and when to stop. Names and defaults are vLLM's.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 keeps all tokens; `logprobs` and `prompt_logprobs` are how many
     alternatives to report per token (0: only the chosen one). `cache_breakpoints` are prompt positions, in
     tokens, at which another prompt is expected to part from this one (the end of a system prompt, say).
+    Under `structured_outputs` the output matches a grammar and ends with it, `min_tokens` or not.
     Raises InvalidParamsError for values out of range.
     """
 
@@ -54,6 +99,7 @@ class SamplingParams:
     cache_salt: str = ""
     cache_breakpoints: Sequence[int] = ()
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -86,6 +132,9 @@ class SamplingParams:
         for name in ("stop_token_ids", "cache_breakpoints"):
             value = getattr(self, name)
             _require(all(_is_int(v) and v >= 0 for v in value), name, value, "integers of 0 or more")
+        value = self.structured_outputs
+        ok = value is None or isinstance(value, StructuredOutputsParams)
+        _require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
 
     def _check_reals(self) -> None:
         def within(name: str, low: float, high: float, text: str, open_low: bool = False) -> None:
@@ -110,6 +159,14 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _json_text(name: str, value: Mapping[str, Any]) -> str:
+    try:
+        return jsonlib.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        text = f"sampling parameter structured_outputs.{name} is not JSON: {error}"
+        raise InvalidParamsError(text) from error
 
 
 def _is_int(value: object) -> bool:
