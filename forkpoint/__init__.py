@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkpoint.errors import (
     BlockTableError,
+    BrokenAnswerError,
     CheckpointError,
     ConfigError,
     EngineStoppedError,
@@ -17,11 +18,15 @@ from forkpoint.errors import (
     RequestError,
     RequestFailedError,
     RequestTooLargeError,
+    ServerError,
+    ServerRefusedError,
+    ServerUnreachableError,
     StepFailedError,
+    TraceError,
     UnsupportedModelError,
 )
 from forkpoint.outputs import CacheReport, CompletionOutput, Logprob, MissReason, RequestOutput, RequestTimings
-from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from forkpoint.engine.llm import LLM
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "BlockTableError",
+    "BrokenAnswerError",
     "CacheReport",
     "CheckpointError",
     "CompletionOutput",
@@ -48,7 +54,12 @@ __all__ = [
     "RequestTimings",
     "RequestTooLargeError",
     "SamplingParams",
+    "ServerError",
+    "ServerRefusedError",
+    "ServerUnreachableError",
     "StepFailedError",
+    "TraceError",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
 ]
 

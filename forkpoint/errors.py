@@ -13,6 +13,11 @@ ForkpointError
     + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
     + StepFailedError         the forward pass that carried this request raised
   + EngineStoppedError      the engine was closed or died
+  + ServerError             a client's trouble with a server
+    + ServerUnreachableError  no connection came about
+    + ServerRefusedError      the server answered with an error
+    + BrokenAnswerError       an answer was cut off or makes no sense
+  + TraceError              a request trace cannot be read, or contradicts itself
   + BlockTableError         a row, block or position lies outside of a block table
 """
 
@@ -69,6 +74,30 @@ class StepFailedError(RequestFailedError):
 
 class EngineStoppedError(ForkpointError):
     """The engine was closed or died; no further requests are accepted."""
+
+
+class ServerError(ForkpointError):
+    """A client's trouble with a server."""
+
+
+class ServerUnreachableError(ServerError):
+    """No connection to the server came about."""
+
+
+class ServerRefusedError(ServerError):
+    """The server answered with an error; `status` is its HTTP status, None if the error came inside of a stream."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message if status is None else f"the server answered {status}: {message}")
+        self.status = status
+
+
+class BrokenAnswerError(ServerError):
+    """An answer was cut off, or is not what the API promises."""
+
+
+class TraceError(ForkpointError):
+    """A request trace cannot be read, or contradicts itself."""
 
 
 class BlockTableError(ForkpointError):

@@ -1,0 +1,98 @@
+"""The parts of OpenAI's responses that the clients read, chat and plain completions alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forkpoint.errors import BrokenAnswerError, ServerRefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one answer. `kv_num_tokens` and `miss` are forkpoint's extension; None from other servers.
+
+    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were not computed (None: the server does not say),
+    keys and values alone reached `kv_num_tokens`, and `miss` says why not more was reused.
+    """
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int | None = None
+    kv_num_tokens: int | None = None
+    miss: str | None = None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Usage | None:
+        """The usage in a response or in a streamed chunk; None where it has none."""
+        usage = document.get("usage")
+        if not isinstance(usage, Mapping):
+            return None
+        details = usage.get("prompt_tokens_details") or {}
+        cache = document.get("cache") or {}
+        return cls(
+            num_prompt_tokens=usage.get("prompt_tokens") or 0,
+            num_completion_tokens=usage.get("completion_tokens") or 0,
+            num_cached_tokens=details.get("cached_tokens"),
+            kv_num_tokens=cache.get("kv_num_tokens"),
+            miss=cache.get("miss"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one streamed chunk adds to the choice `index` of an answer; `usage` comes with the last chunk."""
+
+    index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    has_tool_call: bool = False
+    finish_reason: str | None = None
+    usage: Usage | None = None
+
+    @property
+    def carries_tokens(self) -> bool:
+        return bool(self.text or self.reasoning or self.has_tool_call)
+
+
+def read_chunk(data: str) -> list[Delta]:
+    """The deltas of one streamed event. Raises ServerRefusedError for an error event, BrokenAnswerError for garbage."""
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise BrokenAnswerError(f"the server sent an event that is not JSON: {data!r:.120}") from error
+    if not isinstance(document, Mapping):
+        raise BrokenAnswerError(f"the server sent an event that is not an object: {data!r:.120}")
+    if "error" in document:
+        raise refusal(None, document)
+    deltas = [_delta(choice) for choice in document.get("choices") or ()]
+    usage = Usage.read(document)
+    if usage is not None:
+        deltas.append(Delta(usage=usage))
+    return deltas
+
+
+def refusal(status: int | None, document: object) -> ServerRefusedError:
+    """The error that a response body describes; other servers' shapes (a bare `detail`, a text) are shown as given."""
+    if not isinstance(document, Mapping):
+        return ServerRefusedError(str(document)[:400] or "no reason given", status=status)
+    error = document.get("error", document)
+    if not isinstance(error, Mapping):
+        return ServerRefusedError(str(error), status=status)
+    message = error.get("message") or error.get("detail") or json.dumps(document)[:400]
+    code = error.get("code")
+    return ServerRefusedError(str(message), status=status or (code if isinstance(code, int) else None))
+
+
+def _delta(choice: Mapping[str, Any]) -> Delta:
+    # A streamed chat has `delta`, a whole chat `message`, a plain completion its text at the top.
+    part = choice.get("delta") or choice.get("message") or {}
+    return Delta(
+        index=choice.get("index") or 0,
+        text=choice.get("text") or part.get("content") or "",
+        reasoning=part.get("reasoning_content") or part.get("reasoning") or "",
+        has_tool_call=bool(part.get("tool_calls")),
+        finish_reason=choice.get("finish_reason"),
+    )

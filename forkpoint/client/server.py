@@ -1,0 +1,161 @@
+"""A connection to one server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal
+
+import aiohttp
+
+from forkpoint.client.protocol import Delta, read_chunk, refusal
+from forkpoint.client.sse import EventDecoder
+from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
+
+API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
+DONE: Final = "[DONE]"
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+CHAT: Final[Endpoint] = "/v1/chat/completions"
+COMPLETIONS: Final[Endpoint] = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One entry of /v1/models. `root` is where the weights came from, if the server says."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class Server:
+    """Speaks to the server at `url`, given with or without its trailing /v1. Use it in an `async with` statement.
+
+    Every method raises ServerUnreachableError when no connection comes about, ServerRefusedError for an
+    answer with an error status, BrokenAnswerError when an answer is cut off or makes no sense.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`api_key` defaults to the environment's OPENAI_API_KEY; `timeout_s` bounds one whole answer."""
+        self.url = base_url(url)
+        key = api_key or os.environ.get(API_KEY_VARIABLE)
+        self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Server:
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def models(self) -> list[ServedModel]:
+        document = await self._json("GET", "/v1/models")
+        entries = document.get("data") or []
+        return [ServedModel(entry["id"], entry.get("root"), entry.get("max_model_len")) for entry in entries]
+
+    async def model(self, name: str | None = None) -> ServedModel:
+        """The served model called `name`; without a name the first one. Raises ConfigError if there is none."""
+        models = await self.models()
+        for model in models:
+            if name in (None, model.id):
+                return model
+        served = ", ".join(model.id for model in models) or "nothing"
+        raise ConfigError(f"{self.url} does not serve model {name!r}; it serves {served}")
+
+    async def is_healthy(self) -> bool:
+        """Whether /health answers 200; False too while nothing listens."""
+        try:
+            async with self._opened.get(self.url + "/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON answer to `body`."""
+        return await self._json("POST", path, body)
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of a streamed answer as they come; leaving the iteration closes the connection."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        decoder, done = EventDecoder(), False
+        try:
+            async with self._opened.post(self.url + path, json=body, headers=headers) as response:
+                await _raise_for_status(response)
+                async for received in response.content.iter_any():
+                    for data in decoder.feed(received):
+                        done = done or data == DONE
+                        for delta in read_chunk(data) if data != DONE else ():
+                            yield delta
+        except aiohttp.ClientConnectorError as error:
+            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}") from error
+        if not done:
+            raise BrokenAnswerError(f"the answer of {self.url} ended without {DONE}; the server may have died")
+
+    @property
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use Server in an `async with` statement")
+        return self._session
+
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            async with self._opened.request(method, self.url + path, json=body) as response:
+                await _raise_for_status(response)
+                document = await response.json(content_type=None)
+        except aiohttp.ClientConnectorError as error:
+            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}") from error
+        except ValueError as error:
+            raise BrokenAnswerError(f"the answer of {self.url}{path} is not JSON") from error
+        if not isinstance(document, dict):
+            raise BrokenAnswerError(f"the answer of {self.url}{path} is not a JSON object")
+        return document
+
+    def _unreachable(self, error: Exception) -> ServerUnreachableError:
+        return ServerUnreachableError(
+            f"nothing answers at {self.url} ({_reason(error)}); start one with `forkpoint serve MODEL`, or give --url"
+        )
+
+
+def base_url(url: str) -> str:
+    """`url` without a trailing slash or /v1. Raises ConfigError for anything but http and https."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url={url!r} must start with http:// or https://")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
+    if response.status < 400:
+        return
+    text = await response.text(errors="replace")
+    try:
+        document: object = json.loads(text)
+    except ValueError:
+        document = text
+    raise refusal(response.status, document)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
