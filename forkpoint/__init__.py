@@ -58,8 +58,8 @@ __all__ = [
     "ServerRefusedError",
     "ServerUnreachableError",
     "StepFailedError",
-    "TraceError",
     "StructuredOutputsParams",
+    "TraceError",
     "UnsupportedModelError",
 ]
 
