@@ -259,8 +259,14 @@ class Scheduler:
                 return
             if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
-            hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
             usable = self.layout.usable_prefix(entry.request.num_tokens)
+            if (
+                builder.budget < self.layout.checkpoint_grid
+                and self._prefill_end(entry.request) - usable > builder.budget
+            ):
+                passed_over += 1  # whatever the hit, no chunk of it fits: spare the lookup
+                continue
+            hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
             if self.cache.reusable_soon(entry.lease, usable) - hit.num_tokens >= MIN_GAIN_TO_WAIT:
                 passed_over += 1
                 continue

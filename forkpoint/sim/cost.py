@@ -1,0 +1,186 @@
+"""How long a step takes: a model's work under a device's two ceilings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.errors import ConfigError
+from forkpoint.sim.shape import WEIGHT_BYTES, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What one step computes.
+
+    Prefill: `prefill_tokens` in `num_segments` chunks, `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
+    rows that attend to `decode_kv_tokens` keys together. `num_saves` states are stored besides the rows' own;
+    `copied_bytes` are moved (compaction, or copies of states before the step).
+    """
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    num_segments: int = 0
+    num_decodes: int = 0
+    decode_kv_tokens: int = 0
+    num_saves: int = 0
+    num_sampled: int = 0
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of a step by what they go to, at the ceilings (efficiency 1)."""
+
+    linear: float
+    attention: float
+    decode_attention: float
+    prefill_states: float
+    decode_states: float
+    moved: float
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device's ceilings, measured, and the share of them that each kind of work reaches.
+
+    `flops` in operations a second, `bandwidth` in bytes a second, `step_s` the time of a step beside its kernels.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    linear: float = 1.0
+    attention: float = 0.72
+    decode_attention: float = 0.8
+    prefill_states: float = 0.18
+    decode_states: float = 0.9
+    moved: float = 0.9
+    step_s: float = 0.002
+
+    def __post_init__(self) -> None:
+        bad = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name" and getattr(self, f.name) < 0}
+        if bad or not self.flops or not self.bandwidth:
+            raise ConfigError(f"device {self.name} has {bad or 'no ceilings'}; rates and shares must be positive")
+
+
+H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12)  # docs/benchmarks/gpu_ops.md
+H100: Final = Device("NVIDIA H100", flops=650e12, bandwidth=3.0e12)
+DEVICES: Final[Mapping[str, Device]] = MappingProxyType({"h200": H200, "h100": H100})
+
+
+def find_device(name: str) -> Device:
+    """The device of that name. Raises ConfigError."""
+    device = DEVICES.get(name.lower())
+    if device is None:
+        raise ConfigError(f"no device {name!r}; give one of {', '.join(DEVICES)}")
+    return device
+
+
+class CostModel:
+    """Seconds of a step of one model on one device: each part takes the longer of its operations and bytes."""
+
+    def __init__(self, shape: ModelShape, device: Device) -> None:
+        self.shape = shape
+        self.device = device
+        layout = shape.layout
+        self._slot_bytes = layout.slot_bytes
+        self._kv_bytes = shape.kv_token_bytes
+        self._flops_per_token = shape.flops_per_token
+        self._state_flops = shape.state_flops_per_token
+        self._moved_bytes = shape.moved_bytes_per_token
+
+    def parts(self, load: StepLoad) -> StepParts:
+        """The step's parts at the ceilings."""
+        shape, device = self.shape, self.device
+        tokens = load.prefill_tokens + load.num_decodes
+        linear = max(tokens * self._flops_per_token / device.flops, shape.weight_bytes(tokens) / device.bandwidth)
+        if load.num_sampled:
+            head = shape.head_weights
+            linear += max(2 * head * load.num_sampled / device.flops, head * WEIGHT_BYTES / device.bandwidth)
+        stored = (2 * load.num_segments + load.num_saves) * self._slot_bytes
+        return StepParts(
+            linear=linear,
+            attention=load.prefill_pairs * shape.flops_per_pair / device.flops,
+            decode_attention=load.decode_kv_tokens * self._kv_bytes / device.bandwidth,
+            prefill_states=load.prefill_tokens * self._state_flops / device.flops,
+            decode_states=2 * load.num_decodes * self._slot_bytes / device.bandwidth,
+            moved=(tokens * self._moved_bytes + stored + 2 * load.copied_bytes) / device.bandwidth,
+        )
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds that the step takes."""
+        parts, device = self.parts(load), self.device
+        return (
+            device.step_s
+            + parts.linear / device.linear
+            + parts.attention / device.attention
+            + parts.decode_attention / device.decode_attention
+            + parts.prefill_states / device.prefill_states
+            + parts.decode_states / device.decode_states
+            + parts.moved / device.moved
+        )
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Seconds to compute tokens `[start, end)` of one prompt in one step."""
+        pairs = (end - start) * (start + end) / 2
+        return self.step_s(StepLoad(end - start, pairs, num_segments=1, num_sampled=1))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step that ran, and how long it took."""
+
+    load: StepLoad
+    seconds: float
+
+
+def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+    """The same model with the device's shares and step time fitted to measured steps.
+
+    Least squares on relative errors, kept positive by leaving the shares of parts out that would turn negative.
+    """
+    names = [field.name for field in fields(StepParts)]
+    rows = [[getattr(model.parts(step.load), name) for name in names] + [1.0] for step in steps]
+    matrix = np.asarray(rows) / np.asarray([[step.seconds] for step in steps])
+    prior = np.asarray([1 / getattr(model.device, name) for name in names] + [model.device.step_s])
+    inverse = _fit_positive(matrix, prior)
+    linear, attention, decode_attention, prefill_states, decode_states, moved = (1 / inverse[:-1]).tolist()
+    device = replace(
+        model.device,
+        linear=linear,
+        attention=attention,
+        decode_attention=decode_attention,
+        prefill_states=prefill_states,
+        decode_states=decode_states,
+        moved=moved,
+        step_s=float(inverse[-1]),
+    )
+    return CostModel(model.shape, device)
+
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+def _fit_positive(matrix: FloatArray, prior: FloatArray) -> FloatArray:
+    """Minimise `|matrix @ x - 1|` near `prior` (a weak pull for what the steps do not show), x >= prior / 10."""
+    scale = prior.copy()
+    pull = 0.02 * np.sqrt(len(matrix))
+    full = np.vstack([matrix * scale, pull * np.eye(len(prior))])
+    target = np.concatenate([np.ones(len(matrix)), np.full(len(prior), pull)])
+    free = np.ones(len(prior), bool)
+    x = np.ones(len(prior))
+    while free.any():
+        x[~free] = 0.1
+        x[free] = np.linalg.lstsq(full[:, free], target - full[:, ~free] @ x[~free], rcond=None)[0]
+        low = free & (x < 0.1)
+        if not low.any():
+            break
+        free &= ~low
+    fitted: FloatArray = np.maximum(x, 0.1) * scale
+    return fitted

@@ -1,0 +1,177 @@
+"""The engine's own scheduler and cache under simulated time: everything of the engine but the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forkpoint.cache.capture import CapturePolicy
+from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.errors import RequestTooLargeError
+from forkpoint.params import SamplingParams
+from forkpoint.sched.plan import IntArray, StepPlan, StepResult
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduler import Scheduler
+from forkpoint.sim.cost import StepLoad
+from forkpoint.sim.system import RequestCache, StepNews, SystemCounters
+from forkpoint.sim.trace import TraceRequest
+
+MAX_MODEL_LEN = 1 << 24  # the trace decides how long prompts are
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """An engine to simulate. Policies override those that `cache` names."""
+
+    layout: CacheLayout
+    num_pages: int
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    cost: RecomputeCost
+    policy: EvictionPolicy | None = None
+    capture: CapturePolicy | None = None
+
+
+class OutputTape:
+    """The tokens that requests are going to generate, by row of the batch."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._tokens = np.empty(1 << 16, np.int32)
+        self._end = 0
+        self._at: dict[str, int] = {}
+        self._next = np.zeros(num_rows, np.int64)  # by row: where its next token is
+
+    def record(self, request_id: str, tokens: IntArray) -> None:
+        end = self._end + len(tokens)
+        if end > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * end)
+        self._tokens[self._end : end] = tokens
+        self._at[request_id] = self._end
+        self._end = end
+
+    def start(self, row: int, request_id: str, num_outputs: int) -> None:
+        """The request runs in `row` and has `num_outputs` tokens already."""
+        self._next[row] = self._at[request_id] + num_outputs
+
+    def sample(self, rows: IntArray) -> IntArray:
+        """The next token of each row."""
+        at = self._next[rows]
+        self._next[rows] = at + 1
+        return self._tokens[at]
+
+    def forget(self, request_id: str) -> None:
+        del self._at[request_id]
+
+
+class EngineSystem:
+    """Drives a `Scheduler` as `EngineCore` does, one step in flight; sampled tokens come from the trace."""
+
+    def __init__(self, name: str, options: EngineOptions) -> None:
+        self.name = name
+        self.options = options
+        self._now = 0.0
+        self.sched = Scheduler(
+            options.layout,
+            options.num_pages,
+            options.cache,
+            options.scheduler,
+            max_model_len=MAX_MODEL_LEN,
+            cost=options.cost,
+            policy=options.policy,
+            capture=options.capture,
+            clock=lambda: self._now,
+        )
+        self._tape = OutputTape(options.scheduler.max_num_seqs)
+        self._requests: dict[str, Request] = {}
+        self._row_ids: dict[int, str] = {}
+        self._plan: StepPlan | None = None
+        self._counters = SystemCounters()
+
+    def add(self, request: TraceRequest) -> bool:
+        """Queue a request; False if the arena can never hold it."""
+        length = request.num_output_tokens
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        queued = Request(request.id, request.prompt.array(), params, length, seed=0, breakpoints=request.breakpoints)
+        try:
+            self.sched.add(queued)
+        except RequestTooLargeError:
+            return False
+        self._requests[request.id] = queued
+        self._tape.record(request.id, request.output.array())
+        return True
+
+    def plan(self, now_s: float) -> StepLoad | None:
+        """Plan the next step; None if there is nothing to do."""
+        self._now = now_s
+        self._plan = plan = self.sched.schedule()
+        if plan is None:
+            return None
+        for added in plan.added:
+            self._row_ids[added.row] = added.request_id
+            self._tape.start(added.row, added.request_id, len(added.token_ids) - added.num_prompt_tokens)
+        return self._load(plan)
+
+    def _load(self, plan: StepPlan) -> StepLoad:
+        layout, decodes = self.options.layout, plan.decodes
+        num_decodes = len(decodes)
+        num_saves = sum(len(chunk.saves) for chunk in plan.chunks)
+        prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        unit = {True: layout.slot_bytes, False: layout.block_bytes}
+        self._counters.kv_written_bytes += (prefill + num_decodes) * layout.block_bytes // layout.block_size
+        self._counters.state_written_bytes += num_saves * layout.slot_bytes
+        return StepLoad(
+            prefill_tokens=prefill,
+            prefill_pairs=sum((c.end - c.start) * (c.start + c.end) / 2 for c in plan.chunks),
+            num_segments=len(plan.chunks),
+            num_decodes=num_decodes,
+            decode_kv_tokens=int(decodes.starts.sum()) + num_decodes,
+            num_saves=num_saves,
+            num_sampled=int(np.count_nonzero(decodes.samples)) + sum(chunk.samples for chunk in plan.chunks),
+            copied_bytes=sum(unit[move.kind.value == "slot"] for move in plan.moves),
+        )
+
+    def finish(self, now_s: float) -> StepNews:
+        """The planned step has ended: its rows get their tokens from the trace."""
+        self._now, plan = now_s, self._plan
+        assert plan is not None
+        first = [self._row_ids[chunk.row] for chunk in plan.chunks if chunk.samples]
+        tokens = self._tape.sample(plan.sampled_rows)
+        updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens))
+        finished = [update.request.id for update in updates if update.finish_reason is not None]
+        requests = self._requests
+        return StepNews(
+            tuple(name for name in first if requests[name].num_preemptions == 0 or _has_one_token(requests[name])),
+            tuple(finished),
+        )
+
+    def cache_report(self, request_id: str) -> RequestCache:
+        """What the cache did for a request that ended."""
+        report = self._requests.pop(request_id).cache
+        self._tape.forget(request_id)
+        return RequestCache(report.num_cached_tokens, report.kv_num_tokens)
+
+    def restorable(self, request: TraceRequest) -> int:
+        """Tokens that a hit would cover now."""
+        cache, prompt = self.sched.cache, request.prompt.array()
+        return cache.lookup(cache.new_lease(request.id, "", prompt), len(prompt)).num_tokens
+
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def counters(self) -> SystemCounters:
+        """Counters of cache and scheduler, in the simulator's terms."""
+        stats = self.sched.stats()
+        counters, cache = self._counters, stats.cache
+        counters.prompt_tokens, counters.hit_tokens = cache.query_tokens, cache.hit_tokens
+        counters.states_evicted = sum(cache.checkpoints_evicted.values())
+        counters.blocks_evicted = cache.blocks_evicted
+        counters.num_preemptions = stats.num_preemptions
+        counters.lost_tokens = dict(cache.lost_tokens)
+        return counters
+
+
+def _has_one_token(request: Request) -> bool:
+    return len(request.output_token_ids) == 1

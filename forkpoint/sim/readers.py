@@ -1,0 +1,253 @@
+"""Traces from files: Mooncake, Claude-Code conversations, Azure lengths, and the engine's own request log."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forkpoint.errors import TraceError
+from forkpoint.sim.tokens import TokenMint, TokenSpans
+from forkpoint.sim.trace import Trace, TraceRequest
+
+MOONCAKE_BLOCK = 512
+SESSION_GAP_S = 30.0  # between the starts of conversations in traces that do not say
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """Read a trace by its form: Mooncake JSON lines, a request log, Azure CSV, Claude-Code JSON or an archive.
+
+    `limit` is a number of requests (of conversations for Claude-Code). Raises TraceError.
+    """
+    if not path.exists():
+        raise TraceError(f"trace {path} does not exist; give a file, a folder of conversations or an archive of them")
+    try:
+        return _reader_for(path)(path, limit)
+    except (KeyError, ValueError, TypeError, tarfile.TarError) as error:
+        raise TraceError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}") from error
+
+
+def _reader_for(path: Path) -> Callable[[Path, int | None], Trace]:
+    if path.is_dir() or path.suffix == ".json" or ".tar" in path.suffixes:
+        return read_claude_code
+    if path.suffix == ".csv":
+        return read_azure
+    if path.suffix != ".jsonl":
+        raise TraceError(f"{path}: traces end in .jsonl, .csv, .json or .tar.xz, or are folders of .json files")
+    with path.open(encoding="utf-8") as lines:
+        first = json.loads(lines.readline() or "{}")
+    return read_request_log if "block_hashes" in first or "token_ids" in first else read_mooncake
+
+
+def read_azure(path: Path, limit: int | None = None) -> Trace:
+    """Azure's LLM inference trace: lengths and times only, so that no two prompts share anything."""
+    mint, start = TokenMint(), None
+    requests: list[TraceRequest] = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for index, row in enumerate(csv.DictReader(file)):
+            if index == limit:
+                break
+            when = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            start = start or when
+            prompt, output = mint.fresh(int(row["ContextTokens"])), mint.fresh(max(1, int(row["GeneratedTokens"])))
+            arrival = (when - start).total_seconds()
+            requests.append(TraceRequest(f"azure-{index}", f"azure-{index}", prompt, output, arrival))
+    return Trace(path.stem, tuple(requests))
+
+
+def read_mooncake(path: Path, limit: int | None = None) -> Trace:
+    """Mooncake's traces: prefix-chained ids of 512-token blocks, the last of a prompt partly filled.
+
+    A partly filled block has an id of its own, so that a conversation's next turn repeats all ids of its last
+    turn but the last one. A prompt that ends sharing just there is taken to continue that turn: it repeats the
+    rest of that prompt too, and its output where the length allows.
+    """
+    records: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if len(records) == limit:
+                break
+            records.append(json.loads(line))
+    return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
+
+
+class _MooncakeTokens:
+    """Gives blocks their tokens, record by record."""
+
+    def __init__(self, num_records: int) -> None:
+        self._mint = TokenMint()
+        self._blocks: dict[int, TokenSpans] = {}
+        self._conversation: dict[int, int] = {}  # block id -> conversation whose text it first appeared in
+        self._of_record = list(range(num_records))  # record -> conversation
+        self._ends: dict[int, tuple[int, TokenSpans]] = {}  # last full block of a prompt -> its record, its rest
+
+    def requests(self, records: Sequence[dict[str, Any]]) -> Iterator[TraceRequest]:
+        previous = [self._place(index, record) for index, record in enumerate(records)]
+        prompts = [
+            TokenSpans.join(self._blocks[i] for i in record["hash_ids"]).part(0, record["input_length"])
+            for record in records
+        ]
+        following: dict[int, int] = {}
+        for index, before in enumerate(previous):
+            if before is not None:
+                following.setdefault(before, index)
+        for index, record in enumerate(records):
+            start, length = record["input_length"], max(1, record["output_length"])
+            known = prompts[following[index]].part(start, start + length) if index in following else TokenSpans()
+            output = TokenSpans.join([known, self._mint.fresh(length - known.num_tokens)])
+            session = f"conversation-{self._of_record[index]}"
+            yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record["timestamp"] / 1000)
+
+    def _place(self, index: int, record: dict[str, Any]) -> int | None:
+        """Give the record's new blocks their tokens; returns the record that it continues."""
+        ids, length = record["hash_ids"], record["input_length"]
+        known = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
+        before, tail = self._ends.get(ids[known - 1], (None, TokenSpans())) if known else (None, TokenSpans())
+        if before is None or known * MOONCAKE_BLOCK + tail.num_tokens >= length:
+            before, tail = None, TokenSpans()
+        else:
+            self._of_record[index] = self._of_record[before]
+        for block in ids[known:]:
+            own = self._mint.fresh(MOONCAKE_BLOCK)
+            self._blocks[block] = TokenSpans.join([tail, own.part(tail.num_tokens, MOONCAKE_BLOCK)])
+            self._conversation[block] = self._of_record[index]
+            tail = TokenSpans()
+        full, rest = divmod(length, MOONCAKE_BLOCK)
+        if full and self._conversation[ids[full - 1]] == self._of_record[index]:
+            self._ends[ids[full - 1]] = (index, self._blocks[ids[full]].part(0, rest) if rest else TokenSpans())
+        return before
+
+
+def read_claude_code(path: Path, limit: int | None = None) -> Trace:
+    """Claude-Code conversations: ids of full 64-token blocks, local to each; think times between requests.
+
+    Requests of a conversation follow each other. What a prompt has beyond its full blocks, and its output, are
+    taken from the next prompt where that extends it. Conversations start `SESSION_GAP_S` apart on average.
+    """
+    mint, gaps, start = TokenMint(), random.Random(0), 0.0
+    requests: list[TraceRequest] = []
+    for number, conversation in enumerate(_conversations(path)):
+        if number == limit:
+            break
+        declared = conversation.get("tool_tokens", 0), conversation.get("system_tokens", 0)
+        breakpoints = tuple(sorted({declared[0], sum(declared)} - {0}))
+        blocks: dict[int, TokenSpans] = {}
+        for suffix, records in _threads(conversation):
+            session = f"{conversation['id']}-{number}{suffix}"
+            begins = start + (records[0]["t"] if suffix else 0.0)
+            requests += _claude_requests(session, records, begins, breakpoints if not suffix else (), blocks, mint)
+        start += gaps.expovariate(1 / SESSION_GAP_S)
+    return Trace(path.name.split(".")[0], tuple(requests))
+
+
+def _conversations(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
+        for file in sorted(path.glob("*.json")):
+            yield json.loads(file.read_text(encoding="utf-8"))
+    elif path.suffix == ".json":
+        yield json.loads(path.read_text(encoding="utf-8"))
+    else:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.name.endswith(".json") else None
+                if content is not None:
+                    yield json.load(content)
+
+
+def _threads(conversation: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The conversation's own requests, then those of each subagent, which runs beside it."""
+    nested = [entry for entry in conversation["requests"] if "requests" in entry]
+    yield "", [entry for entry in conversation["requests"] if "hash_ids" in entry]
+    for number, agent in enumerate(nested):
+        shifted = [{**entry, "t": agent["t"] + entry["t"]} for entry in agent["requests"] if "hash_ids" in entry]
+        if shifted:
+            yield f"-agent{number}", shifted
+
+
+def _claude_requests(
+    session: str,
+    records: list[dict[str, Any]],
+    begins: float,
+    breakpoints: tuple[int, ...],
+    blocks: dict[int, TokenSpans],
+    mint: TokenMint,
+) -> list[TraceRequest]:
+    size = 64
+    for record in records:
+        for block in record["hash_ids"]:
+            if block not in blocks:
+                blocks[block] = mint.fresh(size)
+    requests: list[TraceRequest] = []
+    coming: TokenSpans | None = None  # the next prompt
+    coming_ids: list[int] = []
+    for index in range(len(records) - 1, -1, -1):
+        record, ids = records[index], records[index]["hash_ids"]
+        extends = coming is not None and coming_ids[: len(ids)] == ids
+        full, length = len(ids) * size, max(record["in"], 1)
+        wanted = length + max(1, record["out"])
+        known = coming.part(full, wanted) if coming is not None and extends else TokenSpans()
+        rest = TokenSpans.join([known, mint.fresh(wanted - full - known.num_tokens)])
+        prompt = TokenSpans.join([*(blocks[block] for block in ids), rest.part(0, length - full)])
+        requests.append(
+            TraceRequest(
+                id=f"{session}-{index}",
+                session=session,
+                prompt=prompt,
+                output=rest.part(length - full, wanted - full),
+                arrival_s=begins,
+                after=f"{session}-{index - 1}" if index else None,
+                think_s=float(record.get("think_time") or 0.0),
+                breakpoints=tuple(b for b in breakpoints if b < length),
+            )
+        )
+        coming, coming_ids = prompt, ids
+    requests.reverse()
+    return requests
+
+
+def read_request_log(path: Path, limit: int | None = None) -> Trace:
+    """The engine's own log (`--log-requests`): one JSON line a request, with block hashes or token ids."""
+    mint, requests = TokenMint(), []
+    blocks: dict[str, TokenSpans] = {}
+    tokens: dict[int, TokenSpans] = {}
+    with path.open(encoding="utf-8") as lines:
+        for index, line in enumerate(lines):
+            if index == limit:
+                break
+            record = json.loads(line)
+            length = record["num_prompt_tokens"]
+            total = length + max(1, record["num_output_tokens"])
+            if "token_ids" in record:
+                everything = TokenSpans.join(_seen(tokens, token, 1, mint) for token in record["token_ids"])
+            else:
+                size = record["block_size"]
+                everything = TokenSpans.join(_seen(blocks, name, size, mint) for name in record["block_hashes"])
+            everything = TokenSpans.join([everything, mint.fresh(max(0, total - everything.num_tokens))])
+            requests.append(
+                TraceRequest(
+                    id=f"{index}-{record['request_id']}",
+                    session=record["request_id"],
+                    prompt=everything.part(0, length),
+                    output=everything.part(length, total),
+                    arrival_s=record["arrival_s"],
+                    breakpoints=tuple(record.get("breakpoints", ())),
+                )
+            )
+    requests.sort(key=lambda request: request.arrival_s)
+    first = requests[0].arrival_s if requests else 0.0
+    return Trace(path.stem, tuple(replace(r, arrival_s=r.arrival_s - first) for r in requests))
+
+
+Name = TypeVar("Name", int, str)
+
+
+def _seen(known: dict[Name, TokenSpans], name: Name, count: int, mint: TokenMint) -> TokenSpans:
+    if name not in known:
+        known[name] = mint.fresh(count)
+    return known[name]

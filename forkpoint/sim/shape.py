@@ -1,0 +1,142 @@
+"""What a model weighs: the numbers that the cost model needs, from published shapes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from forkpoint.cache.eviction import RecomputeCost
+from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.errors import ConfigError
+
+WEIGHT_BYTES: Final = 2  # bfloat16
+# What elementwise kernels and convolutions move per token and layer (docs/benchmarks/gpu_ops.md), in hidden vectors.
+HIDDEN_VECTORS_MOVED: Final = 28
+# Chunked delta rule: operations per token and head, in units of key_dim * value_dim (the floors of gpu_ops.md).
+DELTA_RULE_OPERATIONS: Final = 11
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model's sizes.
+
+    `num_weights` are those that every token meets (the output head apart), `num_expert_weights` all routed
+    experts together, of which a token meets `top_k` in `num_experts`. `flops_per_pair` counts one query
+    attending to one key, over all attention layers. `kernel_block` is the smallest block of the peers' attention
+    kernels.
+    """
+
+    name: str
+    kv: tuple[KVSpec, ...]
+    states: tuple[StateSpec, ...]
+    hidden_size: int
+    num_weights: int
+    head_weights: int
+    flops_per_pair: int
+    num_expert_weights: int = 0
+    num_experts: int = 1
+    top_k: int = 0
+    kernel_block: int = 64
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout.create(self.kv, self.states)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv) + len(self.states)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        return self.layout.block_bytes // self.layout.block_size
+
+    @property
+    def flops_per_token(self) -> int:
+        """Matrix-product operations per prompt token, attention scores and the output head apart."""
+        return 2 * (self.num_weights + self.num_expert_weights * self.top_k // self.num_experts)
+
+    @property
+    def state_flops_per_token(self) -> int:
+        """Operations of the chunked recurrences per prompt token, all layers."""
+        cells = sum(s.matrix_shape[0] * s.matrix_shape[1] * s.matrix_shape[2] for s in self.states if s.matrix_shape)
+        return DELTA_RULE_OPERATIONS * cells
+
+    @property
+    def moved_bytes_per_token(self) -> int:
+        """Bytes that elementwise kernels move per token, all layers."""
+        return HIDDEN_VECTORS_MOVED * self.hidden_size * WEIGHT_BYTES * self.num_layers
+
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Weights that a step of so many tokens reads: all dense ones, and the experts that some token chose."""
+        met = 1 - (1 - self.top_k / self.num_experts) ** num_tokens
+        return WEIGHT_BYTES * (self.num_weights + self.num_expert_weights * met)
+
+    @property
+    def recompute_cost(self) -> RecomputeCost:
+        """The weights that the engine's eviction gives recomputation."""
+        return RecomputeCost(self.flops_per_token, self.flops_per_pair)
+
+
+def _delta_net(k_heads: int, v_heads: int, dim: int = 128) -> StateSpec:
+    width = (2 * k_heads + v_heads) * dim
+    return StateSpec((3, width), "bfloat16", (v_heads, dim, dim), "float32")
+
+
+_KV_9B = KVSpec(num_heads=4, key_dim=256, value_dim=256, dtype="bfloat16")
+_KV_35B = KVSpec(num_heads=2, key_dim=256, value_dim=256, dtype="bfloat16")
+_KV_KIMI = KVSpec(num_heads=1, key_dim=576, value_dim=0, dtype="bfloat16")  # MLA keeps one row of 512 + 64
+
+QWEN3_5_9B = ModelShape(
+    name="Qwen3.5-9B",
+    kv=(_KV_9B,) * 8,
+    states=(_delta_net(16, 32),) * 24,
+    hidden_size=4096,
+    num_weights=32 * 3 * 4096 * 12288 + 8 * 4096 * 256 * (3 * 16 + 2 * 4) + 24 * 4096 * (8192 + 2 * 4096 + 2 * 32),
+    head_weights=248_320 * 4096,
+    flops_per_pair=8 * 4 * 16 * 256,
+)
+QWEN3_5_35B = ModelShape(
+    name="Qwen3.5-35B-A3B",
+    kv=(_KV_35B,) * 10,
+    states=(_delta_net(16, 32),) * 30,
+    hidden_size=2048,
+    num_weights=40 * 2048 * (3 * 512 + 256)
+    + 10 * 2048 * 256 * (3 * 16 + 2 * 2)
+    + 30 * 2048 * (8192 + 2 * 4096 + 2 * 32),
+    head_weights=248_320 * 2048,
+    flops_per_pair=10 * 4 * 16 * 256,
+    num_expert_weights=40 * 256 * 3 * 2048 * 512,
+    num_experts=256,
+    top_k=8,
+)
+KIMI_LINEAR = ModelShape(
+    name="Kimi-Linear-48B-A3B",
+    kv=(_KV_KIMI,) * 7,
+    states=(_delta_net(32, 32),) * 20,
+    hidden_size=2304,
+    num_weights=3 * 2304 * 9216  # the first layer is dense
+    + 26 * 2304 * (3 * 1024 + 256)
+    + 7 * (2304 * (32 * 192 + 576) + 512 * 32 * 256 + 4096 * 2304)
+    + 20 * (4 * 2304 * 4096 + 2 * 128 * (2304 + 4096) + 2304 * 32),
+    head_weights=163_840 * 2304,
+    flops_per_pair=7 * 2 * 32 * (192 + 128),
+    num_expert_weights=26 * 256 * 3 * 2304 * 1024,
+    num_experts=256,
+    top_k=8,
+    kernel_block=128,
+)
+
+SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
+    {"qwen3.5-9b": QWEN3_5_9B, "qwen3.5-35b-a3b": QWEN3_5_35B, "kimi-linear": KIMI_LINEAR}
+)
+
+
+def find_shape(name: str) -> ModelShape:
+    """The preset of that name, whatever its case. Raises ConfigError."""
+    shape = SHAPES.get(name.lower())
+    if shape is None:
+        raise ConfigError(f"no model shape {name!r}; give one of {', '.join(SHAPES)}, or a model folder")
+    return shape

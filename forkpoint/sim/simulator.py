@@ -1,0 +1,141 @@
+"""Requests arrive, replicas step, time passes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forkpoint.sim.cost import CostModel
+from forkpoint.sim.routing import Router
+from forkpoint.sim.system import ServedSystem, SystemCounters
+from forkpoint.sim.trace import Trace, TraceRequest
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request; times in simulated seconds."""
+
+    request: TraceRequest
+    arrival_s: float
+    replica: int
+    refused: bool = False
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0
+    kv_num_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """Records in the order of arrival, the replicas' counters, and how long it all took in simulated time."""
+
+    records: tuple[RequestRecord, ...]
+    counters: tuple[SystemCounters, ...]
+    elapsed_s: float
+    busy_s: float
+    num_steps: int
+
+
+class Simulator:
+    """Runs a trace on replicas of one system. A replica runs one step at a time; steps take what `cost` says."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        replicas: Sequence[ServedSystem],
+        cost: CostModel,
+        router: Router,
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        self._replicas = replicas
+        self._cost = cost
+        self._router = router
+        self._on_finish = on_finish or (lambda count: None)
+        self._order = itertools.count()
+        self._arrivals: list[tuple[float, int, TraceRequest]] = []
+        self._steps: list[tuple[float, int]] = []  # (end, replica) of steps under way
+        self._stepping: set[int] = set()
+        self._records: dict[str, RequestRecord] = {}
+        self._followers: dict[str, list[TraceRequest]] = {}
+        self._busy_s, self._num_steps = 0.0, 0
+        for request in trace.requests:
+            if request.after is None:
+                self._arrive_at(request.arrival_s, request)
+            else:
+                self._followers.setdefault(request.after, []).append(request)
+
+    def run(self) -> SimulationResult:
+        """Serve everything."""
+        now = 0.0
+        while self._arrivals or self._steps:
+            arrives = self._arrivals[0][0] if self._arrivals else float("inf")
+            ends = self._steps[0][0] if self._steps else float("inf")
+            if arrives <= ends:
+                now, _, request = heapq.heappop(self._arrivals)
+                self._admit(now, request)
+            else:
+                now, replica = heapq.heappop(self._steps)
+                self._finish_step(now, replica)
+        counters = tuple(replica.counters() for replica in self._replicas)
+        return SimulationResult(tuple(self._records.values()), counters, now, self._busy_s, self._num_steps)
+
+    def _arrive_at(self, when: float, request: TraceRequest) -> None:
+        heapq.heappush(self._arrivals, (when, next(self._order), request))
+
+    def _admit(self, now: float, request: TraceRequest) -> None:
+        replica = self._router.choose(request, self._replicas)
+        record = RequestRecord(request, now, replica)
+        self._records[request.id] = record
+        if not self._replicas[replica].add(request):
+            record.refused = True
+            self._follow_up(now, request)
+        if not self._more_arrive(now):
+            self._wake_all(now)
+
+    def _more_arrive(self, now: float) -> bool:
+        """Whether more requests arrive at this moment; they are to share the step."""
+        return bool(self._arrivals) and self._arrivals[0][0] == now
+
+    def _wake_all(self, now: float) -> None:
+        for replica in range(len(self._replicas)):
+            if replica not in self._stepping and self._replicas[replica].num_unfinished():
+                self._start_step(now, replica)
+
+    def _start_step(self, now: float, replica: int) -> None:
+        load = self._replicas[replica].plan(now)
+        if load is None:
+            return
+        seconds = self._cost.step_s(load)
+        self._busy_s += seconds
+        self._num_steps += 1
+        self._stepping.add(replica)
+        heapq.heappush(self._steps, (now + seconds, replica))
+
+    def _finish_step(self, now: float, replica: int) -> None:
+        system = self._replicas[replica]
+        news = system.finish(now)
+        self._stepping.discard(replica)
+        for name in news.first_tokens:
+            record = self._records[name]
+            if record.first_token_s is None:
+                record.first_token_s = now
+        for name in news.finished:
+            record, report = self._records[name], system.cache_report(name)
+            record.finished_s = now
+            record.num_cached_tokens, record.kv_num_tokens = report.num_cached_tokens, report.kv_num_tokens
+            self._follow_up(now, record.request)
+        if news.finished:
+            self._on_finish(len(news.finished))
+        if not self._more_arrive(now):
+            self._wake_all(now)
+
+    def _follow_up(self, now: float, request: TraceRequest) -> None:
+        for follower in self._followers.pop(request.id, ()):
+            self._arrive_at(max(now + follower.think_s, follower.arrival_s), follower)

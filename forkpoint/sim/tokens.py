@@ -1,0 +1,68 @@
+"""Token sequences of traces, which say what is equal and not what it is: runs of consecutive invented ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpans:
+    """`num_tokens` token ids as runs `(first id, length)`; a 100,000-token prompt takes a few of them."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(length for _, length in self.runs))
+
+    @classmethod
+    def join(cls, parts: Iterable[TokenSpans]) -> TokenSpans:
+        """The parts one after another; runs that continue each other become one."""
+        runs: list[tuple[int, int]] = []
+        for part in parts:
+            for first, length in part.runs:
+                if runs and runs[-1][0] + runs[-1][1] == first:
+                    runs[-1] = (runs[-1][0], runs[-1][1] + length)
+                elif length:
+                    runs.append((first, length))
+        return cls(tuple(runs))
+
+    def part(self, start: int, end: int) -> TokenSpans:
+        """Tokens `[start, end)`, as far as there are any."""
+        runs: list[tuple[int, int]] = []
+        position = 0
+        for first, length in self.runs:
+            low, high = max(start - position, 0), min(end - position, length)
+            if low < high:
+                runs.append((first + low, high - low))
+            position += length
+            if position >= end:
+                break
+        return TokenSpans(tuple(runs))
+
+    def array(self) -> TokenIds:
+        """The ids, int32 `[num_tokens]`."""
+        if not self.runs:
+            return np.empty(0, np.int32)
+        return np.concatenate([np.arange(first, first + length, dtype=np.int32) for first, length in self.runs])
+
+
+@dataclass(slots=True)
+class TokenMint:
+    """Hands out ids that nothing else has."""
+
+    next_id: int = 0
+
+    def fresh(self, count: int) -> TokenSpans:
+        """`count` new ids. Raises OverflowError past what an int32 holds."""
+        first = self.next_id
+        self.next_id += count
+        if self.next_id >= 2**31:
+            raise OverflowError(f"{self.next_id} distinct tokens do not fit int32; take a smaller part of the trace")
+        return TokenSpans(((first, count),))

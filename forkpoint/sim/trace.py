@@ -1,0 +1,76 @@
+"""What a trace is: requests with arrival or think times, whose tokens are known up to equality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from forkpoint.errors import TraceError
+from forkpoint.sim.tokens import TokenSpans
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. It arrives at `arrival_s`, or `think_s` after request `after` has ended.
+
+    `output` are the tokens that it generates (a later turn repeats them); `breakpoints` are declared boundaries.
+    """
+
+    id: str
+    session: str
+    prompt: TokenSpans
+    output: TokenSpans
+    arrival_s: float = 0.0
+    after: str | None = None
+    think_s: float = 0.0
+    breakpoints: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt.num_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.output.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of the file; one that follows another comes behind it."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for request in self.requests:
+            if request.id in seen:
+                raise TraceError(f"trace {self.name} has two requests {request.id!r}; every request needs its own id")
+            if request.after is not None and request.after not in seen:
+                raise TraceError(f"trace {self.name}: {request.id!r} follows {request.after!r}, which is not before it")
+            if not request.num_prompt_tokens or not request.num_output_tokens:
+                raise TraceError(f"trace {self.name}: {request.id!r} needs one prompt and one output token at least")
+            seen.add(request.id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(request.num_prompt_tokens for request in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(request.num_output_tokens for request in self.requests)
+
+    def scaled(self, arrivals: float = 1.0, think: float = 1.0) -> Trace:
+        """The same requests with arrivals `arrivals` times, and think times `think` times, as far apart."""
+        requests = [replace(r, arrival_s=r.arrival_s * arrivals, think_s=r.think_s * think) for r in self.requests]
+        return Trace(self.name, tuple(requests))
+
+    def first(self, num_requests: int) -> Trace:
+        """The first requests, by arrival of their sessions; whole chains as far as the number allows."""
+        return Trace(self.name, self.requests[:num_requests])
+
+    def open_loop(self, order: Sequence[str]) -> Trace:
+        """The requests in the given order, one a second: for replays in which timing must not matter."""
+        by_id = {request.id: request for request in self.requests}
+        requests = [replace(by_id[name], arrival_s=float(i), after=None) for i, name in enumerate(order)]
+        return Trace(self.name, tuple(requests))
