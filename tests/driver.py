@@ -94,15 +94,7 @@ class Driver:
         kv_lens = [w.row.num_computed + n for w, n in zip(work, lens, strict=True)]
         width = max(len(w.row.blocks) for w in work)
         table = ints([b for w in work for b in w.row.blocks + [0] * (width - len(w.row.blocks))])
-        attention = AttentionIndex(
-            num_decodes,
-            ints([0, *torch.tensor(lens).cumsum(0).tolist()]),
-            ints(kv_lens),
-            table.view(len(work), width),
-            torch.tensor(slots),
-            tuple(lens),
-            tuple(kv_lens),
-        )
+        attention = AttentionIndex.create(lens, kv_lens, table.view(len(work), width), torch.tensor(slots), num_decodes)
         index = StateIndex(_decode_index(work[:num_decodes]), _segment_index(work[num_decodes:]))
         return ForwardContext(torch.tensor(positions), num_decodes, attention, index, index, self.kv, self.states)
 
@@ -146,17 +138,9 @@ def _decode_index(work: Sequence[Work]) -> DecodeIndex:
 
 
 def _segment_index(work: Sequence[Work]) -> SegmentIndex:
-    ends, ptr = [0], [0]
-    for w in work:
-        ends.append(ends[-1] + len(w.tokens))
-        ptr.append(ptr[-1] + len(w.exports))
-    flat = [pair for w in work for pair in w.exports]
-    return SegmentIndex(
-        ints(ends),
-        ints([w.row.read_slot for w in work]),
-        ints([_write_slot(w) for w in work]),
-        ints(ptr),
-        ints([p for p, _ in flat]),
-        ints([s for _, s in flat]),
-        tuple(len(w.tokens) for w in work),
+    return SegmentIndex.create(
+        [len(w.tokens) for w in work],
+        [w.row.read_slot for w in work],
+        [_write_slot(w) for w in work],
+        [list(w.exports) for w in work],
     )

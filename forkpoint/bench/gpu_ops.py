@@ -79,9 +79,7 @@ def gdn_params() -> GDNParams:
 
 
 def segments(lens: list[int]) -> SegmentIndex:
-    ends = torch.tensor([0, *lens]).cumsum(0).tolist()
-    slots, none = ints(list(range(len(lens)))), ints([])
-    return SegmentIndex(ints(ends), slots, slots, ints([0] * len(ends)), none, none, tuple(lens))
+    return SegmentIndex.create(lens, range(len(lens)), range(len(lens)), device=DEVICE)
 
 
 def turns(num_bytes: float) -> int:
@@ -134,10 +132,10 @@ def attention_cases() -> Iterator[Case]:
             cache = randn(count * rows * blocks, 2, KV_HEADS, 64, DIM)
             tables = torch.randperm(count * rows * blocks, device=DEVICE).int().view(count, rows, blocks)
             q = randn(rows * queries, HEADS, DIM)
-            ends, lens = ints([i * queries for i in range(rows + 1)]), ints([length] * rows)
             decodes, none = rows if queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
-            host = ((queries,) * rows, (length,) * rows)
-            indices = [AttentionIndex(decodes, ends, lens, table, none, *host) for table in tables]
+            indices = [
+                AttentionIndex.create([queries] * rows, [length] * rows, table, none, decodes) for table in tables
+            ]
             k, v = cache[:, 0], cache[:, 1]
             return [lambda i=i: OPS.paged_attention(q, k, v, i, DIM**-0.5, None) for i in indices]  # type: ignore[misc]
 

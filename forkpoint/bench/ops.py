@@ -89,9 +89,7 @@ def gdn_decode_case(rows: int) -> Case:
 
 
 def _segment(tokens: int) -> SegmentIndex:
-    return SegmentIndex(
-        _ints([0, tokens]), _ints([-1]), _ints([0]), _ints([0, 1]), _ints([tokens]), _ints([1]), (tokens,)
-    )
+    return SegmentIndex.create([tokens], [-1], [0], [[(tokens, 1)]])
 
 
 def gdn_prefill_case(tokens: int) -> Case:
@@ -111,14 +109,12 @@ def attention_case(queries: int, kv_len: int, rows: int) -> Case:
     blocks = -(-kv_len // 64)
     k, v = (torch.randn(blocks * rows, hkv, 64, dim).to(DTYPE) for _ in range(2))
     q = torch.randn(rows * queries, hq, dim).to(DTYPE)
-    index = AttentionIndex(
-        rows if queries == 1 else 0,
-        _ints([queries * i for i in range(rows + 1)]),
-        _ints([kv_len] * rows),
+    index = AttentionIndex.create(
+        [queries] * rows,
+        [kv_len] * rows,
         torch.arange(blocks * rows, dtype=torch.int32).view(rows, blocks),
         torch.empty(0, dtype=torch.int64),
-        (queries,) * rows,
-        (kv_len,) * rows,
+        rows if queries == 1 else 0,
     )
     pairs = rows * queries * (kv_len - (queries - 1) / 2)
     return Case(

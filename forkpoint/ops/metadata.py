@@ -1,26 +1,59 @@
 """Index tensors of one step, built once on the host and shared by all layers.
 
 Row order is the same everywhere: decode rows first, then prefill segments. Slot `-1` as `src` is the zero
-state; `-1` as `dst` stores nothing. Index tensors are int32 unless said; host copies spare a device sync.
+state; `-1` as `dst` stores nothing. Index tensors are int32 unless said. A step may be padded so that a captured
+graph serves it: padded decode rows and segments have `src = dst = -1` and no tokens, keys or parts, padded list
+entries have row -1. Sizes that vary are read from the device; host copies (`lens`, `query_lens`, `host_kv_lens`)
+are for operators on a CPU and are empty where the index lives on another device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 TILE = 64  # tokens of one row that a tiled kernel takes at a time
+PART_BLOCKS = 4  # blocks of keys in the smallest part of a decode row, and the unit of larger ones
+MAX_PARTS = 64  # of one decode row
+
+IntArray = npt.NDArray[np.int32]
 
 
-def tile_table(lens: Sequence[int], device: torch.device, first_row: int = 0) -> Tensor:
-    """`[NT, 2]` int32: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
-    tiles = [(first_row + n, offset) for n, length in enumerate(lens) for offset in range(0, length, TILE)]
-    table = torch.tensor(tiles, dtype=torch.int32).view(-1, 2)
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
+    """`[NT, 2]`: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
+    counts = -(-lens // TILE)
+    rows = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+    within = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+    return np.stack([rows + np.int32(first_row), within * np.int32(TILE)], axis=1).astype(np.int32)
+
+
+def part_table(kv_lens: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
+    """How decode rows' keys are split: `[NP, 3]` (row, first block, end block), and each row's first part `[N + 1]`.
+
+    The size of a row's parts is a function of its `kv_lens` alone, so that its bits do not depend on the batch.
+    """
+    blocks = -(-kv_lens.astype(np.int64) // block_size)
+    unit = MAX_PARTS * PART_BLOCKS
+    sizes = np.maximum(1, -(-blocks // unit)) * PART_BLOCKS
+    counts = -(-blocks // sizes)
+    pointers = np.zeros(len(kv_lens) + 1, np.int32)
+    np.cumsum(counts, out=pointers[1:])
+    rows = np.repeat(np.arange(len(kv_lens)), counts)
+    first = (np.arange(len(rows)) - pointers[rows]) * sizes[rows]
+    end = np.minimum(first + sizes[rows], blocks[rows])
+    return np.stack([rows, first, end], axis=1).astype(np.int32), pointers
+
+
+def running_total(lens: Sequence[int] | IntArray) -> IntArray:
+    """`[n + 1]`: 0, then the sums of the first 1, 2, .. n."""
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(np.asarray(lens, np.int32), out=out[1:])
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +67,9 @@ class DecodeIndex:
         return int(self.src.shape[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SegmentIndex:
-    """`N` prefill segments of lengths `lens`, laid end to end.
+    """`N` prefill segments, laid end to end.
 
     Segment `n` reads its initial state from slot `src[n]` and writes its final state to `dst[n]`. Its exports
     are entries `[exp_ptr[n], exp_ptr[n+1])`: after `exp_pos[e]` tokens of the segment (1 <= exp_pos <= len,
@@ -51,35 +84,92 @@ class SegmentIndex:
     exp_ptr: Tensor  # [N + 1]
     exp_pos: Tensor  # [E]
     exp_dst: Tensor  # [E]
-    lens: tuple[int, ...]  # host copy
+    lens: tuple[int, ...] = ()  # host copy
+    tiles: Tensor | None = None  # [NT, 2]: see `tile_table`; for kernels that run over tiles
 
     def __len__(self) -> int:
-        return len(self.lens)
+        return int(self.src.shape[0])
 
-    @cached_property
-    def tiles(self) -> Tensor:
-        """`[NT, 2]`: see `tile_table`. Made at its first use, for kernels that run over tiles."""
-        return tile_table(self.lens, self.cu_seqlens.device)
+    @classmethod
+    def create(
+        cls,
+        lens: Sequence[int],
+        src: Sequence[int],
+        dst: Sequence[int],
+        exports: Sequence[Sequence[tuple[int, int]]] = (),
+        device: torch.device | str = "cpu",
+    ) -> SegmentIndex:
+        """From host lists; `exports[n]` are (position, slot) of segment `n`. Host copies are kept."""
+        exports = exports or [()] * len(lens)
+        pairs = np.asarray([pair for own in exports for pair in own], np.int32).reshape(-1, 2)
+        arrays = [
+            running_total(lens),
+            np.asarray(src, np.int32),
+            np.asarray(dst, np.int32),
+            running_total([len(own) for own in exports]),
+            pairs[:, 0].copy(),
+            pairs[:, 1].copy(),
+        ]
+        tensors = [torch.from_numpy(array).to(device) for array in arrays]
+        tiles = torch.from_numpy(tile_table(np.asarray(lens, np.int32))).to(device)
+        return cls(*tensors, lens=tuple(lens), tiles=tiles)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What attention kernels run over."""
+
+    tiles: Tensor  # [NT, 2]: the tiles of the rows behind the decodes, see `tile_table`
+    parts: Tensor  # [NP, 3]: the parts of the decode rows, see `part_table`
+    part_ptr: Tensor  # [num_decodes + 1]: row r's parts are [part_ptr[r], part_ptr[r+1])
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionIndex:
     """Where this step's `T` tokens of `N` rows go, and what each row attends to.
 
     Row `r` owns queries `[cu_queries[r], cu_queries[r+1])`, the last of its `kv_lens[r]` tokens; block `i` of
-    its tokens is `block_table[r, i]`. The first `num_decodes` rows have one query each. `slot_mapping[t]` =
-    block * block_size + offset of token `t`, or -1 for a token that is stored elsewhere or not at all.
+    its tokens is `block_table[table_rows[r], i]`. The first `num_decodes` rows have one query each.
+    `slot_mapping[t]` = block * block_size + offset of token `t`, or -1 for a token that is stored elsewhere or
+    not at all.
     """
 
     num_decodes: int
     cu_queries: Tensor  # [N + 1]
     kv_lens: Tensor  # [N]
-    block_table: Tensor  # [N, max_blocks]
+    block_table: Tensor  # [lines, max_blocks]
+    table_rows: Tensor  # [N]
     slot_mapping: Tensor  # [T] int64
-    query_lens: tuple[int, ...]  # host copies
-    host_kv_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] = ()  # host copies
+    host_kv_lens: tuple[int, ...] = ()
+    work: AttentionWork | None = None  # for kernels that run over tiles and parts
 
-    @cached_property
-    def tiles(self) -> Tensor:
-        """`[NT, 2]`: the tiles of the rows behind the decodes, see `tile_table`. Made at its first use."""
-        return tile_table(self.query_lens[self.num_decodes :], self.cu_queries.device, self.num_decodes)
+    @classmethod
+    def create(
+        cls,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        num_decodes: int = 0,
+        table_rows: Sequence[int] | None = None,
+        block_size: int = TILE,
+    ) -> AttentionIndex:
+        """From host lists, on the block table's device; line `r` of the table is row `r`'s if not said otherwise."""
+        device = block_table.device
+        queries, keys = np.asarray(query_lens, np.int32), np.asarray(kv_lens, np.int32)
+        lines = np.arange(len(keys)) if table_rows is None else np.asarray(table_rows)
+        parts, part_ptr = part_table(keys[:num_decodes], block_size)
+        arrays = [tile_table(queries[num_decodes:], num_decodes), parts, part_ptr]
+        work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(
+            num_decodes,
+            torch.from_numpy(running_total(queries)).to(device),
+            torch.from_numpy(keys).to(device),
+            block_table,
+            torch.from_numpy(lines.astype(np.int32)).to(device),
+            slot_mapping,
+            tuple(queries.tolist()),
+            tuple(keys.tolist()),
+            work,
+        )

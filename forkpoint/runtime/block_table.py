@@ -40,7 +40,7 @@ class ContextParallel:
 
 
 class BlockTable:
-    """Rows of block ids of one layer group, on the host and, once committed, on the device.
+    """Rows of block ids of one layer group, on the host and, as of the last `commit`, on the device.
 
     `block_size` is the arena's. Of `kernel_block_sizes` the first that divides it is taken and each block
     becomes `ratio` kernel blocks: block `p` is kernel blocks `[p * ratio, (p + 1) * ratio)`, so slots do not
@@ -72,6 +72,8 @@ class BlockTable:
         self._table = np.zeros((self.num_rows, max_blocks_per_row * self.ratio), np.int32)
         self._num_blocks = np.zeros(self.num_rows, np.int32)  # in kernel blocks
         self._platform = platform or CpuPlatform()
+        self._device = self._platform.mirror(self._table)
+        self._changed: list[tuple[int, int, int]] = []  # (row, first, end) of entries that the device does not know
 
     @property
     def host(self) -> IntArray:
@@ -94,6 +96,7 @@ class BlockTable:
             )
         self._table[row, start:end] = kernel_ids
         self._num_blocks[row] = end
+        self._changed.append((row, start, end))
 
     def append_each(self, rows: IntArray, block_ids: IntArray) -> None:
         """Add one block to each of several distinct rows."""
@@ -103,6 +106,7 @@ class BlockTable:
         offsets = np.arange(self.ratio, dtype=np.int32)
         self._table[rows[:, None], starts[:, None] + offsets] = block_ids[:, None] * self.ratio + offsets
         self._num_blocks[rows] += self.ratio
+        self._changed += zip(rows.tolist(), starts.tolist(), (starts + self.ratio).tolist(), strict=True)
 
     def add(self, row: int, block_ids: Ids) -> None:
         """Make a row's blocks exactly `block_ids`."""
@@ -113,6 +117,7 @@ class BlockTable:
         """Row `src` becomes row `dst`; `src` is empty afterwards."""
         self._table[self._checked(dst)] = self._table[self._checked(src)]
         self._num_blocks[dst] = self._num_blocks[src]
+        self._row_changed(dst)
         if src != dst:
             self.clear_row(src)
 
@@ -120,6 +125,8 @@ class BlockTable:
         pair, swapped = [self._checked(first), self._checked(second)], [second, first]
         self._table[pair] = self._table[swapped]
         self._num_blocks[pair] = self._num_blocks[swapped]
+        self._row_changed(first)
+        self._row_changed(second)
 
     def clear_row(self, row: int) -> None:
         self._table[self._checked(row)] = 0
@@ -144,6 +151,8 @@ class BlockTable:
         places = np.arange(max(int(block_ids.max(initial=0)), *origins.values()) + 1, dtype=np.int32)
         places[list(origins.values())] = list(origins)
         self._table[used] = places[block_ids] * self.ratio + kernel_ids % self.ratio
+        for row in np.flatnonzero(self._num_blocks).tolist():
+            self._row_changed(row)
 
     def slot_mapping(self, rows: IntArray, positions: SlotArray) -> SlotArray:
         """`[T]` int64: the slot of token `positions[t]` (int64) of row `rows[t]`, -1 for tokens of other ranks.
@@ -171,10 +180,21 @@ class BlockTable:
         mine = positions % virtual // self.parallel.interleave % self.parallel.size == self.parallel.rank
         return np.where(mine, slots, NO_SLOT)
 
-    def commit(self, rows: IntArray) -> Tensor:
-        """`[len(rows), widest row]` int32 on the device, in the order of `rows`."""
-        width = max(1, int(self._num_blocks[rows].max(initial=0)))
-        return self._platform.upload(self._table[rows, :width])
+    def commit(self) -> Tensor:
+        """The table on the device, `[num_rows, max_blocks_per_row * ratio]` int32, with all changes so far.
+
+        It is the same tensor each time. Entries past a row's blocks may be of any earlier time.
+        """
+        if self._changed and not self._platform.shares_memory:
+            width = self._table.shape[1]
+            places = np.concatenate([np.arange(row * width + low, row * width + end) for row, low, end in self._changed])
+            pair = self._platform.upload(np.stack([places, self._table.ravel()[places].astype(np.int64)]))
+            self._device.view(-1).index_copy_(0, pair[0], pair[1].int())
+        self._changed.clear()
+        return self._device
+
+    def _row_changed(self, row: int) -> None:
+        self._changed.append((row, 0, int(self._num_blocks[row])))
 
     def _kernel_ids(self, block_ids: Ids) -> IntArray:
         ids: IntArray = np.asarray(block_ids, np.int32)

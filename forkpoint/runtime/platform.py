@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +15,45 @@ from torch import Tensor
 from forkpoint.errors import ConfigError
 
 
+class Mark(Protocol):
+    """A point in the order of work issued to the device."""
+
+    def wait(self) -> None:
+        """Return once all work issued before the mark is done."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Time on the device between two marks that have both been waited for."""
+
+
 class Platform(Protocol):
-    """What the runtime asks of a device."""
+    """What the runtime asks of a device. Work runs in the order in which it is issued."""
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the device works on the host's memory, so that uploads and mirrors are the arrays themselves."""
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether `capture` is possible."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record the work that `run` issues, which must not wait for the device; the answer issues it again.
+
+        `run` must have been called before, so that everything it needs is compiled. Memory that it allocates
+        stays with the recording and is shared among recordings: one's results are void once another was issued.
+        """
+
+    def mark(self) -> Mark:
+        """After all work issued so far."""
+
+    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
+        """A tensor on the device with the array's contents; it shares them where memory is shared."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, filled in once a mark made after this call has been waited for."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory from which copies to the device are fastest."""
@@ -34,12 +71,40 @@ class Platform(Protocol):
         """Wait for all work issued to the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PastMark:
+    """Work on a CPU is done when the call that issues it returns."""
+
+    at_s: float
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _PastMark)
+        return self.at_s - earlier.at_s
+
+
 class CpuPlatform:
     """The host itself. `root` is where `/proc` and `/sys` are mounted."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.device = torch.device("cpu")
+        self.shares_memory, self.has_graphs = True, False
         self._root = root
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Nothing is gained by recording on a CPU; the work itself is the recording."""
+        return run
+
+    def mark(self) -> Mark:
+        return _PastMark(time.perf_counter())
+
+    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
@@ -75,11 +140,45 @@ class CpuPlatform:
         """Work on a CPU is done when the call returns."""
 
 
+@dataclass(frozen=True, slots=True)
+class _EventMark:
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _EventMark)
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
 class CudaPlatform:
     """One CUDA device."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
+        self.shares_memory, self.has_graphs = False, True
+        torch.cuda.set_device(self.device)
+        self._pool: Any = None  # memory of the recordings
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return _EventMark(event)
+
+    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,50 +12,50 @@ from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import StepFailedError
-from forkpoint.models.context import ForwardContext, StateIndex
 from forkpoint.models.decoder import Model
-from forkpoint.ops.metadata import DecodeIndex
 from forkpoint.ops.table import OpTable
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.graphs import StepGraphs, StepOutputs, graph_shapes
+from forkpoint.runtime.pending import FailedStep, PromptScores, RunningStep
 from forkpoint.runtime.platform import CpuPlatform, Platform
-from forkpoint.runtime.sampler import PROMPT_TILE_ROWS, Sampler, prompt_logprobs
-from forkpoint.sched.plan import Chunk, PendingStep, StepPlan, StepResult, TokenLogprobs
+from forkpoint.runtime.sampler import PROMPT_TILE_ROWS, Sampler, greedy, prompt_logprobs
+from forkpoint.runtime.staging import upload_all
+from forkpoint.runtime.step_inputs import (
+    READ_SLOTS,
+    Arrays,
+    StepBuilder,
+    StepShape,
+    Tensors,
+    context_of,
+    host_lens_of,
+    token_ids_of,
+)
+from forkpoint.sched.plan import Chunk, PendingStep, StepPlan
 
-# The state operators of (decode rows, prefill segments) that work on each kind of pool.
-_CONV_OPERATORS = ("conv_update", "conv_prefill")
-_MATRIX_OPERATORS = ("gdn_decode", "gdn_prefill")
+# Of each kind of pool: the operators of decode rows and of prefill segments.
+_OPERATORS = {"conv": ("conv_update", "conv_prefill"), "matrix": ("gdn_decode", "gdn_prefill")}
+_WRITE_SLOTS = ("decode_dst", "prefill_dst")
 
 
 @dataclass(slots=True)
-class _Done:
-    """A step that ended when it was submitted."""
+class _Sampling:
+    """What a step sampled, on the device."""
 
-    value: StepResult
-
-    def result(self) -> StepResult:
-        return self.value
-
-
-@dataclass(slots=True)
-class _Failed:
-    """A step that raised, or that followed one whose failure had not been seen."""
-
-    error: Exception
-    runner: ModelRunner
-
-    def result(self) -> StepResult:
-        self.runner.failure_seen()
-        raise self.error
+    token_ids: Tensor  # [N] int64
+    finite: Tensor  # [N] bool
+    logprobs: Any  # to be fetched once the step is done, or None
 
 
 class ModelRunner:
     """Implements `sched.plan.Runner` on one device: owns the arena's bytes and the batch.
 
-    A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling.
-    State operators that `ops.redirects` does not name (all with `force_state_copy`) find their states copied
-    to where they write. When a step raises, its rows and blocks are updated all the same; steps submitted
-    before `result()` has raised that failure are not run and raise StepFailedError.
+    A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
+    device with graphs, steps of at most `max_graph_tokens` tokens replay recordings (`capture` makes them; 0: none).
+    `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name (all with
+    `force_state_copy`) find their states copied to where they write. When a step raises, its rows and blocks are
+    updated all the same; steps submitted before `result()` has raised that failure are not run and raise
+    StepFailedError.
     """
 
     def __init__(
@@ -68,136 +69,161 @@ class ModelRunner:
         max_model_len: int,
         force_state_copy: bool = False,
         platform: Platform | None = None,
+        max_graph_tokens: int = 0,
     ) -> None:
         self.platform = platform or CpuPlatform()
         self.arena = ArenaBuffer(layout, num_pages, self.platform.device)
         self.batch = Batch(layout, max_num_rows, max_model_len, model.config.vocab_size, self.platform)
+        self.num_replayed_steps = 0  # steps that a recording served
         self._model = model
-        self._state_copy = ops.state_copy
+        self._ops = ops
         self._redirects: frozenset[str] = frozenset() if force_state_copy else ops.redirects
-        self._sampler = Sampler()
+        self._sampler = Sampler(ops, self.platform)
+        self._builder = StepBuilder(
+            self.batch.table, self.batch.rows, layout.has_kv, for_kernels=not self.platform.shares_memory
+        )
+        self._graphs: StepGraphs | None = None
+        if max_graph_tokens and self.platform.has_graphs:
+            shapes = graph_shapes(max_num_rows, max_graph_tokens)
+            self._graphs = StepGraphs(self.platform, self._builder, shapes, self._issue)
         self._failure: Exception | None = None
 
+    def capture(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
+        """Make the recordings; `progress` wraps the sequence of shapes that is gone through."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(progress)
+            self.platform.synchronize()
+
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Run a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
-        started = time.perf_counter()
+        """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
+        started = self.platform.mark()
         moved_bytes = self.arena.move(plan.moves)
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")
-            return _Failed(error, self)
+            return FailedStep(error, self._failure_seen)
         try:
             with torch.inference_mode():
-                result = self._run(plan)
+                pending = self._run(plan)
         except Exception as error:
             self._failure = error
-            return _Failed(error, self)
-        elapsed = time.perf_counter() - started
-        return _Done(replace(result, moved_bytes=moved_bytes, elapsed_s=elapsed))
+            return FailedStep(error, self._failure_seen)
+        return replace(pending, moved_bytes=moved_bytes, started=started, done=self.platform.mark())
 
     def close(self) -> None:
         """Wait for the device; the arena's memory goes with the runner."""
         self.platform.synchronize()
 
-    def failure_seen(self) -> None:
+    def _failure_seen(self) -> None:
         self._failure = None
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> RunningStep:
+        mark = self.platform.mark()
         if not plan.num_tokens:
-            return StepResult(plan.step, np.empty(0, np.int32))
-        context = self.batch.context(plan, self.arena)
-        token_ids = self.batch.token_ids(plan)
-        context, copied = self._place_states(context)
-        hidden = self._model.forward(token_ids, context)
-        result = self._sample(plan, hidden)
-        prompts = {c.row: self._prompt_logprobs(c, start, hidden) for c, start in _asking(plan, self.batch)}
-        return replace(result, prompt_logprobs=prompts, num_tokens=int(token_ids.shape[0]), slot_bytes_copied=copied)
+            return RunningStep(plan.step, mark, mark)
+        asking, exact = self._asking(plan), StepShape.of(plan)
+        shape = None if self._graphs is None or asking else self._graphs.find(exact)
+        rows = plan.sampled_rows
+        arrays = self._builder.build(plan, shape or exact, shape.num_rows if shape is not None else len(rows))
+        copied = self._place_states(arrays)
+        table = self.batch.table.commit()
+        prompts: tuple[PromptScores, ...] = ()
+        if shape is not None and self._graphs is not None:
+            self.num_replayed_steps += 1
+            outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
+        else:
+            tensors = upload_all(self.platform, arrays)
+            hidden = self._forward(tensors, exact, table, host_lens_of(plan) if self.platform.shares_memory else ((), ()))
+            outputs = self._heads(hidden, tensors) if len(rows) else None
+            prompts = tuple(self._prompt_scores(chunk, first, hidden) for chunk, first in asking)
+        pending = RunningStep(
+            plan.step, mark, mark, prompts=prompts, num_tokens=plan.num_tokens, slot_bytes_copied=copied
+        )
+        if outputs is None:
+            return pending
+        sampled = self._sample(plan, outputs)
+        answers = torch.where(sampled.finite, sampled.token_ids, -1)
+        return replace(pending, rows=rows, answers=self.platform.to_host(answers), logprobs=sampled.logprobs)
 
-    def _place_states(self, context: ForwardContext) -> tuple[ForwardContext, int]:
-        """Copy states for operators that cannot redirect. Returns the indices they get, and the bytes copied."""
-        if not context.states:
-            return context, 0
-        conv_pools = [cache.conv for cache in context.states]
-        matrix_pools = [cache.matrix for cache in context.states]
-        conv, conv_bytes = self._place(context.conv, _CONV_OPERATORS, conv_pools)
-        matrix, matrix_bytes = self._place(context.matrix, _MATRIX_OPERATORS, matrix_pools)
-        return replace(context, conv=conv, matrix=matrix), conv_bytes + matrix_bytes
+    def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
+        """A whole step on the device, greedy sampling included; what a recording records."""
+        return self._heads(self._forward(tensors, shape, self.batch.table.commit()), tensors)
 
-    def _place(self, index: StateIndex, operators: tuple[str, str], pools: list[Tensor]) -> tuple[StateIndex, int]:
-        decode, prefill, copied = index.decode, index.prefill, 0
-        if len(decode) and operators[0] not in self._redirects:
-            copied += self._copy(pools, decode.src, decode.dst)
-            decode = DecodeIndex(_in_place(decode.src, decode.dst), decode.dst)
-        if len(prefill) and operators[1] not in self._redirects:
-            copied += self._copy(pools, prefill.src, prefill.dst)
-            prefill = replace(prefill, src=_in_place(prefill.src, prefill.dst))
-        return StateIndex(decode, prefill), copied
+    def _forward(
+        self,
+        tensors: Tensors,
+        shape: StepShape,
+        table: Tensor,
+        host_lens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    ) -> Tensor:
+        context = context_of(tensors, shape, table, self.arena.kv, self.arena.states, host_lens)
+        return self._model.forward(token_ids_of(tensors, shape.num_decodes, self.batch.last_sampled), context)
 
-    def _copy(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> int:
+    def _heads(self, hidden: Tensor, tensors: Tensors) -> StepOutputs:
+        """Logits of the sampled rows, and the likeliest tokens, which the rows remember."""
+        logits = self._model.logits(hidden.index_select(0, tensors["sampled"]))
+        token_ids, finite = greedy(logits)
+        self.batch.record(tensors["sampled_rows"], token_ids)
+        return StepOutputs(logits, token_ids, finite)
+
+    def _place_states(self, arrays: Arrays) -> int:
+        """Copy states for operators that cannot redirect, which then read where they write. Returns the bytes."""
+        copied = 0
+        for pool, operators in _OPERATORS.items():
+            for read, write, operator in zip(READ_SLOTS[pool], _WRITE_SLOTS, operators, strict=True):
+                src, dst = arrays[read], arrays[write]
+                if operator in self._redirects or not len(src) or not self.arena.states:
+                    continue
+                copied += self._copy([getattr(cache, pool) for cache in self.arena.states], src, dst)
+                arrays[read] = np.where(dst >= 0, dst, src)
+        return copied
+
+    def _copy(self, pools: list[Tensor], src: np.ndarray, dst: np.ndarray) -> int:
         """One batched copy of the states that have to change place. Returns the bytes copied."""
-        moved = torch.nonzero((src != dst) & (dst >= 0)).flatten()
+        moved = np.flatnonzero((src != dst) & (dst >= 0))
         if not len(moved):
             return 0
-        self._state_copy(pools, src[moved], dst[moved])
+        upload = self.platform.upload
+        self._ops.state_copy(pools, upload(src[moved]), upload(dst[moved]))
         return len(moved) * sum(pool[0].numel() * pool.element_size() for pool in pools)
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> StepResult:
+    def _sample(self, plan: StepPlan, outputs: StepOutputs) -> _Sampling:
         rows = plan.sampled_rows
-        if not len(rows):
-            return StepResult(plan.step, np.empty(0, np.int32))
-        last, positions = _sampled_tokens(plan)
-        logits = self._model.logits(hidden[self.platform.upload(last)])
-        num_outputs = positions - self.batch.num_prompt_tokens[rows]
-        sampled = self._sampler.sample(logits, self.batch.sampling(rows), num_outputs)
-        self.batch.record(rows, sampled.token_ids)
-        return StepResult(
-            plan.step,
-            sampled.token_ids.cpu().numpy().astype(np.int32),
-            tuple(int(rows[i]) for i in sampled.failed),
-            {int(rows[i]): entry for i, entry in sampled.logprobs.items()},
-        )
+        sampling = self.batch.sampling(rows)
+        if all(row.is_plain_greedy for row in sampling):
+            return _Sampling(outputs.token_ids[: len(rows)], outputs.finite[: len(rows)], None)
+        num_outputs = _sampled_positions(plan) - self.batch.num_prompt_tokens[rows]
+        sampled = self._sampler.sample(outputs.logits[: len(rows)], sampling, num_outputs)
+        self.batch.record(self.platform.upload(rows.astype(np.int64)), sampled.token_ids)
+        return _Sampling(sampled.token_ids, sampled.finite, sampled.logprobs)
 
-    def _prompt_logprobs(self, chunk: Chunk, first: int, hidden: Tensor) -> tuple[tuple[int, TokenLogprobs], ...]:
+    def _asking(self, plan: StepPlan) -> list[tuple[Chunk, int]]:
+        """Chunks whose row wants prompt log-probabilities, with the index of their first token in the step."""
+        out, first = [], len(plan.decodes)
+        for chunk in plan.chunks:
+            added = self.batch.rows[chunk.row]
+            if added.wants_prompt_logprobs and chunk.start < added.num_prompt_tokens - 1:
+                out.append((chunk, first))
+            first += chunk.end - chunk.start
+        return out
+
+    def _prompt_scores(self, chunk: Chunk, first: int, hidden: Tensor) -> PromptScores:
         """For the prompt tokens that this chunk's tokens predict, in tiles; `first` is the chunk's first token."""
-        added = self.batch.row(chunk.row)
+        added = self.batch.rows[chunk.row]
         num_top = added.params.prompt_logprobs or 0
         end = min(chunk.end, added.num_prompt_tokens - 1)  # the last prompt token predicts an output
-        entries: list[tuple[int, TokenLogprobs]] = []
+        tiles = []
         for start in range(chunk.start, end, PROMPT_TILE_ROWS):
             stop = min(start + PROMPT_TILE_ROWS, end)
             offset = first - chunk.start
             logits = self._model.logits(hidden[start + offset : stop + offset])
             following = self.platform.upload(added.token_ids[start + 1 : stop + 1].astype(np.int64))
-            found = prompt_logprobs(logits, following, num_top)
-            entries.extend(zip(range(start + 1, stop + 1), found, strict=True))
-        return tuple(entries)
+            tiles.append((start + 1, prompt_logprobs(logits, following, num_top, self.platform)))
+        return PromptScores(chunk.row, tuple(tiles))
 
 
-def _in_place(src: Tensor, dst: Tensor) -> Tensor:
-    """Where a row's state lies after the copies; a row that stores nothing still reads its source."""
-    return torch.where(dst >= 0, dst, src)
-
-
-def _sampled_tokens(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Of each sampled row, in order: the index of its last token in the step, and the position sampled."""
-    decodes = plan.decodes
-    last = [np.flatnonzero(decodes.samples)]
-    positions = [decodes.starts[decodes.samples] + 1]
-    total = len(decodes)
-    for chunk in plan.chunks:
-        total += chunk.end - chunk.start
-        if chunk.samples:
-            last.append(np.asarray([total - 1]))
-            positions.append(np.asarray([chunk.end]))
-    return np.concatenate(last), np.concatenate(positions)
-
-
-def _asking(plan: StepPlan, batch: Batch) -> list[tuple[Chunk, int]]:
-    """Chunks whose row wants prompt log-probabilities, with the index of their first token in the step."""
-    out, first = [], len(plan.decodes)
-    for chunk in plan.chunks:
-        added = batch.row(chunk.row)
-        if added.wants_prompt_logprobs and chunk.start < added.num_prompt_tokens - 1:
-            out.append((chunk, first))
-        first += chunk.end - chunk.start
-    return out
+def _sampled_positions(plan: StepPlan) -> np.ndarray:
+    """The position that each sampled row samples, in the order of `plan.sampled_rows`."""
+    ends = [chunk.end for chunk in plan.chunks if chunk.samples]
+    return np.concatenate([plan.decodes.starts[plan.decodes.samples] + 1, np.asarray(ends, np.int32)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,28 @@ PROMPT_TILE_ROWS = 128  # positions whose logits exist at once while prompt log-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids[i]` for row `i` of the logits; `failed` are indices of rows with non-finite logits, whose
-    token is meaningless; `logprobs` by index, for rows that asked."""
+    """`token_ids[i]` for row `i` of the logits, meaningless where not `finite[i]`; `logprobs` by index, for rows
+    that asked."""
 
     token_ids: Tensor  # [N] int64
-    failed: tuple[int, ...]
-    logprobs: dict[int, TokenLogprobs]
+    finite: Tensor  # [N] bool
+    logprobs: Known | None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Log-probabilities that are on the host already."""
+
+    entries: Any
+
+    def fetch(self) -> Any:
+        return self.entries
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit's id `[N]` int64, and whether it is finite (a NaN makes it not so)."""
+    top, token_ids = logits.max(dim=-1)
+    return token_ids, torch.isfinite(top)
 
 
 class UniformSource:
@@ -50,14 +67,13 @@ class UniformSource:
 class Sampler:
     """Applies, in vLLM's order: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p."""
 
-    def __init__(self, uniform: UniformSource | None = None) -> None:
+    def __init__(self, ops: Any = None, platform: Any = None, uniform: UniformSource | None = None) -> None:
         self._uniform = uniform or UniformSource()
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling], positions: IntArray) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already."""
         if all(row.is_plain_greedy for row in rows):
-            top, token_ids = logits.max(dim=-1)
-            return Sampled(token_ids, _non_finite(top), {})
+            return Sampled(*greedy(logits), None)
         raw = logits.float()
         failed = _non_finite(raw.amax(dim=-1))
         adjusted = self._adjust(raw, rows, positions)
@@ -69,7 +85,11 @@ class Sampler:
             chosen = torch.from_numpy(uniform).to(raw.device)
             token_ids[random] = _sample_rows(adjusted[random], picks, chosen)
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and i not in failed]
-        return Sampled(token_ids, failed, _logprobs(raw, asked, token_ids, rows))
+        for i, row in enumerate(rows):
+            if row.counts is not None:
+                row.counts.outputs[token_ids[i]] += 1
+        finite = torch.isfinite(raw.amax(dim=-1))
+        return Sampled(token_ids, finite, Known(_logprobs(raw, asked, token_ids, rows)))
 
     def _adjust(self, raw: Tensor, rows: Sequence[RowSampling], positions: IntArray) -> Tensor:
         """Logits after bias, forbidden ids and penalties; a copy where anything changes."""
@@ -86,9 +106,9 @@ class Sampler:
         return logits
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Tensor, num_top: int) -> list[TokenLogprobs]:
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, num_top: int, platform: Any = None) -> Known:
     """Of `logits[N, V]`, for the tokens `next_ids[N]` that do follow, and the `num_top` likeliest."""
-    return _describe(torch.log_softmax(logits.float(), dim=-1), next_ids, num_top)
+    return Known(_describe(torch.log_softmax(logits.float(), dim=-1), next_ids, num_top))
 
 
 def _non_finite(maxima: Tensor) -> tuple[int, ...]:

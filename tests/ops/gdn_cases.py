@@ -20,22 +20,7 @@ def segments(
     lens: list[int], src: list[int], dst: list[int], exports: list[list[tuple[int, int]]] | None = None
 ) -> SegmentIndex:
     """A SegmentIndex; `exports[n]` lists (position, slot) of segment n."""
-    exports = exports or [[] for _ in lens]
-    ends = [0]
-    ptr = [0]
-    for length, listed in zip(lens, exports, strict=True):
-        ends.append(ends[-1] + length)
-        ptr.append(ptr[-1] + len(listed))
-    flat = [pair for listed in exports for pair in listed]
-    return SegmentIndex(
-        ints(ends),
-        ints(src),
-        ints(dst),
-        ints(ptr),
-        ints([p for p, _ in flat]),
-        ints([s for _, s in flat]),
-        tuple(lens),
-    )
+    return SegmentIndex.create(lens, src, dst, exports or ())
 
 
 def rows(src: list[int], dst: list[int]) -> DecodeIndex:

@@ -38,15 +38,14 @@ class Batch:
         slots = [table[r][p // BLOCK] * BLOCK + p % BLOCK for r, n in enumerate(kv_lens) for p in range(n)]
         kv_write(torch.cat(self.k), torch.cat(self.v), self.k_cache, self.v_cache, torch.tensor(slots))
         padded = [row + [0] * (max(widths) - len(row)) for row in table]
-        ends = torch.tensor([0, *queries]).cumsum(0).tolist()
-        self.index = AttentionIndex(
-            num_decodes,
-            ints(ends),
-            ints(kv_lens),
-            torch.tensor(padded, dtype=torch.int32),
+        lines = torch.randperm(len(padded))  # the table's lines stand in another order than the rows
+        self.index = AttentionIndex.create(
+            queries,
+            kv_lens,
+            torch.tensor(padded, dtype=torch.int32)[lines],
             torch.tensor([], dtype=torch.int64),
-            tuple(queries),
-            tuple(kv_lens),
+            num_decodes,
+            lines.argsort().tolist(),
         )
 
     def plain(self, scale: float, window: int | None) -> Tensor:
@@ -81,15 +80,7 @@ def test_fixed_tiles_do_not_see_the_chunking(dtype: torch.dtype) -> None:
     whole = Batch([300], [300], 0, dtype)
     want = paged_attention_fixed(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.25, None)
     for start, end in ((0, 64), (64, 192), (256, 300), (128, 300)):
-        index = AttentionIndex(
-            0,
-            ints([0, end - start]),
-            ints([end]),
-            whole.index.block_table,
-            whole.index.slot_mapping,
-            (end - start,),
-            (end,),
-        )
+        index = AttentionIndex.create([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
         got = paged_attention_fixed(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.25, None)
         assert torch.equal(got, want[start:end])
 

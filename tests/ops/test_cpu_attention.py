@@ -58,9 +58,9 @@ class _Rows:
         CPP.kv_write(self.k, self.v, self.k_cache, self.v_cache, torch.tensor(slots))
         self.q = torch.randn(sum(queries), hq, dims[0]).to(dtype)
         self.lens, self.queries, self.heads = lens, queries, heads
-        ends = torch.tensor([0, *queries]).cumsum(0).int()
-        self.index = AttentionIndex(
-            decodes, ends, ints(lens), table, torch.empty(0, dtype=torch.int64), tuple(queries), tuple(lens)
+        order = torch.randperm(len(lens))  # the table's lines stand in another order than the rows
+        self.index = AttentionIndex.create(
+            queries, lens, table[order], torch.empty(0, dtype=torch.int64), decodes, order.argsort().tolist()
         )
 
     def exact(self, scale: float, window: int | None) -> Tensor:
@@ -106,9 +106,9 @@ def test_rows_and_cuts_do_not_change_the_bits(window: int | None, dtype: torch.d
         for rows in ([0], [0, 2]):
             lens = [400, 520]
             queries = [400 - start, 200]
-            ends = ints([0, *torch.tensor(queries)[: len(rows)].cumsum(0).tolist()])
-            index = AttentionIndex(
-                0, ends, ints(lens[: len(rows)]), i.block_table[rows], i.slot_mapping, tuple(queries), tuple(lens)
+            count = len(rows)
+            index = AttentionIndex.create(
+                queries[:count], lens[:count], i.block_table, i.slot_mapping, 0, i.table_rows[rows].tolist()
             )
             q = torch.cat([case.q[start:400], *([case.q[401:]] if 2 in rows else [])])
             part = CPP.paged_attention(q, case.k_cache, case.v_cache, index, 0.2, window)
@@ -121,8 +121,8 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
     case = _Rows([1300, 600, 40], [1, 1, 1], 3, (6, 2), (64, 64), torch.bfloat16)
     whole, i = case.run(0.2, None), case.index
     for row in range(3):
-        lens = i.kv_lens[row : row + 1]
-        one = AttentionIndex(1, ints([0, 1]), lens, i.block_table[row : row + 1], i.slot_mapping, (1,), (int(lens),))
+        lens, line = [int(i.kv_lens[row])], [int(i.table_rows[row])]
+        one = AttentionIndex.create([1], lens, i.block_table, i.slot_mapping, 1, line)
         got = CPP.paged_attention(case.q[row : row + 1], case.k_cache, case.v_cache, one, 0.2, None)
         assert torch.equal(got[0], whole[row])
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from forkpoint.errors import BlockTableError, ConfigError
 from forkpoint.runtime.block_table import NO_SLOT, BlockTable, ContextParallel
+from forkpoint.runtime.platform import CpuPlatform
 from forkpoint.sched.plan import IntArray, Move, MoveKind
 
 
@@ -149,15 +152,36 @@ class TestRows:
         assert table.host[1].tolist() == [18, 19, 4, 5, 0, 0, 0, 0]
         assert not table.host[2].any()
 
-    def test_commit_gathers_the_rows_in_use(self) -> None:
-        table = BlockTable(4, 5, 4)
-        table.append(0, [1])
-        table.append(3, [4, 5])
-        table.append(1, [8, 8, 8])
-        committed = table.commit(ints(3, 0))
-        assert committed.tolist() == [[4, 5], [1, 0]]
-        table.clear()
-        assert committed.tolist() == [[4, 5], [1, 0]]
+    def test_commit_brings_changes_to_the_device(self) -> None:
+        class Apart(CpuPlatform):
+            """A device with memory of its own."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.shares_memory = False
+
+            def mirror(self, array: np.ndarray) -> Tensor:
+                return torch.from_numpy(array.copy())
+
+        table, near = BlockTable(4, 5, 4, platform=Apart()), BlockTable(4, 5, 4)
+        device = table.commit()
+        for each in (table, near):
+            each.append(0, [1])
+            each.append(3, [4, 5])
+            each.append(1, [8, 8, 8])
+        assert not device.any()
+        assert table.commit() is device
+        assert device.tolist() == table.host.tolist() == near.commit().tolist()
+        table.swap(0, 1)
+        table.append_each(ints(0, 3), ints(2, 2))
+        table.move(3, 2)
+        table.remap([Move(MoveKind.BLOCK, 8, 9)])
+        table.add(1, [7])
+        assert device.tolist() != table.host.tolist()
+        table.commit()
+        for row in range(4):
+            used = table.num_blocks(row)
+            assert device[row, :used].tolist() == table.host[row, :used].tolist()
 
 
 class TestSlots:

@@ -21,8 +21,8 @@ from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.batch import Batch
-from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.platform import CpuPlatform
+from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.sched.plan import AddedRow, DecodeColumns, ReplacedPrefix, StateSave, StepPlan
 from tests.runtime.driver import GREEDY, VOCAB, Driver, ints, tiny_hybrid, tokens
 
@@ -244,8 +244,9 @@ def test_an_operator_that_cannot_redirect_finds_its_state_in_place(model: Model,
 def test_256_decode_rows_cost_little_python(model: Model) -> None:
     """The bound is loose for busy machines; a quiet one takes about 0.4 ms."""
     layout = CacheLayout.create(model.kv_specs, model.state_specs)
-    arena, count = ArenaBuffer(layout, 4), 256
+    count = 256
     batch = Batch(layout, count, 8192, VOCAB, CpuPlatform())
+    builder = StepBuilder(batch.table, batch.rows, layout.has_kv, for_kernels=True)
     rows = np.arange(count, dtype=np.int32)
     ids, blocks = np.zeros(5000, np.int32), np.ones(79, np.int32)
     row = AddedRow(0, "r", ids, len(ids), GREEDY, 0, (), blocks)
@@ -256,8 +257,8 @@ def test_256_decode_rows_cost_little_python(model: Model) -> None:
     def once() -> float:
         started = time.perf_counter()
         batch.update(plan)
-        batch.context(plan, arena)
-        batch.record(rows, batch.token_ids(plan))
+        builder.build(plan, StepShape.of(plan), count)
+        batch.table.commit()
         return time.perf_counter() - started
 
     assert min(once() for _ in range(50)) < 0.002

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.metadata import AttentionIndex
 
 QUERY_TILE = 256
@@ -58,18 +59,35 @@ def _tile(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: AttentionIndex,
+    scale: float,
+    window: int | None,
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`."""
-    return _attend(q, k_cache, v_cache, index, scale, window, fixed=False)
+    """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`, times the sigmoid of
+    `gate[T, Hq * Dv]`."""
+    return _gated(_attend(q, k_cache, v_cache, index, scale, window, fixed=False), gate)
 
 
 def paged_attention_fixed(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: AttentionIndex,
+    scale: float,
+    window: int | None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """The same in shapes that depend on a query's position alone: tiles on the absolute 64-token grid,
     padded with zero queries, over keys up to the tile's end. Decode rows see shapes of their own length."""
-    return _attend(q, k_cache, v_cache, index, scale, window, fixed=True)
+    return _gated(_attend(q, k_cache, v_cache, index, scale, window, fixed=True), gate)
+
+
+def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    return out if gate is None else sigmoid_mul(out, gate.unflatten(1, out.shape[1:]))
 
 
 def _attend(
@@ -83,9 +101,10 @@ def _attend(
 ) -> Tensor:
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     size = k_cache.shape[2]
+    lines = index.table_rows.tolist()
     first = 0
     for row, (num_queries, kv_len) in enumerate(zip(index.query_lens, index.host_kv_lens, strict=True)):
-        blocks = index.block_table[row, : -(-kv_len // size)].long()
+        blocks = index.block_table[lines[row], : -(-kv_len // size)].long()
         last = first + num_queries
         if row < index.num_decodes:
             k, v = (_gather(cache, blocks, kv_len, kv_len) for cache in (k_cache, v_cache))

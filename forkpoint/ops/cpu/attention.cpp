@@ -62,7 +62,7 @@ void load_queries(const Attention<T>& a, const Task& t, int64_t lanes, Scratch& 
 // `keys` rows of K (cut into K_BLOCK pieces) and of V as fp32.
 template <class T>
 void load_block(const Attention<T>& a, const Task& t, int64_t block, int64_t keys, Scratch& w) {
-  const int64_t id = a.block_table[t.row * a.table_stride + block];
+  const int64_t id = a.block_table[a.table_rows[t.row] * a.table_stride + block];
   const T* k = a.k_cache + id * a.k_stride + t.head * a.block_size * a.key_dim;
   const T* v = a.v_cache + id * a.v_stride + t.head * a.block_size * a.value_dim;
   for (int64_t j = 0; j < keys; ++j) {
@@ -152,7 +152,7 @@ void few_lanes(const Attention<T>& a, const Task& t, int64_t lanes, int64_t bloc
     if constexpr (G > 1) few_lanes<G - 1>(a, t, lanes, block, keys, w);
     return;
   }
-  const int64_t id = a.block_table[t.row * a.table_stride + block];
+  const int64_t id = a.block_table[a.table_rows[t.row] * a.table_stride + block];
   few_scores<G>(a, a.k_cache + id * a.k_stride + t.head * a.block_size * a.key_dim, keys, w);
   softmax(a, block * a.block_size, keys, true, LANES, w);
   rescale(lanes, w);

@@ -19,7 +19,7 @@ struct Attention {
   float scale;
   int64_t window;  // 0: none
   int64_t num_rows, num_decodes;
-  const int32_t *cu_queries, *kv_lens, *block_table;
+  const int32_t *cu_queries, *kv_lens, *block_table, *table_rows;
   int64_t table_stride;
 };
 

@@ -14,8 +14,8 @@ void check_cache(const Tensor& c, const char* name) {
 }
 
 Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, int64_t num_decodes,
-              const Tensor& cu_queries, const Tensor& kv_lens, const Tensor& block_table, double scale,
-              std::optional<int64_t> window) {
+              const Tensor& cu_queries, const Tensor& kv_lens, const Tensor& block_table,
+              const Tensor& table_rows, double scale, std::optional<int64_t> window) {
   check_cache(k_cache, "k_cache");
   check_cache(v_cache, "v_cache");
   const Tensor q = q_in.stride(2) == 1 && q_in.stride(1) == q_in.size(2) ? q_in : q_in.contiguous();
@@ -31,7 +31,7 @@ Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, 
                                  v_cache.size(3), k_cache.size(2), ptr<T>(k_cache), ptr<T>(v_cache),
                                  k_cache.stride(0), v_cache.stride(0), float(scale), window.value_or(0),
                                  kv_lens.size(0), num_decodes, index(cu_queries), index(kv_lens),
-                                 ptr<int32_t>(block_table), block_table.stride(0)});
+                                 ptr<int32_t>(block_table), index(table_rows), block_table.stride(0)});
   });
   return out;
 }

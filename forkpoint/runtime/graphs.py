@@ -1,0 +1,134 @@
+"""Captured steps: one recording per padded shape, all reading the same input region."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from forkpoint.ops.metadata import MAX_PARTS
+from forkpoint.runtime.platform import Platform
+from forkpoint.runtime.staging import InputRegion, layout_of
+from forkpoint.runtime.step_inputs import Arrays, StepBuilder, StepShape, Tensors
+from forkpoint.sched.plan import StepPlan
+
+MAX_GRAPH_TOKENS = 1024  # steps of more are long enough to hide the launches of their kernels
+_DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_BESIDE = (0, 8, 32, 64, 128, 256)  # decode rows of steps that prefill too
+_TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
+_TOKENS_PER_SEGMENT = 32
+_MIN_SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Of each sampled row, padded: `logits[S, V]`, the likeliest id `token_ids[S]`, and `finite[S]` (bool)."""
+
+    logits: Tensor
+    token_ids: Tensor
+    finite: Tensor
+
+
+def graph_shapes(max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS) -> tuple[StepShape, ...]:
+    """All shapes to capture, largest first, so that smaller ones fit into the memory of larger ones."""
+    counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
+    shapes = [StepShape(count, 0, 0) for count in counts]
+    for total in (total for total in _TOTALS if total <= max_num_tokens):
+        for count in sorted({min(count, max_num_rows) for count in _BESIDE}):
+            tokens = total - count
+            if tokens >= total // 2:
+                shapes.append(StepShape(count, tokens, max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)))
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True))
+
+
+class ShapeTable:
+    """Finds the smallest captured shape that a step fits into."""
+
+    def __init__(self, shapes: Sequence[StepShape]) -> None:
+        self._decode_only = sorted(shape.num_decodes for shape in shapes if not shape.num_segments)
+        self._mixed = sorted((s for s in shapes if s.num_segments), key=lambda s: (s.num_tokens, s.num_decodes))
+        self._totals = [shape.num_tokens for shape in self._mixed]
+
+    def find(self, exact: StepShape) -> StepShape | None:
+        """None where no captured shape is large enough."""
+        if not exact.num_segments:
+            at = bisect_left(self._decode_only, exact.num_decodes)
+            return StepShape(self._decode_only[at], 0, 0) if at < len(self._decode_only) else None
+        for shape in self._mixed[bisect_left(self._totals, exact.num_tokens) :]:
+            if (
+                shape.num_decodes >= exact.num_decodes
+                and shape.num_prefill_tokens >= exact.num_prefill_tokens
+                and shape.num_segments >= exact.num_segments
+            ):
+                return shape
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    offsets: tuple[int, ...]
+    replay: Callable[[], None]
+    outputs: StepOutputs
+
+
+class StepGraphs:
+    """Recordings of a step's forward pass and greedy sampling.
+
+    `run(tensors, shape)` issues a step whose inputs are the given tensors.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        builder: StepBuilder,
+        shapes: Sequence[StepShape],
+        run: Callable[[Tensors, StepShape], StepOutputs],
+    ) -> None:
+        self._platform, self._builder, self._run = platform, builder, run
+        self._shapes = shapes
+        self._table = ShapeTable(shapes)
+        self._captured: dict[StepShape, _Captured] = {}
+        layouts = [layout_of(self._empty(shape)) for shape in shapes]
+        self._region = InputRegion(platform, max(fields[-1].offset + fields[-1].num_bytes for fields in layouts))
+
+    def capture(self, progress: Callable[[Sequence[StepShape]], Any]) -> None:
+        """Record all shapes; `progress` wraps the sequence that is gone through."""
+        for shape in progress(self._shapes):
+            self._captured[shape] = self._capture(shape)
+
+    def find(self, exact: StepShape) -> StepShape | None:
+        """The shape whose recording serves a step of this shape."""
+        return self._table.find(exact)
+
+    def replay(self, shape: StepShape, arrays: Arrays) -> StepOutputs:
+        """Issue a step. The outputs are void once the next one is issued."""
+        captured = self._captured[shape]
+        self._region.fill(arrays, captured.offsets)
+        captured.replay()
+        return captured.outputs
+
+    def _empty(self, shape: StepShape) -> Arrays:
+        """A step of nothing but padding, with room for all parts."""
+        arrays = self._builder.build(StepPlan(0), shape, shape.num_rows)
+        arrays["parts"] = np.full((shape.num_decodes * MAX_PARTS, 3), -1, np.int32)
+        return arrays
+
+    def _capture(self, shape: StepShape) -> _Captured:
+        arrays = self._empty(shape)
+        fields = layout_of(arrays)
+        offsets = tuple(field.offset for field in fields)
+        self._region.fill(arrays, offsets)
+        tensors = self._region.tensors(fields)
+        found: list[StepOutputs] = []
+
+        def run() -> None:
+            found.append(self._run(tensors, shape))
+
+        run()
+        found.clear()
+        replay = self._platform.capture(run)
+        return _Captured(offsets, replay, found[-1])
