@@ -187,7 +187,9 @@ class BlockTable:
         """
         if self._changed and not self._platform.shares_memory:
             width = self._table.shape[1]
-            places = np.concatenate([np.arange(row * width + low, row * width + end) for row, low, end in self._changed])
+            places = np.concatenate(
+                [np.arange(row * width + low, row * width + end) for row, low, end in self._changed]
+            )
             pair = self._platform.upload(np.stack([places, self._table.ravel()[places].astype(np.int64)]))
             self._device.view(-1).index_copy_(0, pair[0], pair[1].int())
         self._changed.clear()

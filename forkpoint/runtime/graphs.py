@@ -72,7 +72,7 @@ class ShapeTable:
 class _Captured:
     offsets: tuple[int, ...]
     replay: Callable[[], None]
-    outputs: StepOutputs
+    outputs: list[StepOutputs]  # of the step issued last
 
 
 class StepGraphs:
@@ -109,7 +109,7 @@ class StepGraphs:
         captured = self._captured[shape]
         self._region.fill(arrays, captured.offsets)
         captured.replay()
-        return captured.outputs
+        return captured.outputs[-1]
 
     def _empty(self, shape: StepShape) -> Arrays:
         """A step of nothing but padding, with room for all parts."""
@@ -126,9 +126,7 @@ class StepGraphs:
         found: list[StepOutputs] = []
 
         def run() -> None:
-            found.append(self._run(tensors, shape))
+            found[:] = [self._run(tensors, shape)]
 
-        run()
-        found.clear()
-        replay = self._platform.capture(run)
-        return _Captured(offsets, replay, found[-1])
+        run()  # compiles what the shape needs
+        return _Captured(offsets, self._platform.capture(run), found)

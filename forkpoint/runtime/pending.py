@@ -37,7 +37,7 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on. `answers[i]` is the id sampled for `rows[i]`, -1 where logits were not finite."""
+    """A step that the device works on. `answers[i]` was sampled for `rows[i]`; -1 where logits were not finite."""
 
     step: int
     started: Mark

@@ -149,7 +149,7 @@ class _EventMark:
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, _EventMark)
-        return earlier.event.elapsed_time(self.event) / 1e3
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class CudaPlatform:
@@ -170,7 +170,7 @@ class CudaPlatform:
         return graph.replay
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return _EventMark(event)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from forkpoint.runtime.step_inputs import (
     host_lens_of,
     token_ids_of,
 )
-from forkpoint.sched.plan import Chunk, PendingStep, StepPlan
+from forkpoint.sched.plan import Chunk, IntArray, PendingStep, StepPlan
 
 # Of each kind of pool: the operators of decode rows and of prefill segments.
 _OPERATORS = {"conv": ("conv_update", "conv_prefill"), "matrix": ("gdn_decode", "gdn_prefill")}
@@ -134,7 +135,8 @@ class ModelRunner:
             outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
         else:
             tensors = upload_all(self.platform, arrays)
-            hidden = self._forward(tensors, exact, table, host_lens_of(plan) if self.platform.shares_memory else ((), ()))
+            host_lens = host_lens_of(plan) if self.platform.shares_memory else ((), ())
+            hidden = self._forward(tensors, exact, table, host_lens)
             outputs = self._heads(hidden, tensors) if len(rows) else None
             prompts = tuple(self._prompt_scores(chunk, first, hidden) for chunk, first in asking)
         pending = RunningStep(
@@ -179,7 +181,7 @@ class ModelRunner:
                 arrays[read] = np.where(dst >= 0, dst, src)
         return copied
 
-    def _copy(self, pools: list[Tensor], src: np.ndarray, dst: np.ndarray) -> int:
+    def _copy(self, pools: list[Tensor], src: npt.NDArray[Any], dst: npt.NDArray[Any]) -> int:
         """One batched copy of the states that have to change place. Returns the bytes copied."""
         moved = np.flatnonzero((src != dst) & (dst >= 0))
         if not len(moved):
@@ -223,7 +225,7 @@ class ModelRunner:
         return PromptScores(chunk.row, tuple(tiles))
 
 
-def _sampled_positions(plan: StepPlan) -> np.ndarray:
+def _sampled_positions(plan: StepPlan) -> IntArray:
     """The position that each sampled row samples, in the order of `plan.sampled_rows`."""
     ends = [chunk.end for chunk in plan.chunks if chunk.samples]
     return np.concatenate([plan.decodes.starts[plan.decodes.samples] + 1, np.asarray(ends, np.int32)])
