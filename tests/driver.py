@@ -102,7 +102,7 @@ class Driver:
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """One forward pass; the fp32 logits `[tokens, vocab]` of each row."""
         tokens = torch.tensor([t for w in work for t in w.tokens])
-        logits = self.model.logits(self.model.forward(tokens, self.context(work)))
+        logits = self.model.logits(self.model.forward(tokens, self.context(work))).float()
         for w in work:
             w.row.num_computed += len(w.tokens)
             w.row.read_slot = _write_slot(w)

@@ -98,8 +98,8 @@ class Model(ABC):
         return self._norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden[R, H]` -> fp32 `[R, vocab_size]`."""
-        return self._head(hidden).float()
+        """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""
+        return self._head(hidden)
 
 
 def _state_spec(config: ModelConfig, state_dtype: str) -> StateSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
@@ -76,7 +77,12 @@ class Driver:
 
     @classmethod
     def create(
-        cls, model: Model, ops: OpTable | None = None, force_state_copy: bool = False, max_model_len: int = 1024
+        cls,
+        model: Model,
+        ops: OpTable | None = None,
+        force_state_copy: bool = False,
+        max_model_len: int = 1024,
+        **options: Any,
     ) -> Driver:
         layout = CacheLayout.create(model.kv_specs, model.state_specs)
         runner = ModelRunner(
@@ -87,6 +93,7 @@ class Driver:
             max_num_rows=8,
             max_model_len=max_model_len,
             force_state_copy=force_state_copy,
+            **options,
         )
         runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
         return cls(runner, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)

@@ -1,0 +1,184 @@
+"""Captured steps: shapes, padding, and equality with steps that were not captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forkpoint.models.decoder import Model
+from forkpoint.ops.metadata import MAX_PARTS, part_table, tile_table
+from forkpoint.ops.select import torch_table
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.graphs import ShapeTable, graph_shapes
+from forkpoint.runtime.platform import CpuPlatform
+from forkpoint.runtime.step_inputs import StepBuilder, StepShape
+from forkpoint.sched.plan import AddedRow, Chunk, DecodeColumns, StateSave, StepPlan
+from tests.ops.triton_cases import ON_GPU, triton_ops
+from tests.runtime.driver import GREEDY, Driver, ints, tiny_hybrid, tokens
+
+
+class RecordingPlatform(CpuPlatform):
+    """A CPU that keeps its memory apart and whose recordings do the work again, on the inputs filled in since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares_memory, self.has_graphs = False, True
+
+    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.copy())
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.copy())
+
+
+counts = st.integers(0, 40)
+
+
+@given(st.integers(1, 300), st.sampled_from([64, 256, 1024]), counts, st.integers(0, 1100), counts)
+def test_the_smallest_shape_that_fits_is_found(
+    num_rows: int, max_tokens: int, decodes: int, tokens: int, segments: int
+) -> None:
+    if bool(tokens) != bool(segments) or segments > tokens or not decodes + segments or decodes + segments > num_rows:
+        return
+    shapes = graph_shapes(num_rows, max_tokens)
+    exact = StepShape(decodes, tokens, segments)
+    found = ShapeTable(shapes).find(exact)
+    fitting = [
+        s
+        for s in shapes
+        if s.num_decodes >= decodes
+        and s.num_prefill_tokens >= tokens
+        and s.num_segments >= segments
+        and bool(s.num_segments) == bool(segments)
+    ]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert found in fitting and found.num_tokens == min(s.num_tokens for s in fitting)
+    elif not segments:
+        raise AssertionError("every decode batch has a shape")
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=6))
+def test_parts_cover_each_row_once_whatever_is_beside_it(kv_lens: list[int]) -> None:
+    parts, pointers = part_table(np.asarray(kv_lens, np.int32), 64)
+    for row, length in enumerate(kv_lens):
+        own = parts[pointers[row] : pointers[row + 1]]
+        assert (own[:, 0] == row).all() and len(own) <= MAX_PARTS
+        assert own[0, 1] == 0 and own[-1, 2] == -(-length // 64) and (own[1:, 1] == own[:-1, 2]).all()
+        alone, _ = part_table(np.asarray([length], np.int32), 64)
+        assert (own[:, 1:] == alone[:, 1:]).all()
+        assert (own[:, 1] % 4 == 0).all()
+
+
+@given(st.lists(st.integers(1, 300), max_size=5))
+def test_tiles_cover_each_row_once(lens: list[int]) -> None:
+    tiles = tile_table(np.asarray(lens, np.int32), 3)
+    want = [(3 + row, offset) for row, length in enumerate(lens) for offset in range(0, length, 64)]
+    assert [tuple(tile) for tile in tiles.tolist()] == want
+
+
+def chunk(row: int, start: int, end: int, saves: Sequence[StateSave] = (), samples: bool = True) -> Chunk:
+    return Chunk(row, start, end, ints(), 5 + row, 9 + row, tuple(saves), samples)
+
+
+@given(st.integers(0, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=3), st.data())
+@settings(max_examples=60)
+def test_padding_changes_nothing_but_adds_rows_that_do_nothing(
+    num_decodes: int, extents: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    if not num_decodes + len(extents):
+        return
+    table = BlockTable(8, 6, 64)
+    rows = {r: AddedRow(r, "r", np.arange(400, dtype=np.int32), 400, GREEDY, 0, (), ints()) for r in range(8)}
+    for row in range(8):
+        table.add(row, [6 * row + i for i in range(6)])
+    samples = np.asarray(data.draw(st.lists(st.booleans(), min_size=num_decodes, max_size=num_decodes)), np.bool_)
+    at = np.arange(num_decodes, dtype=np.int32)
+    decodes = DecodeColumns(at, 100 + at, at - 1, at - 1, at, at + 1, samples)
+    chunks = tuple(
+        chunk(4 + i, 64 * start, 64 * start + length, [StateSave(64 * start + length, 30 + i)], bool(i % 2))
+        for i, (start, length) in enumerate(extents)
+    )
+    plan = StepPlan(0, decodes=decodes, chunks=chunks)
+    exact = StepShape.of(plan)
+    tokens = -(-exact.num_prefill_tokens // 64) * 64 + 64
+    shape = StepShape(num_decodes + 2, tokens, len(chunks) + 1) if chunks else StepShape(num_decodes + 2, 0, 0)
+    builder = StepBuilder(table, rows, has_kv=True, for_kernels=True)
+    own = builder.build(plan, exact, len(plan.sampled_rows))
+    wide = builder.build(plan, shape, shape.num_rows)
+    assert list(own) == list(wide) and list(wide)[-1] == "parts"
+    gap, real = shape.num_decodes - num_decodes, np.arange(exact.num_tokens)
+    places = np.where(real < num_decodes, real, real + gap)
+    for name in ("token_ids", "positions", "slot_mapping"):
+        assert (wide[name][places] == own[name]).all()
+    assert (np.delete(wide["slot_mapping"], places) == -1).all()
+    for name in ("conv_decode_src", "matrix_decode_src", "decode_dst"):
+        assert (wide[name][:num_decodes] == own[name]).all() and (wide[name][num_decodes:] == -1).all()
+    for name in ("conv_prefill_src", "matrix_prefill_src", "prefill_dst"):
+        assert (wide[name][: len(chunks)] == own[name]).all() and (wide[name][len(chunks) :] == -1).all()
+    count = len(plan.sampled_rows)
+    assert (wide["sampled_rows"][:count] == own["sampled_rows"]).all() and (wide["sampled_rows"][count:] == 8).all()
+    assert (wide["token_ids"][wide["sampled"][:count]] == own["token_ids"][own["sampled"]]).all()
+    queries = np.diff(wide["cu_queries"])
+    assert queries[: shape.num_decodes].tolist() == [1] * shape.num_decodes
+    assert queries[shape.num_decodes :].tolist() == [c.end - c.start for c in chunks] + [0] * (
+        shape.num_segments - len(chunks)
+    )
+    assert (wide["kv_lens"][num_decodes : shape.num_decodes] == 0).all()
+    assert (wide["parts"] == own["parts"]).all() and wide["part_ptr"][-1] == len(own["parts"])
+    for name, shift in (("segment_tiles", 0), ("query_tiles", gap)):
+        filled = wide[name][wide[name][:, 0] >= 0]
+        assert (filled - [shift, 0] == own[name]).all() and len(wide[name]) >= len(own[name])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """The same weights under Triton's operators and under torch's."""
+    folder = tmp_path_factory.mktemp("model")
+    return tiny_hybrid(folder, triton_ops()), tiny_hybrid(folder, torch_table())
+
+
+def play(driver: Driver, sampling: SamplingParams) -> list[list[int]]:
+    """Prefills with saved states, decodes, both in one step, and a row that goes on from another's state."""
+    first, second = tokens(70, 1), tokens(20, 2)
+    saved, slots = driver.slot(), [driver.slot() for _ in range(3)]
+    chunk = driver.chunk(0, 0, 70, -1, slots[0], [StateSave(64, saved)], samples=True)
+    driver.run([chunk], added=[driver.added(0, first, sampling)])
+    own = driver.chunk(1, 0, 20, -1, slots[1], samples=True)
+    driver.run([own], [driver.decode(0, 70, slots[0], slots[0])], [driver.added(1, second)])
+    fork = replace(driver.chunk(2, 64, 70, saved, slots[2], samples=True), new_blocks=driver.blocks(1))
+    added = driver.added(2, first, sampling, block_ids=chunk.new_blocks[:1])
+    driver.run([fork], [driver.decode(1, 20, slots[1], slots[1])], [added])
+    for i in range(2):
+        driver.run(decodes=[driver.decode(r, at + i, slots[r], slots[r]) for r, at in ((0, 71), (1, 21), (2, 70))])
+    return [driver.outputs[row] for row in range(3)]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a recording that is run again needs the interpreter; tests/gpu has real graphs")
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.9, top_k=20)], ids=["greedy", "random"])
+def test_recorded_steps_do_what_others_do(models: tuple[Model, Model], sampling: SamplingParams) -> None:
+    ours, plain = models
+    driver = Driver.create(ours, triton_ops(), platform=RecordingPlatform(), max_graph_tokens=128)
+    seen: list[StepShape] = []
+
+    def watch(shapes: Sequence[StepShape]) -> Sequence[StepShape]:
+        seen.extend(shapes)
+        return shapes
+
+    driver.runner.capture(watch)
+    assert len(seen) == len(set(seen)) >= 5
+    got = play(driver, sampling)
+    assert driver.runner.num_replayed_steps == driver.step == 5
+    assert got == play(Driver.create(plain), sampling)
+    assert all(result.slot_bytes_copied == 0 for result in driver.results)
