@@ -38,10 +38,45 @@ class CacheConfig:
 class SchedulerConfig:
     """How much runs at once."""
 
-    max_num_batched_tokens: int = option(2048, "token budget of one step; a multiple of 64 wastes nothing")
-    max_num_seqs: int = option(64, "requests that run at once")
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_queue_len: int = 4096
+    async_scheduling: bool = False
+
+
+GPU_DEFAULTS = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
+MIN_CHUNK = 64  # tokens of a prefill chunk that a full decode batch leaves room for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """What the user says of it; None leaves the choice to the kind of device."""
+
+    max_num_batched_tokens: int | None = option(
+        None, "token budget of one step; a multiple of 64 wastes nothing; default: 2048 on a CPU, 8192 on a GPU"
+    )
+    max_num_seqs: int | None = option(None, "requests that run at once; default: 64 on a CPU, 256 on a GPU")
     max_queue_len: int = option(4096, "waiting requests beyond which new ones are refused")
-    async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known")
+    async_scheduling: bool | None = option(
+        None, "plan step n+1 before the result of step n is known; default: on a GPU only"
+    )
+
+    def resolve(self, *, on_gpu: bool) -> SchedulerConfig:
+        """The device's defaults where nothing was given, kept compatible with what was."""
+        base = GPU_DEFAULTS if on_gpu else SchedulerConfig()
+        budget, rows = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is None:
+            least = (rows or 0) + MIN_CHUNK
+            budget = max(base.max_num_batched_tokens, -(-least // MIN_CHUNK) * MIN_CHUNK)
+        if rows is None:
+            rows = min(base.max_num_seqs, budget - MIN_CHUNK + 1)
+        look_ahead = base.async_scheduling if self.async_scheduling is None else self.async_scheduling
+        return SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=rows,
+            max_queue_len=self.max_queue_len,
+            async_scheduling=look_ahead,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +101,7 @@ class EngineConfig:
     gpu_memory_utilization: float = option(
         0.9, "share of a GPU's memory for weights and arena together; the rest is for activations"
     )
+    enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying captured CUDA graphs")
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
     seed: int = option(0, "of sampling where a request names none, and of dummy weights")
     deterministic: bool = option(False, "cached and uncached runs agree bit for bit, in any batch")
@@ -77,7 +113,7 @@ class EngineConfig:
     num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "of the log on standard error")
     cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
 
     @classmethod
     def from_flat(cls, **options: Any) -> EngineConfig:
@@ -85,7 +121,7 @@ class EngineConfig:
 
         Raises ConfigError for an unknown name, with the nearest known ones, and for a bad value.
         """
-        groups: dict[str, type] = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        groups: dict[str, type] = {"cache": CacheConfig, "scheduler": SchedulerOptions}
         known = {f.name: "" for f in fields(cls) if f.name not in groups}
         known |= {f.name: group for group, kind in groups.items() for f in fields(kind)}
         unknown = [name for name in options if name not in known]
@@ -110,21 +146,21 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not allowed; give a number above 0, at most 1")
-        _at_least("max_num_batched_tokens", sched.max_num_batched_tokens, 64)
-        _at_least("max_num_seqs", sched.max_num_seqs, 1)
         _at_least("max_queue_len", sched.max_queue_len, 1)
         _at_least("num_ghosts", cache.num_ghosts, 0)
         _at_least("checkpoint_interval", cache.checkpoint_interval, 0)
         if cache.checkpoint_interval % 64:
             raise ConfigError(f"checkpoint_interval={cache.checkpoint_interval} must be a multiple of 64, or 0")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "num_threads"):
-            value = getattr(self, name)
-            if value is not None:
-                _at_least(name, value, 1)
-        if sched.max_num_batched_tokens < sched.max_num_seqs + 63:
+        _at_least_if_given(self, "max_model_len", 1)
+        _at_least_if_given(self, "kv_cache_memory_bytes", 1)
+        _at_least_if_given(self, "num_threads", 1)
+        _at_least_if_given(sched, "max_num_batched_tokens", MIN_CHUNK)
+        _at_least_if_given(sched, "max_num_seqs", 1)
+        budget, rows = sched.max_num_batched_tokens, sched.max_num_seqs
+        if budget is not None and rows is not None and budget < rows + MIN_CHUNK - 1:
             raise ConfigError(
-                f"max_num_batched_tokens={sched.max_num_batched_tokens} must exceed max_num_seqs={sched.max_num_seqs} "
-                "by 63 or more, so that a full decode batch leaves room for a prefill chunk"
+                f"max_num_batched_tokens={budget} must exceed max_num_seqs={rows} by {MIN_CHUNK - 1} or more, so that "
+                "a full decode batch leaves room for a prefill chunk"
             )
         if self.deterministic and self.mamba_ssm_cache_dtype != "float32":
             raise ConfigError("--deterministic needs --mamba-ssm-cache-dtype float32: rounded states break equality")
@@ -133,6 +169,12 @@ class EngineConfig:
 def _at_least(name: str, value: Any, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name}={value!r} is not allowed; give an integer of {low} or more")
+
+
+def _at_least_if_given(config: Any, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if value is not None:
+        _at_least(name, value, low)
 
 
 def _check_choices(config: Any) -> None:

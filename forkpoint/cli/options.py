@@ -9,13 +9,13 @@ from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
+from forkpoint.config import CacheConfig, EngineConfig, SchedulerOptions
 from forkpoint.params import SamplingParams
 
 GROUPS: Final = (
     ("engine options", EngineConfig),
     ("cache options", CacheConfig),
-    ("scheduler options", SchedulerConfig),
+    ("scheduler options", SchedulerOptions),
 )
 SAMPLING_HELP: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -92,7 +92,7 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
     if field.default not in (None, "", MISSING):
         text += f" (default: {field.default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if hint is bool:
+    if bool in (hint, *get_args(hint)):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif choices:
         group.add_argument(flag, choices=choices, **common)

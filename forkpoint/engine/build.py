@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.layout import CacheLayout
@@ -23,6 +25,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
+from forkpoint.runtime.graphs import MAX_GRAPH_TOKENS
 from forkpoint.runtime.platform import resolve_platform
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.scheduler import Scheduler
@@ -46,27 +49,30 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     max_model_len = model.config.max_model_len
     share = platform.arena_bytes(config.gpu_memory_utilization)
     num_pages = choose_num_pages(layout, max_model_len, config.kv_cache_memory_bytes, platform.free_bytes(), share)
+    sched = config.scheduler.resolve(on_gpu=platform.device.type != "cpu")
     runner = ModelRunner(
         model,
         ops,
         layout,
         num_pages,
-        max_num_rows=config.scheduler.max_num_seqs,
+        max_num_rows=sched.max_num_seqs,
         max_model_len=max_model_len,
         force_state_copy=config.force_state_copy,
         platform=platform,
+        max_graph_tokens=0 if config.enforce_eager else MAX_GRAPH_TOKENS,
     )
     scheduler = Scheduler(
         layout,
         num_pages,
         config.cache,
-        config.scheduler,
+        sched,
         max_model_len=max_model_len,
         deterministic=config.deterministic,
         cost=RecomputeCost(flops_per_token(model.config), flops_per_pair(model.config)),
     )
     _log_start(config, model, ops, cache_plan_lines(layout, num_pages, config, max_model_len))
-    core = EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)
+    runner.capture(partial(tqdm, desc="Capturing graphs", disable=not _shows_progress(config), dynamic_ncols=True))
+    core = EngineCore(scheduler, runner, async_scheduling=sched.async_scheduling)
     vocab_size = model.config.vocab_size
     eos = frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < vocab_size)
     engine = Engine(core, InputProcessor(tokenizer, vocab_size, max_model_len, eos, config.seed))
@@ -78,6 +84,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
             **stats,
             "num_model_tokens": core.num_model_tokens,
             "slot_bytes_copied": core.slot_bytes_copied,
+            "num_replayed_steps": runner.num_replayed_steps,
         }
 
     return engine, metrics
@@ -93,8 +100,12 @@ def _load(config: EngineConfig, ops: OpTable, device: torch.device) -> Model:
         state_dtype=config.mamba_ssm_cache_dtype,
         max_model_len=config.max_model_len,
         device=device,
-        progress=config.log_level in ("debug", "info") and sys.stderr.isatty(),
+        progress=_shows_progress(config),
     )
+
+
+def _shows_progress(config: EngineConfig) -> bool:
+    return config.log_level in ("debug", "info") and sys.stderr.isatty()
 
 
 def _log_start(config: EngineConfig, model: Model, ops: OpTable, plan: list[str]) -> None:

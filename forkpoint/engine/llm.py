@@ -23,7 +23,7 @@ class LLM:
     """A model, its cache and its scheduler, for use from one thread.
 
     `LLM("path/to/model", max_model_len=4096, ...)` takes the options of `EngineConfig`, `CacheConfig` and
-    `SchedulerConfig` by name. Raises ConfigError, CheckpointError or UnsupportedModelError. Close it, or use
+    `SchedulerOptions` by name. Raises ConfigError, CheckpointError or UnsupportedModelError. Close it, or use
     it in a `with` statement, to give the memory back.
     """
 
