@@ -1,0 +1,130 @@
+"""A request inside an emulated engine, and what an emulated cache has to answer about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from forkpoint.cache.hashing import HashChain
+from forkpoint.sim.tokens import TokenIds, TokenSpans
+from forkpoint.sim.trace import TraceRequest
+
+GRID = 64  # all that emulations cut prompts into is a multiple of it
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Written by PeerScheduler; `chain` names the tokens, those still to be generated included.
+
+    While it decodes, the step numbered `t` computes position `decode_base + t`.
+    """
+
+    request: TraceRequest
+    tokens: TokenIds
+    chain: HashChain
+    order: int
+    num_prompt_tokens: int
+    num_tokens: int  # prompt and all outputs
+    num_computed: int = 0
+    prefill_end: int = 0
+    decode_base: int | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    kv_num_tokens: int = 0
+    junction: int = 0  # where keys and values alone reached; 0: no further than the hit
+    epoch: int = 0  # rises when the sequence leaves the batch: events of an earlier epoch are void
+
+    @classmethod
+    def of(cls, request: TraceRequest, order: int) -> Sequence:
+        tokens = TokenSpans.join([request.prompt, request.output]).array()
+        chain = HashChain("", GRID)
+        chain.extend(tokens)
+        prompt = request.num_prompt_tokens
+        return cls(request, tokens, chain, order, prompt, len(tokens), prefill_end=prompt)
+
+    @property
+    def last_computed(self) -> int:
+        """Tokens computed by the time the last output is sampled."""
+        return self.num_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHit:
+    """`num_tokens` are reused; keys and values alone reach `kv_num_tokens`."""
+
+    num_tokens: int
+    kv_num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChunk:
+    """What a planned chunk does besides computing: states stored, bytes copied before or after the step."""
+
+    num_saves: int = 0
+    copied_bytes: int = 0
+
+
+@dataclass(slots=True)
+class PeerCounts:
+    """Written by an emulated cache."""
+
+    states_saved: int = 0
+    states_evicted: int = 0
+    blocks_evicted: int = 0
+
+
+class PeerCache(Protocol):
+    """The rules of one engine: what is found, where chunks end, what is kept and what gives way."""
+
+    counts: PeerCounts
+    max_num_seqs: int
+
+    def can_ever_fit(self, sequence: Sequence) -> bool: ...
+
+    def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
+        """What a request would reuse now. Changes nothing that a lookup in that engine would not change."""
+
+    def start(self, sequence: Sequence, hit: PeerHit, end: int) -> bool:
+        """Take the hit, and room for a first chunk that ends at `end`; False: no room, nothing is held."""
+
+    def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+        """Where a chunk that could end at `end` does end; `start` if it has to wait."""
+
+    def grow(self, sequence: Sequence, end: int) -> bool:
+        """Room up to `end` tokens for a sequence that runs; False: none, what was held is still held."""
+
+    def chunk_done(self, sequence: Sequence, start: int, end: int) -> PeerChunk:
+        """A prefill chunk is computed."""
+
+    def next_event(self, position: int) -> int:
+        """The first position from `position` on before whose decoding `decode_event` has to be asked."""
+
+    def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
+        """The token at `position` is about to be decoded. None: no room."""
+
+    def end_step(self, num_decodes: int) -> bool:
+        """A step was planned with so many decodes; False: no room for their tokens."""
+
+    def free(self, sequence: Sequence, num_computed: int, finished: bool) -> None:
+        """The sequence leaves the batch after so many computed tokens."""
+
+
+@dataclass(slots=True)
+class StepPlanned:
+    """A step under construction in PeerScheduler."""
+
+    budget: int
+    first_tokens: list[Sequence] = field(default_factory=list)
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    num_segments: int = 0
+    num_saves: int = 0
+    copied_bytes: int = 0
+
+    def add_chunk(self, start: int, end: int, chunk: PeerChunk) -> None:
+        self.budget -= end - start
+        self.prefill_tokens += end - start
+        self.prefill_pairs += (end - start) * (start + end) / 2
+        self.num_segments += 1
+        self.num_saves += chunk.num_saves
+        self.copied_bytes += chunk.copied_bytes
