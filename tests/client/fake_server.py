@@ -118,14 +118,11 @@ class FakeServer:
         return response
 
     def run(self) -> Iterator[FakeServer]:
+        # All of it in the thread: the caller's may have a running loop (playwright's).
         loop = asyncio.new_event_loop()
-        runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.1)
-        loop.run_until_complete(runner.setup())
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        loop.run_until_complete(site.start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
+        runner = asyncio.run_coroutine_threadsafe(self._start(), loop).result(10)
         try:
             yield self
         finally:
@@ -133,6 +130,13 @@ class FakeServer:
             loop.call_soon_threadsafe(loop.stop)
             thread.join(10)
             loop.close()
+
+    async def _start(self) -> web.AppRunner:
+        runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
 
 
 @contextmanager

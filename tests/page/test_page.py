@@ -1,0 +1,306 @@
+"""The chat page in a real browser, against a server whose answers are told to it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from playwright.sync_api import Locator, Page, expect
+
+from tests.client.fake_server import MODEL, FakeServer, Script
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.get_by_role("article", name="Answer")
+
+
+def questions(page: Page) -> Locator:
+    return page.get_by_role("article", name="You")
+
+
+def sent(server: FakeServer, number: int = -1) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in server.requests[number]["messages"]]
+
+
+def told(server: FakeServer, words: str, **options: Any) -> None:
+    server.script = Script(words=re.findall(r"\s*\S+", words), **options)
+
+
+WATCH = """() => {
+    window.seen = [];
+    new MutationObserver(() => {
+        const answer = document.querySelector(".message.assistant");
+        const text = answer && (answer.querySelector(".waiting") ? "(waiting)" : answer.innerText.trim());
+        if (text && text !== seen.at(-1)) seen.push(text);
+    }).observe(document.body, { subtree: true, childList: true });
+}"""
+
+
+def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> None:
+    told(server, "one two three", gap_s=0.1, first_token_s=0.2, num_prompt_tokens=4100, num_cached_tokens=3072)
+    page.evaluate(WATCH)
+    say(page, "count")
+    figures = page.locator(".figures")
+    expect(answers(page)).to_contain_text("one two three")
+    seen = page.evaluate("seen")
+    assert seen[0] == "(waiting)" and ["one", "one two"] == [text for text in seen if text in ("one", "one two")]
+    expect(figures).to_contain_text("3,072 of 4,100 prompt tokens cached")
+    expect(page.get_by_role("img", name="75 % of the prompt cached")).to_be_visible()
+    first = re.search(r"first token (\d+) ms", figures.inner_text())
+    assert first is not None and 200 <= int(first[1]) < 1000
+    speed = re.search(r"([\d.]+) tokens/s", figures.inner_text())
+    assert speed is not None and 5 < float(speed[1]) < 10.5
+    assert sent(server) == [("user", "count")]
+    body = server.requests[0]
+    assert (body["model"], body["stream"], "temperature" in body, "max_tokens" in body) == (MODEL, True, False, False)
+
+
+def test_what_the_cache_could_not_do_is_explained(page: Page, server: FakeServer) -> None:
+    told(server, "yes", num_prompt_tokens=900, num_cached_tokens=64, kv_num_tokens=832, miss="no_checkpoint")
+    say(page, "hi")
+    expect(answers(page)).to_contain_text("Keys and values are kept for 832 tokens, but no state was kept there.")
+
+
+def test_editing_a_question_makes_a_branch_and_both_stay(page: Page, server: FakeServer) -> None:
+    told(server, "first answer")
+    say(page, "red")
+    expect(answers(page)).to_contain_text("first answer")
+    say(page, "more")
+    expect(answers(page)).to_have_count(2)
+    told(server, "other answer")
+    questions(page).first.hover()
+    questions(page).first.get_by_role("button", name="Edit and branch").click()
+    editor = page.get_by_label("Edit: you")
+    expect(editor).to_be_focused()
+    editor.fill("blue")
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_count(1)
+    expect(answers(page)).to_contain_text("other answer")
+    assert sent(server) == [("user", "blue")]
+    page.get_by_role("button", name="Previous branch").click()
+    expect(questions(page)).to_contain_text(["red", "more"])
+    expect(page.get_by_role("button", name="Previous branch")).to_be_disabled()
+    page.get_by_role("button", name="Next branch").click()
+    expect(questions(page)).to_contain_text(["blue"])
+    page.reload()
+    expect(answers(page)).to_contain_text("other answer")
+    expect(page.get_by_label("Branch 2 of 2")).to_be_visible()
+
+
+def test_an_edited_answer_is_what_the_next_question_follows(page: Page, server: FakeServer) -> None:
+    told(server, "four")
+    say(page, "2+2?")
+    answers(page).get_by_role("button", name="Edit and branch").click()
+    page.get_by_label("Edit: answer").fill("five")
+    page.keyboard.press("Control+Enter")
+    expect(answers(page)).to_contain_text("five")
+    expect(answers(page)).to_contain_text("edited by you")
+    say(page, "sure?")
+    expect(answers(page).last.locator(".figures")).to_be_visible()
+    assert sent(server) == [("user", "2+2?"), ("assistant", "five"), ("user", "sure?")]
+    answers(page).last.get_by_role("button", name="New try").click()
+    expect(page.get_by_label("Branch 2 of 2")).to_have_count(2)
+    assert sent(server) == [("user", "2+2?"), ("assistant", "five"), ("user", "sure?")]
+
+
+def test_a_system_prompt_branches_too(page: Page, server: FakeServer) -> None:
+    page.get_by_role("button", name="Add system prompt").click()
+    page.get_by_label("Edit: system prompt").fill("Be brief.")
+    page.get_by_role("button", name="Save").click()
+    say(page, "hello")
+    expect(page.locator(".figures")).to_have_count(1)
+    assert sent(server) == [("system", "Be brief."), ("user", "hello")]
+    page.get_by_role("button", name="Edit system prompt").click()
+    page.get_by_label("Edit: system prompt").fill("Be long.")
+    page.get_by_role("button", name="Save as a new branch").click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("hello")
+    page.keyboard.press("Enter")
+    expect(page.locator(".figures")).to_have_count(1)
+    assert sent(server) == [("system", "Be long."), ("user", "hello")]
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("article", name="System prompt")).to_contain_text("Be long.")
+
+
+def test_stopping_keeps_what_came_and_ends_the_request(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=["word "] * 2000, gap_s=0.02)
+    say(page, "talk")
+    expect(answers(page)).to_contain_text("word word")
+    page.keyboard.press("Escape")
+    expect(page.locator(".figures")).to_contain_text("stopped")
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    told(server, "fine")
+    say(page, "go on")
+    expect(page.locator(".figures")).to_have_count(2)
+    assert server.aborted == 1
+    role, text = sent(server)[1]
+    assert role == "assistant" and text.startswith("word word")
+
+
+def test_the_stop_button_and_a_new_conversation_end_it_too(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=["word "] * 2000, gap_s=0.02)
+    say(page, "talk")
+    expect(answers(page)).to_contain_text("word")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".figures")).to_contain_text("stopped")
+    say(page, "again")
+    expect(answers(page)).to_have_count(2)
+    expect(answers(page).last).to_contain_text("word")
+    page.get_by_role("button", name="New conversation").click()
+    expect(answers(page)).to_have_count(0)
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+    expect(page.get_by_text("What would you like to ask?")).to_be_visible()
+
+
+def test_reasoning_is_folded(page: Page, server: FakeServer) -> None:
+    told(server, "42", reasoning=["six", " times", " seven"])
+    say(page, "what?")
+    fold = page.locator("details.thought")
+    expect(fold).to_have_text("Thoughtsix times seven")
+    assert fold.get_attribute("open") is None
+    fold.locator("summary").click()
+    expect(fold.get_by_text("six times seven")).to_be_visible()
+    say(page, "and then?")
+    expect(page.locator(".figures")).to_have_count(2)
+    assert sent(server)[1] == ("assistant", "42")
+
+
+def test_errors_say_what_happened_and_can_be_tried_again(page: Page, server: FakeServer) -> None:
+    server.script = Script(refuse=(400, {"error": {"message": "the prompt is too long", "code": 400}}))
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("the prompt is too long")
+    server.script = Script(words=["a ", "b ", "c"], error_after=2)
+    page.get_by_role("button", name="Try again").click()
+    expect(answers(page)).to_contain_text("a b")
+    expect(page.get_by_role("alert")).to_contain_text("the engine died")
+    server.script = Script(words=["a ", "b ", "c"], break_after=2)
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_role("alert")).to_contain_text("cannot be read")
+    told(server, "at last")
+    page.get_by_role("button", name="Try again").click()
+    expect(answers(page)).to_contain_text("at last")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert sent(server) == [("user", "hello")]
+
+
+def test_a_server_that_is_gone(page: Page, server: FakeServer) -> None:
+    page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("cannot be reached")
+
+
+def test_key_temperature_and_limit_are_sent(page: Page, server: FakeServer) -> None:
+    server.script = Script(refuse=(401, {"error": {"message": "no", "code": 401}}))
+    say(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("wants an API key, and none is set")
+    page.get_by_role("button", name="Open settings").click()
+    page.get_by_label("API key").fill("secret")
+    page.get_by_label("Temperature").fill("0.3")
+    page.get_by_label("Longest answer").fill("77")
+    page.get_by_role("button", name="Save").click()
+    server.script = Script()
+    page.get_by_role("button", name="Try again").click()
+    expect(answers(page)).to_contain_text("Hello, world!")
+    assert server.headers[-1]["Authorization"] == "Bearer secret"
+    assert (server.requests[-1]["temperature"], server.requests[-1]["max_tokens"]) == (0.3, 77)
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Temperature")).to_have_value("0.3")
+    page.get_by_label("Dark").check()
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("body")).to_have_css("background-color", "rgb(23, 23, 22)")
+
+
+def test_models_to_choose_from(page: Page, server: FakeServer) -> None:
+    server.models = [{"id": "a/first"}, {"id": "b/second"}]
+    page.reload()
+    page.get_by_label("Model").select_option("b/second")
+    say(page, "hello")
+    expect(page.locator(".figures")).to_be_visible()
+    assert server.requests[-1]["model"] == "b/second"
+    page.reload()
+    expect(page.get_by_label("Model")).to_have_value("b/second")
+
+
+def test_keys_on_the_keyboard(page: Page, server: FakeServer) -> None:
+    box = page.get_by_label("Message", exact=True)
+    box.fill("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_contain_text("Hello")
+    assert sent(server) == [("user", "one\ntwo")]
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_label("Edit: you")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(box).to_be_focused()
+    expect(page.get_by_label("Edit: you")).to_have_count(0)
+
+
+MARKDOWN = """# Title
+
+Some **bold**, *weak*, `a < b` and [a link](https://example.org/x).
+
+- one
+  - inner
+- two
+
+3. three
+
+```html
+<b>not bold</b>
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+
+<img src=x onerror="document.title='owned'"> [bad](javascript:alert(1))"""
+
+
+def test_markdown_becomes_nodes_and_html_stays_text(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=[MARKDOWN])
+    say(page, "show")
+    answer = answers(page)
+    expect(answer.get_by_role("heading", name="Title")).to_be_visible()
+    expect(answer.locator("strong")).to_have_text("bold")
+    expect(answer.locator("em")).to_have_text("weak")
+    expect(answer.locator("p code")).to_have_text("a < b")
+    expect(answer.get_by_role("link")).to_have_count(1)
+    expect(answer.get_by_role("link")).to_have_attribute("href", "https://example.org/x")
+    expect(answer.locator("ul > li > ul > li")).to_have_text("inner")
+    expect(answer.locator("ol")).to_have_attribute("start", "3")
+    expect(answer.locator("pre code")).to_have_text("<b>not bold</b>")
+    expect(answer.locator("td")).to_have_text(["1", "2"])
+    expect(answer.locator("blockquote")).to_have_text("quoted")
+    expect(answer.locator("img:not([alt]), b")).to_have_count(0)
+    assert page.title() == "forkpoint"
+
+
+def test_nothing_is_fetched_from_elsewhere_and_nothing_overflows(page: Page, server: FakeServer) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.set_viewport_size({"width": 320, "height": 600})
+    server.script = Script(words=["x" * 300, "\n\n```\n" + "y" * 300 + "\n```"])
+    page.reload()
+    say(page, "z" * 300)
+    expect(answers(page)).to_contain_text("prompt tokens cached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    assert asked and all(url.startswith((server.url, "data:")) for url in asked)
+
+
+def test_every_control_has_a_name(page: Page, server: FakeServer) -> None:
+    say(page, "hello")
+    expect(answers(page)).to_have_count(1)
+    page.get_by_role("button", name="Settings").click()
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll("button, select, input, textarea")].filter((control) =>
+             !(control.ariaLabel || control.textContent.trim() || control.labels?.length)).map((c) => c.outerHTML)"""
+    )
+    assert unnamed == []
