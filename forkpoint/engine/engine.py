@@ -6,7 +6,7 @@ import time
 
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.inputs import InputProcessor, Prompt
-from forkpoint.engine.outputs import OutputAssembler
+from forkpoint.engine.outputs import OutputAssembler, RequestState
 from forkpoint.errors import RequestError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
@@ -68,11 +68,15 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that have news, each as far as it has come."""
+        return [state.output() for state in self.advance()]
+
+    def advance(self) -> list[RequestState]:
+        """Run one step; the requests that have news. Making an output of each costs time that grows with its length."""
         updates = self.core.step()
         changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
             self.core.finish(name, FinishReason.STOP)
-        return [state.output() for state in changed]
+        return changed
 
     def has_unfinished(self) -> bool:
         return self.core.has_unfinished()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
@@ -33,7 +34,7 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
     if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int | np.integer) for item in items):
+    if items and all(issubclass(kind, int | np.integer) for kind in set(map(type, items))):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 
@@ -58,10 +59,9 @@ class InputProcessor:
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("the engine was started without a tokenizer; give token ids, not text")
-            ids, text = self.tokenizer.encode(given), given
+            token_ids, text = np.asarray(self.tokenizer.encode(given), np.int64), given
         else:
-            ids, text = _integers(given), None
-        token_ids = np.asarray(ids, np.int64)
+            token_ids, text = _integers(given), None
         self._check_ids(token_ids)
         return Prompt(token_ids.astype(np.int32), text, tuple(breakpoints))
 
@@ -103,8 +103,8 @@ class InputProcessor:
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
             raise InvalidPromptError("the prompt is empty; give at least one token")
-        unknown = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
-        if len(unknown):
+        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
+            unknown = token_ids[(token_ids < 0) | (token_ids >= self.vocab_size)]
             raise InvalidPromptError(
                 f"token id {int(unknown[0])} is unknown; the model has ids 0 to {self.vocab_size - 1}"
             )
@@ -146,11 +146,15 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") & MAX_SEED
 
 
-def _integers(given: object) -> list[int]:
+def _integers(given: object) -> npt.NDArray[np.int64]:
     allowed = "a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
     if not isinstance(given, Sequence | np.ndarray):
         raise InvalidPromptError(f"a prompt of type {type(given).__name__} is not understood; give {allowed}")
-    for value in given:
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise InvalidPromptError(f"{value!r} is no token id; give {allowed}")
-    return [min(max(int(value), -1), 2**62) for value in given]
+    kinds = set(map(type, given))
+    if any(issubclass(kind, bool) or not issubclass(kind, int | np.integer) for kind in kinds):
+        bad = next(value for value in given if isinstance(value, bool) or not isinstance(value, int | np.integer))
+        raise InvalidPromptError(f"{bad!r} is no token id; give {allowed}")
+    try:
+        return np.asarray(given, np.int64)
+    except OverflowError:
+        return np.asarray([min(max(int(value), -1), 2**62) for value in given], np.int64)

@@ -150,9 +150,9 @@ class LLM:
             with DeferredInterrupt() as interrupt, Progress(len(todo), show=use_tqdm) as progress:
                 while len(done) < len(todo):
                     self._feed(todo, order)
-                    for output in self._engine.step():
-                        if output.finished:
-                            done[output.request_id] = output
+                    for state in self._engine.advance():
+                        if state.finished:
+                            done[state.request_id] = output = state.output()
                             progress.add(output)
                     if interrupt.requested:
                         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ class Progress:
     """Counts finished prompts, with the speed of prompt and output tokens."""
 
     def __init__(self, total: int, *, show: bool) -> None:
-        self._bar = tqdm(total=total, desc="Processed prompts", disable=not show, dynamic_ncols=True)
+        self._bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True) if show else None
         self._started_s = time.perf_counter()
         self._num_input = 0
         self._num_output = 0
@@ -25,9 +25,13 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def add(self, output: RequestOutput) -> None:
+        """A prompt is finished."""
+        if self._bar is None:
+            return
         self._num_input += len(output.prompt_token_ids)
         self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed_s = max(time.perf_counter() - self._started_s, 1e-9)
