@@ -23,7 +23,10 @@ class CacheConfig:
     mamba_cache_mode: Literal["align", "none"] = option(
         "align", "'none' keeps no state checkpoints, so hybrid models never hit ('align' is vLLM's name for on)"
     )
-    eviction_policy: Literal["cost", "lru"] = option("cost", "what gives way when the arena is full")
+    eviction_policy: Literal["cost", "lru", "lfu"] = option("cost", "what gives way when the arena is full")
+    capture_policy: Literal["default", "dense", "interval", "prompt-end", "declared", "junction", "queue"] = option(
+        "default", "which states become checkpoints; all but 'default' are for comparison"
+    )
     checkpoint_interval: int = option(
         CHECKPOINT_INTERVAL, "tokens between periodic checkpoints, which take free room only; 0 switches them off"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from forkpoint.cache.tree import Origin
 
@@ -13,8 +15,9 @@ from forkpoint.cache.tree import Origin
 class CaptureContext:
     """What is known when tokens `[start, end)` of a request are about to be computed.
 
-    `prompt_end` is the number of tokens that are known beforehand and prefilled; `junctions` are positions
-    where other histories, cached or waiting, part from this one; `breakpoints` were declared by the caller.
+    `prompt_end` is the number of tokens that are known beforehand and prefilled; at `junctions` cached (or lately
+    evicted) histories part from this one, at `waiting_junctions` waiting prompts do; `breakpoints` were declared by
+    the caller.
     """
 
     start: int
@@ -23,14 +26,16 @@ class CaptureContext:
     grid: int
     breakpoints: tuple[int, ...] = ()
     junctions: frozenset[int] = frozenset()
+    waiting_junctions: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A position on the grid in `(start, end]`, and why."""
+    """A position on the grid in `(start, end]`, and why. Without `displaces` it takes free room only."""
 
     num_tokens: int
     origin: Origin
+    displaces: bool = True
 
 
 class CapturePolicy(Protocol):
@@ -39,26 +44,77 @@ class CapturePolicy(Protocol):
     def candidates(self, context: CaptureContext) -> list[Candidate]: ...
 
 
-class DefaultCapture:
-    """Prompt end, junctions, declared boundaries, and every `interval` tokens (0: none)."""
+@enum.unique
+class Source(enum.Enum):
+    """Where candidates come from, the most valuable first."""
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
+    JUNCTION = "junction"  # seen in the tree: somebody came here before and parted
+    QUEUE = "queue"  # seen among waiting prompts
+    PROMPT_END = "prompt end"
+    DECLARED = "declared"
+    INTERVAL = "interval"
+
+
+class SourcedCapture:
+    """Candidates from some of the sources. Periodic ones lie `interval` tokens apart (0: none); with
+    `periodic_displaces` they compete for room as the others do, otherwise they take free room only."""
+
+    def __init__(self, sources: Iterable[Source], interval: int = 0, periodic_displaces: bool = False) -> None:
+        self._sources = frozenset(sources)
+        self._interval = interval if Source.INTERVAL in self._sources else 0
+        self._periodic_displaces = periodic_displaces
 
     def candidates(self, context: CaptureContext) -> list[Candidate]:
-        grid, start, end = context.grid, context.start, context.end
-        chosen: dict[int, Origin] = {}
+        grid, start, end, sources = context.grid, context.start, context.end, self._sources
+        chosen: dict[int, Candidate] = {}
 
-        def offer(positions: Iterable[int], origin: Origin) -> None:
+        def offer(positions: Iterable[int], origin: Origin, displaces: bool = True) -> None:
             for position in positions:
                 floored = position // grid * grid
-                if start < floored <= end:
-                    chosen.setdefault(floored, origin)
+                if start < floored <= end and floored not in chosen:
+                    chosen[floored] = Candidate(floored, origin, displaces)
 
-        offer(context.junctions, Origin.JUNCTION)
-        offer((context.prompt_end, context.prompt_end - 1), Origin.PROMPT_END)
-        offer(context.breakpoints, Origin.DECLARED)
+        if Source.JUNCTION in sources:
+            offer(context.junctions, Origin.JUNCTION)
+        if Source.QUEUE in sources:
+            offer(context.waiting_junctions, Origin.JUNCTION)
+        if Source.PROMPT_END in sources:
+            offer((context.prompt_end, context.prompt_end - 1), Origin.PROMPT_END)
+        if Source.DECLARED in sources:
+            offer(context.breakpoints, Origin.DECLARED)
         if self._interval:
-            first = start // self._interval * self._interval + self._interval
-            offer(range(first, end + 1, self._interval), Origin.INTERVAL)
-        return [Candidate(position, origin) for position, origin in chosen.items()]
+            step = -(-self._interval // grid) * grid
+            first = start // step * step + step
+            offer(range(first, end + 1, step), Origin.INTERVAL, self._periodic_displaces)
+        return list(chosen.values())
+
+
+class DefaultCapture(SourcedCapture):
+    """Junctions, prompt end, declared boundaries, and every `interval` tokens (0: none) where there is free room."""
+
+    def __init__(self, interval: int) -> None:
+        super().__init__(Source, interval)
+
+
+# Each but `default` and the periodic ones keeps the prompt's end and what its name says.
+_SOURCES: Final[Mapping[str, frozenset[Source]]] = MappingProxyType(
+    {
+        "prompt-end": frozenset({Source.PROMPT_END}),
+        "declared": frozenset({Source.PROMPT_END, Source.DECLARED}),
+        "junction": frozenset({Source.PROMPT_END, Source.JUNCTION}),
+        "queue": frozenset({Source.PROMPT_END, Source.QUEUE}),
+    }
+)
+CAPTURE_POLICIES: Final = ("default", "dense", "interval", *_SOURCES)
+
+
+def make_capture(name: str, interval: int) -> CapturePolicy:
+    """The capture policy of that name; `interval` is that of the periodic candidates."""
+    match name:
+        case "default":
+            return DefaultCapture(interval)
+        case "dense":
+            return SourcedCapture({Source.INTERVAL}, interval=1, periodic_displaces=True)
+        case "interval":
+            return SourcedCapture({Source.INTERVAL}, interval, periodic_displaces=True)
+    return SourcedCapture(_SOURCES[name])

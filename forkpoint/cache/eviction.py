@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from forkpoint.cache.tree import Origin
 
@@ -61,6 +62,17 @@ class LRUPolicy:
         return math.inf if entry.num_expected else entry.last_used
 
 
+class LFUPolicy:
+    """The entry used least often gives way; of two, the one used longest ago."""
+
+    name = "lfu"
+
+    def key(self, entry: EntryFacts) -> float:
+        if entry.num_expected:
+            return math.inf
+        return entry.num_hits + entry.last_used / (1 + entry.last_used)
+
+
 class CostPolicy:
     """Chance of reuse x recompute cost saved / bytes gives way from the small end.
 
@@ -93,10 +105,15 @@ class CostPolicy:
         return math.log(max(chance * entry.saved / max(entry.num_bytes, 1), 1e-300)) + entry.last_used * self._decay
 
 
+_POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType(
+    {"cost": CostPolicy, "lru": LRUPolicy, "lfu": LFUPolicy}
+)
+EVICTION_POLICIES: Final = tuple(_POLICIES)
+
+
 def make_policy(name: str) -> EvictionPolicy:
-    """The policy called `name` ('cost' or 'lru')."""
-    policies: dict[str, type[EvictionPolicy]] = {"cost": CostPolicy, "lru": LRUPolicy}
-    return policies[name]()
+    """The eviction policy of that name."""
+    return _POLICIES[name]()
 
 
 class Queued(Protocol):

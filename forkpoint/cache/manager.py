@@ -192,7 +192,7 @@ class CacheManager:
             if present is not None and present.checkpoint is not None:
                 continue
             save = PendingSave(candidate.num_tokens, candidate.origin)
-            slot = self._take_candidate_slot(save, lease)
+            slot = self._take_candidate_slot(save, lease, candidate.displaces)
             if slot is None:
                 self.store.counters.checkpoints_skipped[candidate.origin] += 1
                 continue
@@ -201,8 +201,8 @@ class CacheManager:
             self._planned[hashes[index]] = candidate.num_tokens
         lease.pending.sort(key=lambda save: save.num_tokens)
 
-    def _take_candidate_slot(self, save: PendingSave, lease: Lease) -> int | None:
-        if save.origin is Origin.INTERVAL:
+    def _take_candidate_slot(self, save: PendingSave, lease: Lease, displaces: bool) -> int | None:
+        if not displaces:
             return self.arena.take_slot(save, compact=False)
         key = self.store.candidate_key(save.num_tokens, save.origin, lease.node)
         return self.store.take_slot(save, below=key)

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from forkpoint.cache.capture import CaptureContext, CapturePolicy, DefaultCapture
+from forkpoint.cache.capture import CaptureContext, CapturePolicy, make_capture
 from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
@@ -65,7 +66,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.deterministic = deterministic
         self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
-        self._capture = capture or DefaultCapture(cache.checkpoint_interval)
+        self._capture = capture or make_capture(cache.capture_policy, cache.checkpoint_interval)
         self._clock = clock
         self._waiting = WaitingQueue(layout)
         self._running = RunningSet(scheduler.max_num_seqs)
@@ -216,7 +217,8 @@ class Scheduler:
             prompt_end=entry.prefill_end,
             grid=self.layout.checkpoint_grid,
             breakpoints=request.breakpoints,
-            junctions=entry.junctions | self._waiting.junctions(lease.chain.hashes, start, end),
+            junctions=entry.junctions,
+            waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
         )
         self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,9 +66,13 @@ class Trace:
         requests = [replace(r, arrival_s=r.arrival_s * arrivals, think_s=r.think_s * think) for r in self.requests]
         return Trace(self.name, tuple(requests))
 
-    def first(self, num_requests: int) -> Trace:
-        """The first requests, by arrival of their sessions; whole chains as far as the number allows."""
-        return Trace(self.name, self.requests[:num_requests])
+    def sample(self, share: float, seed: int = 0) -> Trace:
+        """A share of the sessions, drawn at random, each with all its requests at their own times."""
+        if not 0 < share <= 1:
+            raise TraceError(f"a share of {share} of the sessions of {self.name} is not possible; give 0 < share <= 1")
+        rng = random.Random(seed)
+        drawn = {session: rng.random() < share for session in dict.fromkeys(r.session for r in self.requests)}
+        return Trace(self.name, tuple(r for r in self.requests if drawn[r.session]))
 
     def open_loop(self, order: Sequence[str]) -> Trace:
         """The requests in the given order, one a second: for replays in which timing must not matter."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.cache.capture import Candidate, CaptureContext, DefaultCapture
+from forkpoint.cache.capture import CAPTURE_POLICIES, Candidate, CaptureContext, DefaultCapture, make_capture
+from forkpoint.cache.eviction import EVICTION_POLICIES
 from forkpoint.cache.tree import Origin
+from forkpoint.config import CacheConfig
 
 
 def found(interval: int = 0, **changes: Any) -> dict[int, Origin]:
@@ -65,3 +67,28 @@ def test_candidates_are_on_the_grid_and_inside(
     for candidate in DefaultCapture(interval).candidates(context):
         assert isinstance(candidate, Candidate)
         assert candidate.num_tokens % 64 == 0 and start < candidate.num_tokens <= start + length
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("prompt-end", {1984}),
+        ("declared", {1984, 576}),
+        ("junction", {1984, 640}),
+        ("queue", {1984, 704}),
+        ("interval", {512, 1024, 1536}),
+        ("default", {1984, 576, 640, 704, 512, 1024, 1536}),
+        ("dense", set(range(64, 2001, 64))),
+    ],
+)
+def test_policies_by_name(name: str, positions: set[int]) -> None:
+    context = CaptureContext(0, 2000, 2000, 64, (576,), frozenset({640}), frozenset({704}))
+    candidates = make_capture(name, 512).candidates(context)
+    assert {candidate.num_tokens for candidate in candidates} == positions
+    periodic = [c for c in candidates if c.origin is Origin.INTERVAL]
+    assert all(c.displaces == (name != "default") for c in periodic)
+
+
+def test_every_policy_of_the_options_exists() -> None:
+    for field, names in (("capture_policy", CAPTURE_POLICIES), ("eviction_policy", EVICTION_POLICIES)):
+        assert get_args(get_type_hints(CacheConfig)[field]) == names

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.cache.eviction import CostPolicy, EntryFacts, EvictionQueue, LRUPolicy, RecomputeCost, make_policy
+from forkpoint.cache.eviction import (
+    EVICTION_POLICIES,
+    CostPolicy,
+    EntryFacts,
+    EvictionQueue,
+    LFUPolicy,
+    LRUPolicy,
+    RecomputeCost,
+    make_policy,
+)
 from forkpoint.cache.tree import Origin
 
 BASE = EntryFacts(
@@ -65,7 +74,13 @@ def test_the_order_does_not_change_as_time_passes(a: float, b: float, x: float, 
 
 
 def test_names() -> None:
-    assert make_policy("cost").name == "cost" and make_policy("lru").name == "lru"
+    assert [make_policy(name).name for name in EVICTION_POLICIES] == ["cost", "lru", "lfu"]
+
+
+def test_lfu_counts_hits_then_looks_at_the_last_use() -> None:
+    key = LFUPolicy().key
+    assert key(BASE) < key(BASE._replace(last_used=1.1)) < key(BASE._replace(num_hits=1, last_used=0.0))
+    assert key(BASE._replace(num_expected=1)) > key(BASE._replace(num_hits=1000))
 
 
 def test_recompute_cost_counts_attention() -> None:
