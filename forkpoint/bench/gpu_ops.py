@@ -1,4 +1,4 @@
-"""Times every Triton kernel on the shapes of the 9B model: `python -m forkpoint.bench.gpu_ops [--only NAME]`.
+"""Times the Triton kernels, but attention, on the shapes of the 9B model: `python -m forkpoint.bench.gpu_ops`.
 
 Each line gives the median time of a call inside a CUDA graph, the floor (bytes over the measured copy rate, or
 operations over the measured bfloat16 matrix rate, whichever is more) and what share of that ceiling is reached. Where
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from forkpoint.bench.machine import commit_hash, today
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import GDNParams, GDNShape
 
@@ -120,31 +120,6 @@ def prefill_cases() -> Iterator[Case]:
         yield Case(name, 2 * total * (SHAPE.mixed_dim + heads * value) + 2 * len(lens) * SLOT, flops, make)
 
 
-def attention_cases() -> Iterator[Case]:
-    shapes = [(1, 2048, 1), (1, 16384, 1), (32, 2048, 1), (128, 1024, 1)]
-    shapes += [(1, 2048, 2048), (1, 8192, 8192), (1, 16384, 16384), (1, 16384, 128)]
-    for rows, length, queries in shapes:
-        stored = rows * length * KV_HEADS * DIM * 4
-
-        def make(rows: int = rows, length: int = length, queries: int = queries, stored: int = stored) -> list[Call]:
-            blocks = -(-length // 64)
-            count = turns(stored) if queries == 1 else 1
-            cache = randn(count * rows * blocks, 2, KV_HEADS, 64, DIM)
-            tables = torch.randperm(count * rows * blocks, device=DEVICE).int().view(count, rows, blocks)
-            q = randn(rows * queries, HEADS, DIM)
-            decodes, none = rows if queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
-            indices = [
-                AttentionIndex.create([queries] * rows, [length] * rows, table, none, decodes) for table in tables
-            ]
-            k, v = cache[:, 0], cache[:, 1]
-            return [lambda i=i: OPS.paged_attention(q, k, v, i, DIM**-0.5, None) for i in indices]  # type: ignore[misc]
-
-        pairs = rows * (queries * (length - queries) + queries * (queries + 1) / 2)
-        kind = "decode" if queries == 1 else "prefill"
-        name = f"paged_attention, {kind}, {rows} x {queries} at {length}"
-        yield Case(name, stored + 4 * rows * queries * HEADS * DIM, 4 * pairs * HEADS * DIM, make)
-
-
 def conv_cases() -> Iterator[Case]:
     dim = SHAPE.mixed_dim
     for total in (2048, 8192):
@@ -186,23 +161,10 @@ def row_cases() -> Iterator[Case]:
             x, gate = randn(tokens, HEADS * DIM), randn(tokens, HEADS * DIM)
             return [lambda: OPS.sigmoid_mul(x, gate)]
 
-        def rope(tokens: int = tokens) -> list[Call]:
-            q, k = randn(tokens, HEADS, DIM), randn(tokens, KV_HEADS, DIM)
-            table, positions = torch.rand(tokens, ROTARY, device=DEVICE), torch.arange(tokens, device=DEVICE)
-            return [lambda: OPS.rope(q, k, table, positions)]
-
-        def write(tokens: int = tokens) -> list[Call]:
-            k, v = randn(tokens, KV_HEADS, DIM), randn(tokens, KV_HEADS, DIM)
-            cache = randn(-(-tokens // 64), 2, KV_HEADS, 64, DIM)
-            slots = torch.arange(tokens, device=DEVICE)
-            return [lambda: OPS.kv_write(k, v, cache[:, 0], cache[:, 1], slots)]
-
         yield Case(f"add_rmsnorm, {tokens} tokens", 8 * tokens * HIDDEN, 0, norms)
         yield Case(f"gated_rmsnorm, {tokens} tokens", 6 * tokens * heads * value, 0, gated)
         yield Case(f"silu_mul, {tokens} tokens", 6 * tokens * INNER, 0, silu)
         yield Case(f"sigmoid_mul, {tokens} tokens", 6 * tokens * HEADS * DIM, 0, sigmoid)
-        yield Case(f"rope, {tokens} tokens", 4 * tokens * (HEADS + KV_HEADS) * ROTARY, 0, rope)
-        yield Case(f"kv_write, {tokens} tokens", 8 * tokens * KV_HEADS * DIM, 0, write)
 
 
 def copy_cases() -> Iterator[Case]:
@@ -222,7 +184,6 @@ def copy_cases() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     yield from decode_cases()
     yield from prefill_cases()
-    yield from attention_cases()
     yield from conv_cases()
     yield from row_cases()
     yield from copy_cases()

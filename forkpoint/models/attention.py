@@ -11,6 +11,7 @@ from torch import Tensor
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.layers import Build, Projection, RMSNorm, read_projection
 from forkpoint.models.weights import join_rows
+from forkpoint.ops.table import QKNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Attention:
         q_norm_size, k_norm_size = (config.head_dim, config.head_dim) if per_head else (self._q_size, self._kv_size)
         self._q_norm = RMSNorm(build, f"{name}.q_norm", q_norm_size, style.centred)
         self._k_norm = RMSNorm(build, f"{name}.k_norm", k_norm_size, style.centred)
+        self._head_norm = QKNorm(self._q_norm.weight, self._k_norm.weight, self._q_norm.eps) if per_head else None
         self._scale = config.head_dim**-0.5
 
     def _read_qkv(self, name: str) -> Projection:
@@ -59,22 +61,15 @@ class Attention:
             bias = bias[order] if bias is not None else None
         return Projection(build.ops, weight, bias)
 
-    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """`x[T, heads * D] -> [T, heads, D]`."""
-        dim = self._build.config.head_dim
-        if self._style.qk_norm == "head":
-            return norm(torch.unflatten(x, -1, (-1, dim)))
-        return torch.unflatten(norm(x), -1, (-1, dim))
-
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""
-        ops, cache = self._build.ops, ctx.kv[self._index]
+        ops, cache, slots = self._build.ops, ctx.kv[self._index], ctx.attention.slot_mapping
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * self._style.gated, dim=-1)
-        q, k = self._normed(q, self._q_norm), self._normed(k, self._k_norm)
-        if self._build.cos_sin is not None:
-            q, k = ops.rope(q, k, self._build.cos_sin, ctx.positions)
-        v = torch.unflatten(v, -1, (-1, self._build.config.head_dim))
-        ops.kv_write(k, v, cache.k, cache.v, ctx.attention.slot_mapping)
-        out = ops.paged_attention(q, cache.k, cache.v, ctx.attention, self._scale, self._window).flatten(1)
-        return self._out(ops.sigmoid_mul(out, gate[0]) if gate else out)
+        if self._head_norm is None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        q, k, v = (torch.unflatten(x, -1, (-1, self._build.config.head_dim)) for x in (q, k, v))
+        cos_sin = self._build.cos_sin
+        q = ops.qk_norm_rope_write(q, k, v, self._head_norm, cos_sin, ctx.positions, cache.k, cache.v, slots)
+        out = ops.paged_attention(q, cache.k, cache.v, ctx.attention, self._scale, self._window, *gate)
+        return self._out(out.flatten(1))

@@ -8,6 +8,7 @@ from functools import partial
 from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
 from forkpoint.ops.attention import reference as attention
+from forkpoint.ops.attention.inputs import ComposedInputs
 from forkpoint.ops.conv1d import reference as conv1d
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
@@ -41,10 +42,9 @@ def torch_table(deterministic: bool = False) -> OpTable:
         rmsnorm=norm.rmsnorm,
         add_rmsnorm=norm.add_rmsnorm,
         gated_rmsnorm=norm.gated_rmsnorm,
-        rope=rope.rope,
         silu_mul=activation.silu_mul,
         sigmoid_mul=activation.sigmoid_mul,
-        kv_write=attention.kv_write,
+        qk_norm_rope_write=ComposedInputs(norm.rmsnorm, rope.rope, attention.kv_write),
         paged_attention=attention.paged_attention_fixed if deterministic else attention.paged_attention,
         conv_prefill=conv1d.conv_prefill,
         conv_update=conv1d.conv_update,

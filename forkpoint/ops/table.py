@@ -56,12 +56,6 @@ class GatedRMSNorm(Protocol):
         """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate."""
 
 
-class Rope(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the first `R` of each head's dims, neox style. `q[T, Hq, D]`, `k[T, Hk, D]`,
-        `cos_sin[max_len, R]` fp32 (cos half, then sin half), `positions[T]` int64. May be in place."""
-
-
 class SiluMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor:
         """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`."""
@@ -72,17 +66,49 @@ class SigmoidMul(Protocol):
         """`x * sigmoid(gate)`, same shapes."""
 
 
-class KVWrite(Protocol):
-    def __call__(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Store `k[T, Hkv, D]`, `v[T, Hkv, Dv]` in `[P, Hkv, 64, D]` caches (strided views of the arena)."""
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """RMSNorm over each head of queries and keys, fp32 weights `[D]`."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+class QKNormRopeWrite(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QKNorm | None,
+        cos_sin: Tensor | None,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """From the projections `q[T, Hq, D]`, `k[T, Hkv, D]`, `v[T, Hkv, Dv]` to what attention reads: each head of q
+        and k normalised (unless `norm` is None), its first `R` dims rotated neox style (unless `cos_sin[max_len, R]`
+        is None; fp32, cos half, then sin half), keys and values stored in `[P, Hkv, 64, D]` caches (strided views of
+        the arena). `positions[T]`, `slot_mapping[T]` int64; slot -1 stores nothing. q and k may be
+        overwritten. -> queries `[T, Hq, D]`."""
 
 
 class PagedAttention(Protocol):
     def __call__(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        window: int | None,
+        gate: Tensor | None = None,
     ) -> Tensor:
         """Causal GQA attention of `q[T, Hq, D]` over the rows' blocks, this step's tokens included, which
-        kv_write has stored before. -> `[T, Hq, Dv]`."""
+        qk_norm_rope_write has stored before, multiplied by the sigmoid of `gate[T, Hq * Dv]` if there is one.
+        -> `[T, Hq, Dv]`."""
 
 
 class ConvPrefill(Protocol):
@@ -151,10 +177,9 @@ class OpTable:
     rmsnorm: RMSNorm
     add_rmsnorm: AddRMSNorm
     gated_rmsnorm: GatedRMSNorm
-    rope: Rope
     silu_mul: SiluMul
     sigmoid_mul: SigmoidMul
-    kv_write: KVWrite
+    qk_norm_rope_write: QKNormRopeWrite
     paged_attention: PagedAttention
     conv_prefill: ConvPrefill
     conv_update: ConvUpdate

@@ -8,11 +8,11 @@ from typing import Any
 import triton
 
 from forkpoint.ops.activation import kernel as activation
-from forkpoint.ops.attention import kernel as attention
+from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
+from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.gated_delta import kernel as gated_delta
 from forkpoint.ops.norm import kernel as norm
-from forkpoint.ops.rope import kernel as rope
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable
 
@@ -21,17 +21,16 @@ def triton_table(base: OpTable) -> OpTable:
     """`base` with every operator replaced that has a kernel; matrix products and experts stay.
 
     Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so that
-    they serve deterministic tables as they are.
+    they serve deterministic tables as they are; attention, which would spread few queries over the device, is told.
     """
     replaced: dict[str, Any] = {
         "rmsnorm": norm.rmsnorm,
         "add_rmsnorm": norm.add_rmsnorm,
         "gated_rmsnorm": norm.gated_rmsnorm,
-        "rope": rope.rope,
         "silu_mul": activation.silu_mul,
         "sigmoid_mul": activation.sigmoid_mul,
-        "kv_write": attention.kv_write,
-        "paged_attention": attention.paged_attention,
+        "qk_norm_rope_write": qk_norm_rope_write,
+        "paged_attention": PagedAttention(base.deterministic),
         "conv_prefill": conv1d.conv_prefill,
         "conv_update": conv1d.conv_update,
         "gdn_prefill": gated_delta.gdn_prefill,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from forkpoint.ops.attention.reference import kv_write, paged_attention, paged_attention_fixed
 from forkpoint.ops.metadata import AttentionIndex
-from tests.ops.gdn_cases import ints
 
 BLOCK, HEADS, KV_HEADS, DIM, VALUE_DIM = 64, 6, 2, 16, 24
 Attention = Callable[[Tensor, Tensor, Tensor, AttentionIndex, float, int | None], Tensor]

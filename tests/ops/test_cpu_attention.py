@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
@@ -55,7 +56,7 @@ class _Rows:
             order = order[count:]
         self.k, self.v = torch.randn(sum(lens), hkv, dims[0]).to(dtype), torch.randn(sum(lens), hkv, dims[1]).to(dtype)
         self.k_cache, self.v_cache = _caches(sum(counts), hkv, *dims, dtype)
-        CPP.kv_write(self.k, self.v, self.k_cache, self.v_cache, torch.tensor(slots))
+        kv_write(self.k, self.v, self.k_cache, self.v_cache, torch.tensor(slots))
         self.q = torch.randn(sum(queries), hq, dims[0]).to(dtype)
         self.lens, self.queries, self.heads = lens, queries, heads
         order = torch.randperm(len(lens))  # the table's lines stand in another order than the rows
@@ -127,15 +128,6 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
         assert torch.equal(got[0], whole[row])
 
 
-def test_kv_write_skips_sentinels() -> None:
-    k_cache, v_cache = _caches(3, 2, 16, 24, torch.float32)
-    k, v = torch.randn(4, 2, 16), torch.randn(4, 80)[:, 8:56].view(4, 2, 24)
-    CPP.kv_write(k, v, k_cache, v_cache, torch.tensor([130, -1, 0, 63]))
-    assert torch.equal(k_cache[2, :, 2], k[0])
-    assert torch.equal(v_cache[0, :, 63], v[3])
-    assert int(torch.isfinite(k_cache).sum()) == 3 * 32
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [768, 128, 96, 20])
 def test_norms_follow_the_reference(size: int, dtype: torch.dtype) -> None:
@@ -172,20 +164,6 @@ def test_gates_at_the_ends_of_the_range() -> None:
     assert got[:2].tolist() == pytest.approx([0.0, 0.0], abs=1e-38)
     assert got[3:7].tolist() == [0.5, 1.0, 1.0, 1.0]
     assert bool(got[7].isnan())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotated", [64, 16, 20])
-def test_rope_follows_the_reference(rotated: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    angles = torch.rand(50, rotated // 2) * 6
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    qk = torch.randn(7, 6 * 64).to(dtype)
-    q, k = qk[:, : 4 * 64].unflatten(1, (4, 64)), qk[:, 4 * 64 :].unflatten(1, (2, 64))
-    at = torch.randint(0, 50, (7,))
-    wanted = TORCH.rope(q, k, table, at)
-    for got, expected in zip(CPP.rope(q, k, table, at), wanted, strict=True):
-        _close(got, expected, 2 * ROUNDING[dtype])
 
 
 def test_state_copy_follows_the_reference() -> None:

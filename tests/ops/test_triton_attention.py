@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.ops.metadata import AttentionIndex
-from tests.ops.gdn_cases import ints
-from tests.ops.triton_cases import DEVICE, on_device, relative_error, sized, triton_ops
+from forkpoint.ops.attention.kernel import MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
+from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork
+from tests.ops.triton_cases import DEVICE, gpu_only, relative_error, sized, triton_ops
 
 OURS = triton_ops()
 BOUND = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @dataclass(frozen=True)
@@ -38,29 +39,27 @@ class Batch:
         self.k = [torch.randn(n, heads.keys, heads.dim).to(DEVICE, dtype) for n in kv_lens]
         self.v = [torch.randn(n, heads.keys, heads.value_dim).to(DEVICE, dtype) for n in kv_lens]
         self.q = torch.randn(sum(queries), heads.queries, heads.dim).to(DEVICE, dtype)
+        self.gate = torch.randn(sum(queries), heads.queries * heads.value_dim + 8).to(DEVICE, dtype)[:, 8:]
         for row, length in enumerate(kv_lens):
             for i, block in enumerate(table[row]):
                 part = slice(64 * i, min(64 * i + 64, length))
                 count = part.stop - part.start
                 self.k_cache[block, :, :count] = self.k[row][part].transpose(0, 1)
                 self.v_cache[block, :, :count] = self.v[row][part].transpose(0, 1)
-        padded = [row + [0] * (max(widths) - len(row)) for row in table]
-        self.index = on_device(
-            AttentionIndex(
-                decodes,
-                ints([0, *torch.tensor(queries).cumsum(0).tolist()]),
-                ints(kv_lens),
-                torch.tensor(padded, dtype=torch.int32),
-                torch.tensor([], dtype=torch.int64),
-                tuple(queries),
-                tuple(kv_lens),
-            )
-        )
+        padded = [row + [-1] * (max(widths) - len(row)) for row in table]
+        lines = torch.randperm(len(padded))  # the table's lines stand in another order than the rows
+        self.table = torch.tensor(padded, dtype=torch.int32)[lines].to(DEVICE)
+        self.lines = lines.argsort().tolist()
+        self.index = self.index_of(range(len(kv_lens)), queries, kv_lens, decodes)
 
     def _cache(self, blocks: int, dim: int, dtype: torch.dtype) -> Tensor:
         size = self.heads.keys * 64 * dim
         wide = torch.full((blocks, size + 48), float("nan"), dtype=dtype, device=DEVICE)
         return wide[:, 16 : 16 + size].view(blocks, self.heads.keys, 64, dim)
+
+    def index_of(self, rows: range | list[int], queries: list[int], kv_lens: list[int], decodes: int) -> AttentionIndex:
+        none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+        return AttentionIndex.create(queries, kv_lens, self.table, none, decodes, [self.lines[row] for row in rows])
 
     def run(self, window: int | None, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q
@@ -82,38 +81,130 @@ class Batch:
         return torch.cat(outputs)
 
 
+def padded(index: AttentionIndex, more_rows: int) -> AttentionIndex:
+    """The index as a captured step has it: `more_rows` decode rows of no tokens, room for more tiles and parts, no
+    host copies."""
+    assert index.work is not None
+    n, work = index.num_decodes, index.work
+    ptr, rows = work.part_ptr, torch.zeros(more_rows, dtype=torch.int32, device=DEVICE)
+    tiles = torch.where(work.tiles[:, :1] >= n, work.tiles + torch.tensor([more_rows, 0], device=DEVICE), -1)
+    stale = torch.tensor([[7, 0, 99]] * 5, dtype=torch.int32, device=DEVICE)
+    return replace(
+        index,
+        num_decodes=n + more_rows,
+        cu_queries=torch.cat(
+            (index.cu_queries[:n], torch.arange(n, n + more_rows, device=DEVICE), index.cu_queries[n:] + more_rows)
+        ).int(),
+        kv_lens=torch.cat((index.kv_lens[:n], rows, index.kv_lens[n:])),
+        table_rows=torch.cat((index.table_rows[:n], rows, index.table_rows[n:])),
+        work=AttentionWork(
+            torch.cat((tiles, torch.full((2, 2), -1, device=DEVICE))).int(),
+            torch.cat((work.parts, stale)),
+            torch.cat((ptr, ptr[-1:].expand(more_rows))),
+        ),
+        query_lens=(),
+        host_kv_lens=(),
+    )
+
+
 SMALL = Heads(4, 2, 16, 24)
 SHAPES = sized(
     [SMALL, Heads(3, 1, 40, 40)],
-    [Heads(16, 4, 256, 256), Heads(32, 8, 128, 128), Heads(8, 8, 64, 64), Heads(6, 1, 96, 96), Heads(14, 2, 192, 128)],
+    [
+        Heads(16, 4, 256, 256),
+        Heads(32, 8, 128, 128),
+        Heads(8, 8, 64, 64),
+        Heads(6, 1, 96, 96),
+        Heads(14, 2, 192, 128),
+        Heads(8, 1, 256, 256),
+    ],
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("heads", SHAPES)
 def test_against_plain_softmax(heads: Heads, window: int | None, dtype: torch.dtype) -> None:
-    batch = Batch([1, 64, 330, 100, 3, 130], [1, 1, 1, 37, 3, 130], 3, heads, dtype)
+    batch = Batch([1, 600, 64, 330, 100], [1, 1, 1, 37, 100], 3, heads, dtype)
     got = batch.run(window)
     assert got.dtype == dtype and relative_error(got, batch.plain(window)) <= BOUND[dtype]
 
 
+@pytest.mark.parametrize("heads", sized([Heads(8, 1, 16, 16)], []))
+def test_widest_group_of_heads(heads: Heads) -> None:
+    batch = Batch([130, 70], [1, 9], 1, heads, torch.float32)
+    assert relative_error(batch.run(None), batch.plain(None)) <= BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_padding_changes_no_bits_and_gives_zeros(window: int | None) -> None:
+    batch = Batch([300, 64, 190, 70], [1, 1, 20, 9], 2, SMALL, torch.float32)
+    want = batch.run(window)
+    q = torch.cat((batch.q[:2], torch.full((3, 4, 16), float("nan"), device=DEVICE), batch.q[2:]))
+    got = batch.run(window, padded(batch.index, 3), torch.cat((q, q[:4])))  # and tokens of no row at the end
+    assert torch.equal(got[:2], want[:2]) and relative_error(got[5 : len(q)], want[2:]) <= BOUND[torch.float32]
+    assert not got[2:5].any()
+
+
+def test_padding_alone() -> None:
+    batch = Batch([64], [1], 1, SMALL, torch.float32)
+    nothing = replace(padded(batch.index, 1), kv_lens=torch.zeros(2, dtype=torch.int32, device=DEVICE))
+    assert nothing.work is not None
+    work = replace(nothing.work, part_ptr=torch.zeros(3, dtype=torch.int32, device=DEVICE))
+    q = torch.full((2, 4, 16), float("nan"), device=DEVICE)
+    assert not batch.run(None, replace(nothing, work=work), q).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_is_that_of_the_single_operator(dtype: torch.dtype) -> None:
+    batch = Batch([300, 330], [1, 9], 1, SMALL, dtype)
+    got = OURS.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None, batch.gate)
+    want = OURS.sigmoid_mul(batch.run(None).flatten(1), batch.gate)
+    assert torch.equal(got.flatten(1), want)
+
+
 @pytest.mark.parametrize("heads", sized([SMALL], [Heads(16, 4, 256, 256), Heads(8, 8, 128, 128)]))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuts_on_the_grid_leave_the_bits_alone(heads: Heads, dtype: torch.dtype) -> None:
-    whole = Batch([200], [200], 0, heads, dtype)
-    want = whole.run(None)
-    table = whole.index.block_table
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuts_on_the_grid_leave_the_bits_alone_in_deterministic_mode(heads: Heads, dtype: torch.dtype) -> None:
+    whole, attend = Batch([200], [200], 0, heads, dtype), PagedAttention(True)
+    want = attend(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.2, None)
+    assert relative_error(want, whole.plain(None)) <= BOUND[dtype]
     for start, end in ((0, 64), (64, 200), (128, 200)):
-        lens = (torch.tensor([0, end - start], dtype=torch.int32), torch.tensor([end], dtype=torch.int32))
-        index = on_device(
-            AttentionIndex(0, *lens, table, whole.index.slot_mapping, (end - start,), (end,))  # type: ignore[arg-type]
-        )
-        assert torch.equal(whole.run(None, index, whole.q[start:end]), want[start:end])
+        index = whole.index_of([0], [end - start], [end], 0)
+        got = attend(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.2, None)
+        assert torch.equal(got, want[start:end])
 
 
 def test_decode_rows_do_not_see_their_neighbours() -> None:
     batch = Batch([5, 600, 64], [1, 1, 1], 3, SMALL, torch.float32)
-    want, i = batch.run(None), batch.index
-    alone = AttentionIndex(1, i.cu_queries[:2], i.kv_lens[:1], i.block_table[:1], i.slot_mapping, (1,), (5,))
-    assert torch.equal(batch.run(None, alone, batch.q[:1]), want[:1])
+    want = batch.run(None)
+    few = PagedAttention(False, DecodeLaunch(num_programs=2))(
+        batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None
+    )
+    assert torch.equal(few, want)
+    for row, length in ((0, 5), (1, 600)):
+        alone = batch.index_of([row], [1], [length], 1)
+        assert torch.equal(batch.run(None, alone, batch.q[row : row + 1]), want[row : row + 1])
+
+
+def test_parts_of_several_blocks() -> None:
+    """A row of more than MAX_PARTS smallest parts; in windows, parts that see nothing."""
+    length = (MAX_PARTS * PART_BLOCKS + 1) * 64 + 5
+    batch = Batch([length], [1], 1, Heads(1, 1, 16, 16), torch.float32)
+    assert batch.index.work is not None and len(batch.index.work.parts) <= MAX_PARTS
+    for window in (None, 1000):
+        assert relative_error(batch.run(window), batch.plain(window)) <= BOUND[torch.float32]
+
+
+@gpu_only
+@pytest.mark.parametrize("queries", [1, 100])
+def test_long_context(queries: int) -> None:
+    batch = Batch([262_144], [queries], int(queries == 1), Heads(16, 4, 256, 256), torch.bfloat16)
+    assert relative_error(batch.run(None), batch.plain(None)) <= BOUND[torch.bfloat16]
+
+
+def test_keys_are_shared_where_programs_are_few() -> None:
+    assert num_splits(1, 1) == 1 or num_splits(1, 1) <= MAX_WAVES
+    assert num_splits(16, 132) == 8
+    assert num_splits(128, 132) == num_splits(1000, 132) == num_splits(5000, 132) == 1
+    assert all(num_splits(n, 132) * n <= max(n, MAX_WAVES * 132) for n in range(1, 600))

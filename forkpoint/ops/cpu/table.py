@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forkpoint.ops.attention.inputs import ComposedInputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 from forkpoint.ops.table import GDNParams, OpTable
@@ -85,11 +86,28 @@ def _paged_attention(module: ModuleType) -> Any:
     attend = module.paged_attention
 
     def paged_attention(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, window: int | None
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        index: AttentionIndex,
+        scale: float,
+        window: int | None,
+        gate: Tensor | None = None,
     ) -> Tensor:
         out: Tensor = attend(
-            q, k_cache, v_cache, index.num_decodes, index.cu_queries, index.kv_lens, index.block_table, scale, window
+            q,
+            k_cache,
+            v_cache,
+            index.num_decodes,
+            index.cu_queries,
+            index.kv_lens,
+            index.block_table,
+            index.table_rows,
+            scale,
+            window,
         )
+        if gate is not None:
+            out = module.sigmoid_mul(out.flatten(1), gate).view(out.shape)
         return out
 
     return paged_attention
@@ -101,10 +119,8 @@ _PLAIN = (
     "rmsnorm",
     "add_rmsnorm",
     "gated_rmsnorm",
-    "rope",
     "silu_mul",
     "sigmoid_mul",
-    "kv_write",
     "prepare_experts",
     "experts",
     "state_copy",
@@ -124,6 +140,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     replaced: dict[str, Any] = {name: getattr(module, name) for name in _PLAIN}
     for name in ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode"):
         replaced[name] = getattr(states, name)
+    replaced["qk_norm_rope_write"] = ComposedInputs(module.rmsnorm, module.rope, module.kv_write)
     replaced["paged_attention"] = _paged_attention(module)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = dict.fromkeys(replaced, ours)

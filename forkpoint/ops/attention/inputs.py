@@ -1,0 +1,38 @@
+"""What lies between the projection and attention, composed of single operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forkpoint.ops.table import QKNorm, RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedInputs:
+    """`qk_norm_rope_write` by a norm, a rotation (may be in place) and a write of keys and values."""
+
+    rmsnorm: RMSNorm
+    rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QKNorm | None,
+        cos_sin: Tensor | None,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        if norm is not None:
+            q, k = self.rmsnorm(q, norm.q_weight, norm.eps), self.rmsnorm(k, norm.k_weight, norm.eps)
+        if cos_sin is not None:
+            q, k = self.rope(q, k, cos_sin, positions)
+        self.kv_write(k, v, k_cache, v_cache, slot_mapping)
+        return q

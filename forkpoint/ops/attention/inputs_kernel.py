@@ -1,0 +1,175 @@
+"""Norm and rotation of queries and keys and the write of keys and values, in one Triton launch.
+
+What single operators would round is rounded here too: normalised heads, then rotated ones, to the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.table import QKNorm
+
+
+@triton.jit
+def _normed(x_at, weight_at, mask, inside, scale, NORM: tl.constexpr):
+    """Columns of heads, multiplied by `scale[rows]` and their weights and rounded; in fp32."""
+    x = tl.load(x_at, mask=mask, other=0.0)
+    wide = x.to(tl.float32)
+    if NORM:
+        wide = wide * scale[:, None] * tl.load(weight_at, mask=inside, other=0.0)[None, :]
+        wide = wide.to(x.dtype).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _heads(
+    x_at,
+    out_at,
+    weight,
+    angle,
+    eps,
+    present,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """From rows `x_at[rows, 1]` to rows `out_at[rows, 1]`: norm, and rotation of the first 2 * HALF dims."""
+    dtype = out_at.dtype.element_ty
+    at = tl.arange(0, BLOCK_D)
+    mask = present[:, None] & (at < D)[None, :]
+    scale = tl.zeros(present.shape, tl.float32)
+    if NORM:
+        wide = tl.load(x_at + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
+    if 2 * HALF < D:
+        value = _normed(x_at + at[None, :], weight + at, mask, at < D, scale, NORM)
+        rest = (at >= 2 * HALF) & (at < D)
+        tl.store(out_at + at[None, :], value.to(dtype), mask=present[:, None] & rest[None, :])
+    if HALF > 0:
+        low = tl.arange(0, BLOCK_HALF)
+        inside = low < HALF
+        mask = present[:, None] & inside[None, :]
+        cos = tl.load(angle + low, mask=inside, other=0.0)[None, :]
+        sin = tl.load(angle + HALF + low, mask=inside, other=0.0)[None, :]
+        first = _normed(x_at + low[None, :], weight + low, mask, inside, scale, NORM)
+        second = _normed(x_at + HALF + low[None, :], weight + HALF + low, mask, inside, scale, NORM)
+        tl.store(out_at + low[None, :], (first * cos - second * sin).to(dtype), mask=mask)
+        tl.store(out_at + HALF + low[None, :], (second * cos + first * sin).to(dtype), mask=mask)
+
+
+@triton.jit
+def _inputs_kernel(
+    q,
+    k,
+    v,
+    out,
+    q_weight,
+    k_weight,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    eps,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    k_block,
+    kc_head,
+    v_block,
+    vc_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Of one token the query heads of one key head, or that key head and its value. HALF is 0 without rotation."""
+    pid = tl.program_id(0)
+    token, unit = (pid // (2 * HEADS)).to(tl.int64), pid % (2 * HEADS)
+    angle = cos_sin + tl.load(positions + token) * (2 * HALF)
+    if unit < HEADS:
+        row = tl.arange(0, ROWS)
+        head = unit * GROUP + row
+        x_at = q + token * q_token + (head * q_head)[:, None]
+        out_at = out + token * (HEADS * GROUP * D) + (head * D)[:, None]
+        _heads(x_at, out_at, q_weight, angle, eps, row < GROUP, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
+    else:
+        slot = tl.load(slot_mapping + token)
+        if slot >= 0:
+            head = unit - HEADS
+            block, offset = slot // BLOCK, slot % BLOCK
+            row = tl.arange(0, 1)
+            x_at = k + token * k_token + head * k_head + row[:, None]
+            out_at = k_cache + block * k_block + head * kc_head + offset * D + row[:, None]
+            _heads(x_at, out_at, k_weight, angle, eps, row < 1, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
+            at = tl.arange(0, BLOCK_DV)
+            value = tl.load(v + token * v_token + head * v_head + at, mask=at < DV, other=0.0)
+            place = v_cache + block * v_block + head * vc_head + offset * DV + at
+            tl.store(place, value.to(v_cache.dtype.element_ty), mask=at < DV)
+
+
+def qk_norm_rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm: QKNorm | None,
+    cos_sin: Tensor | None,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_warps: int = 2,
+) -> Tensor:
+    """See `forkpoint.ops.table.QKNormRopeWrite`; the inputs may be views of one projection's rows."""
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and (cos_sin is None or cos_sin.is_contiguous())
+    assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous(), "a head's share of a block is dense"
+    num_tokens, heads, dim = k.shape
+    half = 0 if cos_sin is None else cos_sin.shape[1] // 2
+    out = q.new_empty(q.shape)
+    if num_tokens:
+        _inputs_kernel[(num_tokens * 2 * heads,)](
+            q,
+            k,
+            v,
+            out,
+            q if norm is None else norm.q_weight,
+            k if norm is None else norm.k_weight,
+            q if cos_sin is None else cos_sin,
+            positions,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            0.0 if norm is None else norm.eps,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            HEADS=heads,
+            GROUP=q.shape[1] // heads,
+            D=dim,
+            DV=v.shape[2],
+            HALF=half,
+            BLOCK=k_cache.shape[2],
+            ROWS=triton.next_power_of_2(q.shape[1] // heads),
+            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_DV=triton.next_power_of_2(v.shape[2]),
+            BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+            NORM=norm is not None,
+            num_warps=num_warps,
+        )
+    return out

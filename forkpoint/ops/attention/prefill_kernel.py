@@ -1,0 +1,200 @@
+"""Attention of tiles of queries; where there are too few tiles, several programs share a tile's keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from forkpoint.ops.attention.softmax import LOWEST, gated, join, see
+
+FEWEST = tl.constexpr(4)  # blocks of keys that are worth a program
+
+
+@triton.jit
+def _place(
+    tiles,
+    cu_queries,
+    kv_lens,
+    tile,
+    sub,
+    window,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Of QUERIES queries of a tile: (row, first and last query in the row, the row's first token, tokens before the
+    row's queries, first and end block of the keys that they see). A tile of padding has last <= first."""
+    row, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    present = row >= 0
+    row = tl.maximum(row, 0)
+    start = tl.load(cu_queries + row)
+    num_queries = tl.load(cu_queries + row + 1) - start
+    before = tl.load(kv_lens + row) - num_queries
+    first = offset + sub * QUERIES
+    last = tl.minimum(tl.minimum(first + QUERIES, num_queries), offset + TOKENS)
+    last = tl.where(present, last, first)
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, before + first - window + 1) // BLOCK
+    return row, first, last, start, before, low, (before + last - 1) // BLOCK + 1
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_splits", "table_stride", "gate_token"])
+def prefill_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    gate,
+    totals,
+    weights,
+    tops,
+    tiles,
+    cu_queries,
+    kv_lens,
+    table_rows,
+    block_table,
+    num_tiles,
+    num_splits,
+    table_stride,
+    gate_token,
+    q_token,
+    q_head,
+    k_block,
+    k_head,
+    v_block,
+    v_head,
+    scale,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SUBS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """QUERIES queries of one tile, all heads of one key head, over all their keys or (SPLIT) an even share of them.
+
+    Late tiles, which see the most keys, start first. The sums of a share go to the scratch, entry
+    `((tile * TOKENS + query) * num_splits + share) * num_heads + head`, unless it is the only one.
+    """
+    pid = tl.program_id(0)
+    kv_head, rest = pid % HEADS, pid // HEADS
+    share, own = rest % num_splits, num_tiles * SUBS - 1 - rest // num_splits
+    tile, sub = own // SUBS, own % SUBS
+    row, first, last, start, before, low, end = _place(
+        tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
+    )
+    alone = True
+    if SPLIT:
+        size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
+        alone = end - low <= size
+        low = low + share * size
+        end = tl.minimum(end, low + size)
+    if (first < last) & (low < end):
+        m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        query, head = first + m // GROUP, kv_head * GROUP + m % GROUP
+        present = m < (last - first) * GROUP
+        token = (start + query).to(tl.int64)
+        q_at = q + token[:, None] * q_token + head[:, None] * q_head + at[None, :]
+        rows = tl.load(q_at, mask=present[:, None] & (at < D)[None, :], other=0.0)
+        position = before + query
+        total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), LOWEST, tl.float32)
+        table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
+        full = low
+        if not HAS_WINDOW:
+            full = tl.minimum(end, tl.maximum(low, (before + first + 1) // BLOCK))
+        for masked in tl.static_range(2):
+            from_block, to_block = low, full
+            if masked:
+                from_block, to_block = full, end
+            for j in range(from_block, to_block):
+                block = tl.load(table + j).to(tl.int64)
+                total, weight, top = see(
+                    rows,
+                    total,
+                    weight,
+                    top,
+                    k_cache + block * k_block + kv_head * k_head,
+                    v_cache + block * v_block + kv_head * v_head,
+                    j * BLOCK,
+                    position,
+                    before + last,
+                    scale,
+                    window,
+                    D,
+                    DV,
+                    BLOCK,
+                    BLOCK_D,
+                    BLOCK_DV,
+                    masked,
+                    HAS_WINDOW,
+                )
+        inside = present[:, None] & (at_v < DV)[None, :]
+        if alone:
+            answer = total / weight[:, None]
+            if GATED:
+                gate_at = gate + token[:, None] * gate_token + head[:, None] * DV + at_v[None, :]
+                answer = gated(answer, gate_at, inside, out.dtype.element_ty)
+            out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+            tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
+        else:
+            within = tile * TOKENS + sub * QUERIES + m // GROUP
+            entry = (within.to(tl.int64) * num_splits + share) * (HEADS * GROUP) + head
+            tl.store(totals + entry[:, None] * DV + at_v[None, :], total, mask=inside)
+            tl.store(weights + entry, weight, mask=present)
+            tl.store(tops + entry, top, mask=present)
+
+
+@triton.jit(do_not_specialize=["num_splits", "gate_token"])
+def join_kernel(
+    totals,
+    weights,
+    tops,
+    out,
+    gate,
+    tiles,
+    cu_queries,
+    kv_lens,
+    num_splits,
+    gate_token,
+    window,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """One query head of one query, if several programs of `prefill_kernel` shared its keys."""
+    pid = tl.program_id(0)
+    head, within = pid % HEADS, pid // HEADS
+    tile, query = within // TOKENS, within % TOKENS
+    row, first, last, start, before, low, end = _place(
+        tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
+    )
+    size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
+    query = first + query % QUERIES
+    if (query < last) & (end - low > size):
+        entry = within.to(tl.int64) * num_splits * HEADS + head
+        answer = join(totals, weights, tops, entry, tl.cdiv(end - low, size), HEADS, DV, BLOCK_DV, PARTS)
+        at = tl.arange(0, BLOCK_DV)
+        token = (start + query).to(tl.int64)
+        if GATED:
+            gate_at = gate + token * gate_token + head * DV + at
+            answer = gated(answer, gate_at, at < DV, out.dtype.element_ty)
+        tl.store(out + (token * HEADS + head) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)
