@@ -15,6 +15,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
+from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.platform import CpuPlatform, Platform, resolve_platform
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import IntArray
@@ -22,6 +23,9 @@ from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 
 AMPLE_SLOTS = 256
+
+
+MAX_GRAPH_TOKENS = 256  # few recordings, since a rig is made for each row of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,9 @@ class Rig:
             max_num_rows=options.max_num_seqs,
             max_model_len=options.max_model_len,
             platform=loaded.platform,
+            graph_shapes=graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS),
         )
+        runner.capture()
         self.sched = Scheduler(
             layout,
             num_pages,

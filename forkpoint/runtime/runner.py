@@ -17,10 +17,11 @@ from forkpoint.models.decoder import Model
 from forkpoint.ops.table import OpTable
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
-from forkpoint.runtime.graphs import StepGraphs, StepOutputs, graph_shapes
+from forkpoint.runtime.graphs import StepGraphs, StepOutputs
+from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.pending import FailedStep, PromptScores, RunningStep
 from forkpoint.runtime.platform import CpuPlatform, Platform
-from forkpoint.runtime.sampler import PROMPT_TILE_ROWS, Sampler, greedy, prompt_logprobs
+from forkpoint.runtime.sampler import Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.step_inputs import (
     READ_SLOTS,
@@ -52,7 +53,7 @@ class ModelRunner:
     """Implements `sched.plan.Runner` on one device: owns the arena's bytes and the batch.
 
     A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
-    device with graphs, steps of at most `max_graph_tokens` tokens replay recordings (`capture` makes them; 0: none).
+    device with graphs, steps that fit into one of `graph_shapes` replay recordings, which `capture` makes.
     `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name (all with
     `force_state_copy`) find their states copied to where they write. When a step raises, its rows and blocks are
     updated all the same; steps submitted before `result()` has raised that failure are not run and raise
@@ -70,7 +71,7 @@ class ModelRunner:
         max_model_len: int,
         force_state_copy: bool = False,
         platform: Platform | None = None,
-        max_graph_tokens: int = 0,
+        graph_shapes: Sequence[StepShape] = (),
     ) -> None:
         self.platform = platform or CpuPlatform()
         self.arena = ArenaBuffer(layout, num_pages, self.platform.device)
@@ -84,9 +85,8 @@ class ModelRunner:
             self.batch.table, self.batch.rows, layout.has_kv, for_kernels=not self.platform.shares_memory
         )
         self._graphs: StepGraphs | None = None
-        if max_graph_tokens and self.platform.has_graphs:
-            shapes = graph_shapes(max_num_rows, max_graph_tokens)
-            self._graphs = StepGraphs(self.platform, self._builder, shapes, self._issue)
+        if graph_shapes and self.platform.has_graphs:
+            self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
         self._failure: Exception | None = None
 
     def capture(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
@@ -165,7 +165,7 @@ class ModelRunner:
     def _heads(self, hidden: Tensor, tensors: Tensors) -> StepOutputs:
         """Logits of the sampled rows, and the likeliest tokens, which the rows remember."""
         logits = self._model.logits(hidden.index_select(0, tensors["sampled"]))
-        token_ids, finite = greedy(logits)
+        token_ids, finite = self._ops.greedy(logits)
         self.batch.record(tensors["sampled_rows"], token_ids)
         return StepOutputs(logits, token_ids, finite)
 
@@ -193,10 +193,10 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, outputs: StepOutputs) -> _Sampling:
         rows = plan.sampled_rows
         sampling = self.batch.sampling(rows)
-        if all(row.is_plain_greedy for row in sampling):
+        if plan.masks is None and all(row.is_plain_greedy for row in sampling):
             return _Sampling(outputs.token_ids[: len(rows)], outputs.finite[: len(rows)], None)
         num_outputs = _sampled_positions(plan) - self.batch.num_prompt_tokens[rows]
-        sampled = self._sampler.sample(outputs.logits[: len(rows)], sampling, num_outputs)
+        sampled = self._sampler.sample(outputs.logits[: len(rows)], sampling, num_outputs, plan.masks)
         self.batch.record(self.platform.upload(rows.astype(np.int64)), sampled.token_ids)
         return _Sampling(sampled.token_ids, sampled.finite, sampled.logprobs)
 
@@ -221,7 +221,7 @@ class ModelRunner:
             offset = first - chunk.start
             logits = self._model.logits(hidden[start + offset : stop + offset])
             following = self.platform.upload(added.token_ids[start + 1 : stop + 1].astype(np.int64))
-            tiles.append((start + 1, prompt_logprobs(logits, following, num_top, self.platform)))
+            tiles.append((start + 1, score(logits, following, num_top, self.platform)))
         return PromptScores(chunk.row, tuple(tiles))
 
 

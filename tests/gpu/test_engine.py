@@ -35,6 +35,7 @@ def prompt(length: int, seed: int = 7) -> list[int]:
 
 def start(folder: Path, **options: Any) -> LLM:
     common = {"device": "cuda", "skip_tokenizer_init": True, "log_level": "warning", "max_model_len": 2048}
+    common["max_num_seqs"] = 16  # recordings are made for each number of rows
     return LLM(str(folder), **{"kv_cache_memory_bytes": 256 << 20, **common, **options})
 
 
@@ -97,6 +98,23 @@ def test_batches_and_chunks_give_what_each_gives_alone(family: tuple[LLM, Any]) 
     assert [tokens(output) for output in ask(llm, *prompts)] == alone
     completions = ask(llm, prompts[-1], n=3, temperature=1.0, seed=3)[0].outputs
     assert len({completion.token_ids for completion in completions}) == 3
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_next_moe", "olmo_hybrid"])
+def test_recorded_steps_do_what_launched_ones_do(family_name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family_name)
+    prompts = [prompt(length, length) for length in (1, 63, 64, 65, 150, 400, 700)]
+    mixes = [{}, {"temperature": 0.8, "top_k": 30, "seed": 5}, {"repetition_penalty": 1.3}, {"prompt_logprobs": 1}]
+    answers = []
+    for eager in (True, False):
+        with start(tmp_path, enforce_eager=eager) as llm:
+            rounds = [ask(llm, *prompts, **mix) for mix in mixes]
+            longer = [ids + tokens(first) + [5] * 90 for ids, first in zip(prompts, rounds[0], strict=True)]
+            rounds.append(ask(llm, *longer))
+            answers.append([[tokens(output) for output in outputs] for outputs in rounds])
+            metrics = llm.get_metrics()
+        assert (metrics["num_replayed_steps"] == 0) == eager and metrics["slot_bytes_copied"] == 0
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("family_name", FEW)
