@@ -36,9 +36,9 @@ class WaitingQueue:
         del self._entries[index]
         interest = self._interest
         for block_hash in self._reusable_hashes(entry):
-            interest[block_hash] -= 1
-            if not interest[block_hash]:
-                del interest[block_hash]
+            left = interest.pop(block_hash) - 1
+            if left:
+                interest[block_hash] = left
 
     def is_more_urgent(self, entry: Entry) -> bool:
         """Whether a request of smaller priority value than `entry`'s is waiting."""
