@@ -18,6 +18,7 @@ from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.moe import reference as moe
 from forkpoint.ops.norm import reference as norm
 from forkpoint.ops.rope import reference as rope
+from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 
@@ -53,6 +54,10 @@ def torch_table(deterministic: bool = False) -> OpTable:
         prepare_experts=moe.prepare_experts,
         experts=partial(moe.experts_by, fixed) if deterministic else moe.experts,
         state_copy=state_copy.state_copy,
+        greedy=sampling.greedy,
+        sample_rows=sampling.sample_rows,
+        apply_penalties=sampling.apply_penalties,
+        apply_bitmasks=sampling.apply_bitmasks,
         deterministic=deterministic,
         backends=dict.fromkeys(operator_names(), "torch"),
     )

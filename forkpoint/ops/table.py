@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode")
 
@@ -167,6 +168,29 @@ class StateCopy(Protocol):
         """`pool[dst[i]] = pool[src[i]]` (zeros where src is -1) for every pool `[P, ...]`, one launch."""
 
 
+class Greedy(Protocol):
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """`logits[N, V]` -> (ids of the largest `[N]` int64, the lowest id among equals; `[N]` bool: the largest is
+        neither NaN, which any NaN makes it, nor infinite; else the id is some id)."""
+
+
+class SampleRows(Protocol):
+    def __call__(self, logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+        """One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens that `columns` keep.
+        -> as `greedy`."""
+
+
+class ApplyPenalties(Protocol):
+    def __call__(self, logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
+        """In place on `logits[N, V]` fp32; `counts[L, V]` int32."""
+
+
+class ApplyBitmasks(Protocol):
+    def __call__(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """-inf for ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
+        id `i` at bit `i % 32` of word `i // 32`."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpTable:
     """One backend's operators. `redirects` names the state operators that honour `src != dst`; for the
@@ -188,6 +212,10 @@ class OpTable:
     prepare_experts: PrepareExperts
     experts: Experts
     state_copy: StateCopy
+    greedy: Greedy
+    sample_rows: SampleRows
+    apply_penalties: ApplyPenalties
+    apply_bitmasks: ApplyBitmasks
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)

@@ -13,6 +13,8 @@ from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.gated_delta import kernel as gated_delta
 from forkpoint.ops.norm import kernel as norm
+from forkpoint.ops.sampling import kernel as sampling
+from forkpoint.ops.sampling.choose_kernel import sample_rows
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable
 
@@ -36,6 +38,10 @@ def triton_table(base: OpTable) -> OpTable:
         "gdn_prefill": gated_delta.gdn_prefill,
         "gdn_decode": gated_delta.gdn_decode,
         "state_copy": StateCopy(),
+        "greedy": sampling.greedy,
+        "sample_rows": sample_rows,
+        "apply_penalties": sampling.apply_penalties,
+        "apply_bitmasks": sampling.apply_bitmasks,
     }
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
     return replace(base, **replaced, backends={**base.backends, **backends})

@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.platform import Platform
-from forkpoint.runtime.row_sampling import RowSampling
+from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.sched.plan import NO_BLOCK, AddedRow, IntArray, StepPlan
 
 
@@ -33,6 +33,7 @@ class Batch:
         self._has_kv = layout.has_kv
         self._rows: dict[int, AddedRow] = {}
         self._sampling: dict[int, RowSampling] = {}
+        self._counts = TokenCounts(vocab_size, platform)
 
     @property
     def rows(self) -> Mapping[int, AddedRow]:
@@ -52,7 +53,7 @@ class Batch:
         for added in plan.added:
             self._rows[added.row] = added
             self.num_prompt_tokens[added.row] = added.num_prompt_tokens
-            self._sampling[added.row] = RowSampling.create(added, self.vocab_size, self.platform.device)
+            self._sampling[added.row] = RowSampling.create(added, self._counts)
             self.table.add(added.row, added.block_ids)
         for replaced in plan.replaced:
             self.table.add(replaced.row, replaced.block_ids)

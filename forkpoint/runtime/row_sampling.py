@@ -5,19 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from forkpoint.params import SamplingParams
+from forkpoint.runtime.platform import Platform
 from forkpoint.sched.plan import AddedRow
 
+GREEDY_TEMPERATURE = 1e-5  # below it the largest logit wins, as in vLLM
 
-@dataclass(frozen=True, slots=True)
+
 class TokenCounts:
-    """What the penalties look at: which ids the prompt has, and how often each id was put out."""
+    """What the penalties look at: `table[row, id]`, int32, is twice the number of times that the row of the batch put
+    the id out, plus 1 if its prompt has it. Lines exist up to the last row that has penalties."""
 
-    in_prompt: Tensor  # [V] bool
-    outputs: Tensor  # [V] int32
+    def __init__(self, vocab_size: int, platform: Platform) -> None:
+        self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=platform.device)
+        self._platform = platform
+
+    def restore(self, added: AddedRow) -> None:
+        """Count the ids known, so that a resumed row goes on as before."""
+        self._grow(added.row + 1)
+        line = self.table[added.row]
+        ids = self._platform.upload(added.token_ids.astype(np.int64))
+        prompt, outputs = ids[: added.num_prompt_tokens], ids[added.num_prompt_tokens :]
+        line.zero_()
+        line.index_fill_(0, prompt, 1)
+        line.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
+
+    def record(self, lines: Tensor, token_ids: Tensor) -> None:
+        """One more output of each line: `lines[M]`, distinct, and `token_ids[M]`, int64 on the device."""
+        places = lines * self.table.shape[1] + token_ids
+        self.table.view(-1).index_add_(0, places, torch.full_like(places, 2, dtype=torch.int32))
+
+    def _grow(self, num_lines: int) -> None:
+        have, vocab_size = self.table.shape
+        if num_lines > have:
+            wider = torch.zeros((max(num_lines, 2 * have), vocab_size), dtype=torch.int32, device=self.table.device)
+            wider[:have] = self.table
+            self.table = wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +53,29 @@ class RowSampling:
 
     params: SamplingParams
     seed: int
+    line: int  # of this row in the counts
     is_plain_greedy: bool  # the largest logit, and nothing else is asked for
-    is_unadjusted: bool  # logits are used as they are
-    bias: tuple[Tensor, Tensor] | None  # (ids, additions)
-    stop_ids: Tensor | None  # forbidden until min_tokens are out
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None  # (ids, additions)
+    stop_ids: npt.NDArray[np.int64] | None  # forbidden until min_tokens are out
     counts: TokenCounts | None
 
     @classmethod
-    def create(cls, added: AddedRow, vocab_size: int, device: torch.device) -> RowSampling:
-        """Counts are restored from the ids known, so that a resumed row goes on as before."""
-        params, counts, bias, stops = added.params, None, None, None
+    def create(cls, added: AddedRow, counts: TokenCounts) -> RowSampling:
+        """`counts` are shared by all rows of the batch; the row's line is restored if it has penalties."""
+        params, bias, stops = added.params, None, None
+        vocab_size = counts.table.shape[1]
         if params.has_penalties:
-            ids = torch.from_numpy(added.token_ids.astype(np.int64)).to(device)
-            prompt, outputs = ids[: added.num_prompt_tokens], ids[added.num_prompt_tokens :]
-            in_prompt = torch.bincount(prompt, minlength=vocab_size) > 0
-            counts = TokenCounts(in_prompt, torch.bincount(outputs, minlength=vocab_size).int())
+            counts.restore(added)
         if params.logit_bias:
             biased = {token: value for token, value in params.logit_bias.items() if token < vocab_size}
-            values = torch.tensor(list(biased.values()), dtype=torch.float32, device=device)
-            bias = (torch.tensor(list(biased), dtype=torch.int64, device=device), values)
-        if params.min_tokens and added.stop_token_ids:
-            known = [token for token in added.stop_token_ids if token < vocab_size]
-            stops = torch.tensor(known, dtype=torch.int64, device=device)
-        unadjusted = counts is None and bias is None and stops is None
-        plain = unadjusted and params.is_greedy and params.logprobs is None
-        return cls(params, added.seed, plain, unadjusted, bias, stops, counts)
+            bias = (np.fromiter(biased, np.int64, len(biased)), np.asarray(list(biased.values()), np.float32))
+        if params.min_tokens and added.stop_token_ids and params.structured_outputs is None:
+            stops = np.asarray([token for token in added.stop_token_ids if token < vocab_size], np.int64)
+        plain = params.is_greedy and params.logprobs is None and not params.has_penalties
+        plain = plain and bias is None and stops is None
+        return cls(params, added.seed, added.row, plain, bias, stops, counts if params.has_penalties else None)
+
+    @property
+    def temperature(self) -> float:
+        """0 where the largest logit wins."""
+        return self.params.temperature if self.params.temperature >= GREEDY_TEMPERATURE else 0.0

@@ -111,6 +111,15 @@ class ReplacedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The ids that rows under a grammar may sample: `bits[i]`, `[ceil(V / 32)]` int32, are for `sampled_rows[rows[i]]`;
+    id `t` is allowed if bit `t % 32` of word `t // 32` is 1."""
+
+    rows: IntArray
+    bits: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass. Order: `removed` rows, `moves`, `added` and `replaced` rows, then the chunks.
 
@@ -124,6 +133,7 @@ class StepPlan:
     replaced: tuple[ReplacedPrefix, ...] = ()
     decodes: DecodeColumns = field(default_factory=DecodeColumns.empty)
     chunks: tuple[Chunk, ...] = ()
+    masks: TokenMasks | None = None  # None: every sampled row may sample any id
 
     @property
     def num_tokens(self) -> int:

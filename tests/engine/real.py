@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forkpoint.cache.integrity import check_integrity
@@ -21,13 +20,15 @@ from forkpoint.engine.inputs import InputProcessor, sequence_id
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
-from forkpoint.ops.select import select_table
+from forkpoint.ops.select import select_table, torch_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.row_sampling import RowSampling
-from forkpoint.runtime.runner import ModelRunner
-from forkpoint.runtime.sampler import Sampled, Sampler
-from forkpoint.sched.plan import IntArray, PendingStep, StepPlan
+from forkpoint.runtime.graphs import StepOutputs
+from forkpoint.runtime.platform import CpuPlatform
+from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
+from forkpoint.runtime.runner import ModelRunner, _sampled_positions
+from forkpoint.runtime.sampler import Sampler
+from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import write_checkpoint
@@ -110,7 +111,10 @@ class Probe:
     plan: StepPlan | None = None
 
     def __post_init__(self) -> None:
-        self.inner._sampler = NotingSampler(self)
+        watch_logits(self.inner, self._note)
+
+    def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
+        self.logits[self.rows[row], num_outputs] = logits.float().clone()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         self.plan = plan
@@ -130,16 +134,18 @@ class Probe:
         self.inner.close()
 
 
-class NotingSampler(Sampler):
-    def __init__(self, probe: Probe) -> None:
-        super().__init__()
-        self._probe = probe
+def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) -> None:
+    """Call `note(row, number of outputs before, logits[V])` for every token that the runner samples from now on."""
+    sample = runner._sample
 
-    def sample(self, logits: Tensor, rows: Any, positions: IntArray) -> Sampled:
-        assert self._probe.plan is not None
-        for i, row in enumerate(self._probe.plan.sampled_rows.tolist()):
-            self._probe.logits[self._probe.rows[row], int(positions[i])] = logits[i].float().clone()
-        return super().sample(logits, rows, positions)
+    def noting(plan: StepPlan, outputs: StepOutputs) -> Any:
+        rows = plan.sampled_rows
+        before = _sampled_positions(plan) - runner.batch.num_prompt_tokens[rows]
+        for i, (row, num_outputs) in enumerate(zip(rows.tolist(), before.tolist(), strict=True)):
+            note(row, num_outputs, outputs.logits[i])
+        return sample(plan, outputs)
+
+    runner._sample = noting  # type: ignore[method-assign]
 
 
 @dataclass
@@ -250,5 +256,6 @@ def resample(logits: Tensor, request: Request, outputs: list[int]) -> int:
     added = AddedRow(
         0, request.id, known, request.num_prompt_tokens, request.params, request.seed, stops, np.empty(0, np.int32)
     )
-    row = RowSampling.create(added, logits.shape[-1], torch.device("cpu"))
-    return int(Sampler().sample(logits[None], [row], np.asarray([len(outputs)], np.int32)).token_ids[0])
+    row = RowSampling.create(added, TokenCounts(logits.shape[-1], CpuPlatform()))
+    sampler = Sampler(torch_table(), CpuPlatform())
+    return int(sampler.sample(logits[None], [row], np.asarray([len(outputs)], np.int32)).token_ids[0])

@@ -21,10 +21,11 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.runner import ModelRunner
-from forkpoint.sched.plan import IntArray, StepPlan
+from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import write_checkpoint
+from tests.engine.real import watch_logits
 
 MIX = ["linear_attention", "full_attention", "linear_attention"]
 SMALL: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 48}
@@ -59,16 +60,10 @@ class Serving:
         self._rows: dict[int, str] = {}
         self._look_ahead = look_ahead
         self._in_flight: list[Any] = []
-        self._plan: StepPlan | None = None
-        sample = self.runner._sampler.sample
+        watch_logits(self.runner, self._note)
 
-        def noting(logits: Tensor, rows: Any, num_outputs: IntArray) -> Any:
-            assert self._plan is not None
-            for i, row in enumerate(self._plan.sampled_rows.tolist()):
-                self.log[self._rows[row], int(num_outputs[i])] = logits[i].clone()
-            return sample(logits, rows, num_outputs)
-
-        self.runner._sampler.sample = noting  # type: ignore[method-assign, assignment]
+    def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
+        self.log[self._rows[row], num_outputs] = logits.clone()
 
     def add(self, name: str, prompt: IntArray, max_tokens: int, priority: int = 0) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -79,7 +74,6 @@ class Serving:
     def step(self) -> bool:
         plan = self.sched.schedule()
         if plan is not None:
-            self._plan = plan
             for added in plan.added:
                 self._rows[added.row] = added.request_id
             self._in_flight.append(self.runner.submit(plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,38 @@ import torch
 import transformers
 from torch import Tensor
 
+from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.row_sampling import RowSampling
-from forkpoint.runtime.sampler import Sampled, Sampler, UniformSource, prompt_logprobs
-from forkpoint.sched.plan import AddedRow
+from forkpoint.runtime.logprobs import score
+from forkpoint.runtime.platform import CpuPlatform
+from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
+from forkpoint.runtime.sampler import Sampled, Sampler, UniformSource
+from forkpoint.sched.plan import AddedRow, TokenLogprobs, TokenMasks
 
 VOCAB = 61
 GRID = 512
 
 
 def row(
-    params: SamplingParams, prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), seed: int = 0, stops: Any = ()
+    params: SamplingParams,
+    prompt: Sequence[int] = (1,),
+    outputs: Sequence[int] = (),
+    seed: int = 0,
+    stops: Any = (),
+    counts: TokenCounts | None = None,
+    line: int = 0,
 ) -> RowSampling:
     ids = np.asarray([*prompt, *outputs], np.int32)
-    added = AddedRow(0, "r", ids, len(prompt), params, seed, tuple(stops), np.empty(0, np.int32))
-    return RowSampling.create(added, VOCAB, torch.device("cpu"))
+    added = AddedRow(line, "r", ids, len(prompt), params, seed, tuple(stops), np.empty(0, np.int32))
+    return RowSampling.create(added, counts or TokenCounts(VOCAB, CpuPlatform()))
+
+
+def sampler(uniform: UniformSource | None = None) -> Sampler:
+    return Sampler(torch_table(), CpuPlatform(), uniform)
+
+
+def logprobs_of(sampled: Sampled) -> dict[int, TokenLogprobs]:
+    return sampled.logprobs.fetch() if sampled.logprobs is not None else {}
 
 
 def logits_of(count: int, seed: int = 0, scale: float = 3.0) -> Tensor:
@@ -34,7 +52,7 @@ def logits_of(count: int, seed: int = 0, scale: float = 3.0) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling], positions: Sequence[int] | None = None) -> Sampled:
-    return Sampler().sample(logits, rows, np.asarray(positions or [0] * len(rows), np.int32))
+    return sampler().sample(logits, rows, np.asarray(positions or [0] * len(rows), np.int32))
 
 
 class GridSource(UniformSource):
@@ -46,8 +64,8 @@ class GridSource(UniformSource):
 
 def frequencies(logits: Tensor, sampling: RowSampling) -> Tensor:
     """How often each token comes out of `logits[V]`."""
-    sampler = Sampler(GridSource())
-    ids = sampler.sample(logits.expand(GRID, VOCAB), [sampling] * GRID, np.zeros(GRID, np.int32)).token_ids
+    expanded = logits.expand(GRID, VOCAB).contiguous()
+    ids = sampler(GridSource()).sample(expanded, [sampling] * GRID, np.zeros(GRID, np.int32)).token_ids
     return torch.bincount(ids, minlength=VOCAB) / GRID
 
 
@@ -138,15 +156,23 @@ MIXED = [
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_row_does_not_depend_on_the_batch(seed: int) -> None:
-    rows = [row(SamplingParams(**options), [1, 2], [3], seed=seed + i) for i, options in enumerate(MIXED)]  # type: ignore[arg-type]
+    def rows_from(first: int) -> list[RowSampling]:
+        """Rows as they enter a batch, where `first` other rows come before."""
+        counts = TokenCounts(VOCAB, CpuPlatform())
+        params = [SamplingParams(**options) for options in MIXED]  # type: ignore[arg-type]
+        return [row(p, [1, 2], [3], seed + i, (), counts, first + i) for i, p in enumerate(params)]
+
+    rows = rows_from(0)
     logits, positions = logits_of(len(rows), seed), list(range(len(rows)))
     together = sample(logits, rows, positions)
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    shuffled = sample(logits[order], [rows[i] for i in order], [positions[i] for i in order])
+    others, single = rows_from(3), rows_from(1)
+    shuffled = sample(logits[order], [others[i] for i in order], [positions[i] for i in order])
+    found, elsewhere = logprobs_of(together), logprobs_of(shuffled)
     for i in range(len(rows)):
-        alone = sample(logits[i : i + 1], [rows[i]], [positions[i]])
+        alone = sample(logits[i : i + 1], [single[i]], [positions[i]])
         assert alone.token_ids[0] == together.token_ids[i] == shuffled.token_ids[order.index(i)]
-        assert alone.logprobs.get(0) == together.logprobs.get(i) == shuffled.logprobs.get(order.index(i))
+        assert logprobs_of(alone).get(0) == found.get(i) == elsewhere.get(order.index(i))
 
 
 def test_a_seed_names_the_same_tokens_and_positions_differ() -> None:
@@ -175,17 +201,16 @@ def test_non_finite_rows_fail_alone(bad: float, options: dict[str, Any]) -> None
     good = sample(logits, [row(params)] * 3)
     logits[1, 17] = bad
     found = sample(logits, [row(params)] * 3)
-    assert found.failed == (1,)
+    assert found.finite.tolist() == [True, False, True]
     assert found.token_ids[[0, 2]].tolist() == good.token_ids[[0, 2]].tolist()
-    assert set(found.logprobs) <= {0, 2}
     logits[2] = -torch.inf
-    assert sample(logits, [row(params)] * 3).failed == (1, 2)
+    assert sample(logits, [row(params)] * 3).finite.tolist() == [True, False, False]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = logits_of(1)
     params = SamplingParams(temperature=0.0, logit_bias={9: 100.0}, logprobs=4)
-    entry = sample(logits, [row(params)]).logprobs[0]
+    entry = logprobs_of(sample(logits, [row(params)]))[0]
     expected = torch.log_softmax(logits[0], dim=-1)
     values, ids = expected.topk(4)
     assert entry.token_id == 9
@@ -199,7 +224,7 @@ def test_prompt_logprobs_of_following_tokens() -> None:
     logits = logits_of(5)
     following = torch.tensor([3, 60, 0, 7, 7])
     expected = torch.log_softmax(logits, dim=-1)
-    for i, entry in enumerate(prompt_logprobs(logits, following, 2)):
+    for i, entry in enumerate(score(logits, following, 2, CpuPlatform()).fetch()):
         assert entry.logprob == pytest.approx(float(expected[i, following[i]]))
         assert entry.top_ids[0] == int(logits[i].argmax())
         assert len(entry.top_ids) == 2
@@ -213,7 +238,7 @@ def test_min_p_of_one_keeps_the_largest() -> None:
 def test_bf16_logits() -> None:
     logits = logits_of(3).bfloat16()
     assert sample(logits, [row(SamplingParams(temperature=0.0))] * 3).token_ids.tolist() == logits.argmax(-1).tolist()
-    assert len(sample(logits, [row(SamplingParams(logprobs=1))] * 3).logprobs) == 3
+    assert len(logprobs_of(sample(logits, [row(SamplingParams(logprobs=1))] * 3))) == 3
 
 
 @pytest.mark.parametrize("scale", [0.1, 5.0])
@@ -221,8 +246,82 @@ def test_top_p_over_a_large_vocabulary(scale: float) -> None:
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * scale
     params = SamplingParams(top_p=0.9)
     rows = [row(params)] * GRID
-    ids = Sampler(GridSource()).sample(logits.expand(GRID, -1), rows, np.zeros(GRID, np.int32)).token_ids
+    ids = sampler(GridSource()).sample(logits.expand(GRID, -1), rows, np.zeros(GRID, np.int32)).token_ids
     found = torch.bincount(ids, minlength=3000) / GRID
     expected = oracle(logits, params)
     assert (found - expected).abs().max() < 2 / GRID
     assert not found[expected == 0].any()
+
+
+def test_sampled_ids_are_counted() -> None:
+    """A row that goes on samples as one that was resumed from its ids does."""
+    params = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2)
+    counts, logits = TokenCounts(VOCAB, CpuPlatform()), logits_of(2)
+    rows = [row(params, [1, 4], (), counts=counts, line=line) for line in (5, 2)]
+    outputs: list[list[int]] = [[], []]
+    for position in range(8):
+        resumed = [row(params, [1, 4], done) for done in outputs]
+        fresh = [int(sample(logits[i : i + 1], [resumed[i]], [position]).token_ids[0]) for i in range(2)]
+        found = sample(logits, rows, [position] * 2).token_ids.tolist()
+        assert found == fresh
+        for i in range(2):
+            outputs[i].append(found[i])
+    assert len(set(outputs[0])) > 3, "the penalties must have changed something"
+
+
+def mask_of(*allowed: Sequence[int]) -> npt.NDArray[np.int32]:
+    bits = np.zeros((len(allowed), -(-VOCAB // 32)), np.uint32)
+    for i, ids in enumerate(allowed):
+        for token in ids:
+            bits[i, token // 32] |= np.uint32(1 << token % 32)
+    return bits.view(np.int32)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "presence_penalty": 1.0}])
+def test_masked_rows_sample_what_they_may(options: dict[str, Any]) -> None:
+    params, logits = SamplingParams(**options), logits_of(64)
+    counts = TokenCounts(VOCAB, CpuPlatform())
+    rows = [row(params, seed=i, counts=counts, line=i) for i in range(64)]
+    free = sample(logits, rows).token_ids
+    counts = TokenCounts(VOCAB, CpuPlatform())
+    rows = [row(params, seed=i, counts=counts, line=i) for i in range(64)]
+    allowed = (0, 31, 32, VOCAB - 1)
+    masks = TokenMasks(np.arange(0, 64, 2, dtype=np.int32), mask_of(*[allowed] * 32))
+    found = sampler().sample(logits, rows, np.zeros(64, np.int32), masks)
+    assert found.finite.all()
+    assert set(found.token_ids[::2].tolist()) == set(allowed)
+    assert found.token_ids[1::2].tolist() == free[1::2].tolist()
+
+
+def test_a_mask_over_non_finite_logits_does_not_hide_them() -> None:
+    logits, params = logits_of(2), SamplingParams(temperature=0.0)
+    logits[0, 5] = torch.nan
+    masks = TokenMasks(np.arange(2, dtype=np.int32), mask_of([7], [7, 8]))
+    found = sampler().sample(logits, [row(params)] * 2, np.zeros(2, np.int32), masks)
+    assert found.finite.tolist() == [False, True]
+
+
+WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "to_list")
+
+
+def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would wait for a device is not called, but by the operators of a CPU."""
+    table = replace(torch_table(), sample_rows=lambda logits, columns: torch_table().greedy(logits))
+    counts = TokenCounts(VOCAB, CpuPlatform())
+    rows = [
+        row(SamplingParams(**options), [1, 2], [3], i, [9], counts, i)  # type: ignore[arg-type]
+        for i, options in enumerate([*MIXED, {"min_tokens": 3}])
+    ]
+    logits = logits_of(len(rows))
+    masks = TokenMasks(np.asarray([0, 3], np.int32), mask_of([7], [7, 8]))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("waits for the device")
+
+    with monkeypatch.context() as patch:
+        for name in WAITING:
+            patch.setattr(torch.Tensor, name, refuse, raising=False)
+        patch.setattr(torch, "nonzero", refuse)
+        sampled = Sampler(table, CpuPlatform()).sample(logits, rows, np.zeros(len(rows), np.int32), masks)
+        scores = score(logits, sampled.token_ids, 2, CpuPlatform())
+    assert len(scores.fetch()) == len(rows)

@@ -1,0 +1,1 @@
+"""From logits to token ids: penalties, masks, the largest, and random choice."""

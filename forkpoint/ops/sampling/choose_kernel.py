@@ -1,0 +1,275 @@
+"""Random choice in Triton: one launch over the tiles of all rows, then one program per row.
+
+The smallest logit kept is found by bisection over the bits of the logits, not by sorting: over the few candidates
+that the tiles' maxima leave, or, where those do not settle it, over the whole row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.sampling.columns import SamplingColumns
+from forkpoint.ops.sampling.kernel import dense_rows
+
+TILE = 2048
+GROUP = 4  # tiles that a program reads at once
+FEW = 2048  # candidates that fit in registers
+WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in the fp32 form of the dtype
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """An int32 that orders fp32 values as they are ordered; equal values have equal keys."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _weights(x, top, scale):
+    return tl.exp2((x - top) * scale)
+
+
+@triton.jit
+def _invert(weights, target, at):
+    """The first index whose cumulative weight exceeds `target`, else the last of positive weight."""
+    total = tl.cumsum(weights, axis=0)
+    behind = tl.min(tl.where((weights > 0) & (total > target), at, 2147483647))
+    return tl.minimum(behind, tl.max(tl.where(weights > 0, at, 0)))
+
+
+@triton.jit
+def _tile_mass_kernel(logits, temperature, tops, masses, stride, vocab, num_tiles, TILE: tl.constexpr):
+    """Of a tile: the largest logit (inf if one is NaN), and the sum of the weights relative to it."""
+    row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), x)
+    top = tl.max(x)
+    scale = _LOG2E / tl.maximum(tl.load(temperature + row), 1e-30)
+    known = (top < float("inf")) & (top > float("-inf"))
+    mass = tl.sum(_weights(x, tl.where(known, top, 0.0), scale))
+    tl.store(tops + row * num_tiles + tile, top)
+    tl.store(masses + row * num_tiles + tile, tl.where(known, mass, 0.0))
+
+
+@triton.jit
+def _load_tiles(line, tiles, vocab, TILE: tl.constexpr):
+    """Ids and logits of several tiles, side by side in the order of `tiles`; -1 is no tile."""
+    at = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    inside = (tiles >= 0)[:, None] & (at < vocab)
+    x = tl.load(line + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return at, x, inside
+
+
+@triton.jit
+def _gather_candidates(
+    line, low, hits, list_at, few_x, few_id, vocab, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr
+):
+    """Store the tokens with logits of `low` or more, in the order of ids, up to FEW of them; returns how many."""
+    tile_at = tl.arange(0, hits.shape[0])
+    tl.store(list_at + tl.cumsum(hits, axis=0) - 1, tile_at, mask=hits > 0)
+    tl.debug_barrier()
+    num_hits = tl.sum(hits)
+    count = 0
+    for first in range(0, num_hits, GROUP):
+        entry = first + tl.arange(0, GROUP)
+        at, x, inside = _load_tiles(line, tl.load(list_at + entry, mask=entry < num_hits, other=-1), vocab, TILE)
+        flat_x, flat_at = tl.reshape(x, (GROUP * TILE,)), tl.reshape(at, (GROUP * TILE,))
+        take = tl.reshape((inside & (x >= low)).to(tl.int32), (GROUP * TILE,))
+        place = count + tl.cumsum(take, axis=0) - 1
+        tl.store(few_x + place, flat_x, mask=(take > 0) & (place < FEW))
+        tl.store(few_id + place, flat_at, mask=(take > 0) & (place < FEW))
+        count += tl.sum(take)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _few_threshold(key, weight, low_key, top_key, total, k, p, CLOSED: tl.constexpr):
+    """The smallest key kept among candidates in registers. `total` is the mass that top_p shares out unless the
+    candidates themselves, or the k largest of them, are what there is to share (CLOSED)."""
+    low = low_key
+    if k > 0:
+        # Where fewer than k are left, none is enough and `low` stays.
+        high = top_key + 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            enough = tl.sum((key >= middle).to(tl.int32)) >= k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    if p < 1.0:
+        share = p * total
+        if CLOSED:
+            share = p * tl.sum(tl.where(key >= low, weight, 0.0))
+        low -= 1
+        high = top_key
+        while high - low > 1:
+            middle = (low + high) >> 1
+            short = tl.sum(tl.where(key > middle, weight, 0.0)) < share
+            high = tl.where(short, middle, high)
+            low = tl.where(short, low, middle)
+        low = high
+    return low
+
+
+@triton.jit
+def _count_from(line, key, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """How many logits of the row have this key or a larger one."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        count += ((_key(x, SHIFT) >= key) & (at < vocab)).to(tl.int32)
+    return tl.sum(count)
+
+
+@triton.jit
+def _mass_from(line, key, top, scale, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The weight of the row's logits that have this key or a larger one."""
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, vocab, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        mass += tl.where(_key(x, SHIFT) >= key, _weights(x, top, scale), 0.0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest key kept, from passes over the whole row."""
+    low = floor_key
+    if k > 0:
+        # Where fewer than k are left, none is enough and `low` stays.
+        high = top_key + 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            enough = _count_from(line, middle, vocab, SHIFT, BLOCK) >= k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+    if p < 1.0:
+        share = p * _mass_from(line, low, top, scale, vocab, SHIFT, BLOCK)
+        low -= 1
+        high = top_key
+        while high - low > 1:
+            middle = (low + high) >> 1
+            short = _mass_from(line, middle + 1, top, scale, vocab, SHIFT, BLOCK) < share
+            high = tl.where(short, middle, high)
+            low = tl.where(short, low, middle)
+        low = high
+    return low
+
+
+@triton.jit
+def _choose_kernel(
+    logits, temperature, reach, top_k, top_p, uniform, tops, masses, lists, few_x, few_id, token_ids, finite,
+    stride, vocab, num_tiles,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    line = logits + row.to(tl.int64) * stride
+    tile_at = tl.arange(0, TILES)
+    tile_top = tl.load(tops + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=float("-inf"))
+    top = tl.max(tile_top)
+    known = (top < float("inf")) & (top > float("-inf"))
+    degree = tl.load(temperature + row)
+    at_random = known & (degree > 0)
+    scale = _LOG2E / tl.maximum(degree, 1e-30)
+    floor = top + tl.load(reach + row)
+    k = tl.load(top_k + row)
+    k = tl.where(k < vocab, k, 0)
+    p = tl.load(top_p + row)
+    share = tl.load(uniform + row)
+    mass = tl.load(masses + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=0.0)
+    mass = tl.where(mass > 0, mass * _weights(tile_top, top, scale), 0.0)
+    threshold = _key(float("-inf") + tl.zeros((1,), tl.float32), SHIFT).to(tl.int64)
+    threshold = tl.max(threshold)
+    top_key = tl.max(_key(tile_top, SHIFT)).to(tl.int64)
+    floor_key = tl.max(_key(floor + tl.zeros((1,), tl.float32), SHIFT)).to(tl.int64)
+    chosen = tl.min(tl.where(tile_top == top, tile_at, num_tiles - 1)) * TILE
+    searching = at_random & ((k > 0) | (p < 1.0) | (floor > float("-inf")))
+    choosing = at_random
+    if searching:
+        # As many tiles as candidates are wanted have a maximum of `bound` or more.
+        wanted = tl.where(k > 0, k, WIDE)
+        ranks = tl.sum((tile_top[None, :] >= tile_top[:, None]).to(tl.int32), axis=1)
+        bound = tl.max(tl.where(ranks >= wanted, tile_top, float("-inf")))
+        closed = (k > 0) | (floor > float("-inf"))
+        low = tl.where((k == 0) & closed, floor, tl.maximum(floor, bound))
+        if low > float("-inf"):
+            own_x, own_id, own_list = few_x + row * FEW, few_id + row * FEW, lists + row * TILES
+            hits = (tile_top >= low).to(tl.int32)
+            count = _gather_candidates(line, low, hits, own_list, own_x, own_id, vocab, TILE, GROUP, FEW)
+            if count <= FEW:
+                at = tl.arange(0, FEW)
+                x = tl.load(own_x + at, mask=at < count, other=float("-inf"))
+                weight = tl.where(at < count, _weights(x, top, scale), 0.0)
+                if closed | (tl.sum(weight) >= p * tl.sum(mass)):
+                    key = _key(x, SHIFT)
+                    low_key = tl.max(_key(low + tl.zeros((1,), tl.float32), SHIFT)).to(tl.int64)
+                    if closed:
+                        smallest = _few_threshold(key, weight, low_key, top_key, 0.0, k, p, True)
+                    else:
+                        smallest = _few_threshold(key, weight, low_key, top_key, tl.sum(mass), k, p, False)
+                    kept = tl.where(key >= smallest, weight, 0.0)
+                    index = _invert(kept, (share * tl.sum(kept)).to(tl.float32), at)
+                    chosen = tl.load(own_id + index)
+                    searching = known & False
+                    choosing = known & False
+    if searching:
+        threshold = _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT, GROUP * TILE)
+        mass = tl.zeros((TILES,), tl.float32)
+        for first in range(0, num_tiles):
+            at = first * TILE + tl.arange(0, TILE)
+            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            kept = tl.sum(tl.where(_key(x, SHIFT) >= threshold, _weights(x, top, scale), 0.0))
+            mass = tl.where(tile_at == first, kept, mass)
+    if choosing:
+        exact = mass.to(tl.float64)
+        target = share * tl.sum(exact)
+        tile = _invert(exact, target, tile_at)
+        rest = tl.maximum(target - tl.sum(tl.where(tile_at < tile, exact, 0.0)), 0.0).to(tl.float32)
+        at = tile * TILE + tl.arange(0, TILE)
+        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        weight = tl.where((_key(x, SHIFT) >= threshold) & (at < vocab), _weights(x, top, scale), 0.0)
+        chosen = tile * TILE + _invert(weight, rest, tl.arange(0, TILE))
+    elif known & (degree == 0.0):
+        at = chosen + tl.arange(0, TILE)
+        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        chosen = tl.min(tl.where(x == top, at, vocab - 1))
+    tl.store(finite + row, known)
+    tl.store(token_ids + row, tl.minimum(chosen, vocab - 1).to(tl.int64))
+
+
+def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens that `columns` keep.
+
+    -> (`[N]` int64, `[N]` bool: the largest logit is neither NaN nor infinite; else the id is meaningless).
+    """
+    num_rows, vocab = logits.shape
+    device, num_tiles = logits.device, triton.cdiv(vocab, TILE)
+    tiles = triton.next_power_of_2(num_tiles)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if not num_rows:
+        return token_ids, finite
+    tops, masses = torch.empty((2, num_rows * num_tiles), dtype=torch.float32, device=device)
+    lists = torch.empty(num_rows * tiles, dtype=torch.int32, device=device)
+    few_x = torch.empty(num_rows * FEW, dtype=torch.float32, device=device)
+    few_id = torch.empty(num_rows * FEW, dtype=torch.int32, device=device)
+    c, stride = columns, dense_rows(logits)
+    _tile_mass_kernel[(num_rows * num_tiles,)](
+        logits, c.temperature, tops, masses, stride, vocab, num_tiles, TILE=TILE, num_warps=4
+    )
+    _choose_kernel[(num_rows,)](
+        logits, c.temperature, c.reach, c.top_k, c.top_p, c.uniform, tops, masses, lists, few_x, few_id, token_ids,
+        finite, stride, vocab, num_tiles,
+        SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=GROUP, FEW=FEW, WIDE=WIDE, num_warps=8,
+    )  # fmt: skip
+    return token_ids, finite

@@ -1,0 +1,128 @@
+"""The largest logit, penalties and bitmasks in Triton: one program per tile of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.sampling.columns import PenaltyColumns
+
+GREEDY_TILE = 4096
+ELEMENTWISE_TILE = 4096
+
+
+@triton.jit
+def _tile_top_kernel(logits, tops, places, stride, vocab, num_tiles, TILE: tl.constexpr):
+    """The largest logit of a tile (inf if one is NaN) and its lowest id."""
+    row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), x)
+    top = tl.max(x)
+    tl.store(tops + row * num_tiles + tile, top)
+    tl.store(places + row * num_tiles + tile, tl.min(tl.where(x == top, at, vocab - 1)))
+
+
+@triton.jit
+def _top_kernel(tops, places, token_ids, finite, vocab, num_tiles, TILES: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, TILES)
+    top = tl.load(tops + row * num_tiles + at, mask=at < num_tiles, other=float("-inf"))
+    place = tl.load(places + row * num_tiles + at, mask=at < num_tiles, other=vocab - 1)
+    best = tl.max(top)
+    tl.store(token_ids + row, tl.min(tl.where(top == best, place, vocab - 1)).to(tl.int64))
+    tl.store(finite + row, (best < float("inf")) & (best > float("-inf")))
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`logits[N, V]` -> (ids of the largest `[N]` int64, lowest first; `[N]` bool: it is neither NaN nor infinite)."""
+    num_rows, vocab = logits.shape
+    device, num_tiles = logits.device, triton.cdiv(vocab, GREEDY_TILE)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if not num_rows:
+        return token_ids, finite
+    tops = torch.empty(num_rows * num_tiles, dtype=torch.float32, device=device)
+    places = torch.empty(num_rows * num_tiles, dtype=torch.int32, device=device)
+    stride = dense_rows(logits)
+    _tile_top_kernel[(num_rows * num_tiles,)](
+        logits, tops, places, stride, vocab, num_tiles, TILE=GREEDY_TILE, num_warps=4
+    )
+    _top_kernel[(num_rows,)](
+        tops, places, token_ids, finite, vocab, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1
+    )
+    return token_ids, finite
+
+
+@triton.jit
+def _penalty_kernel(
+    logits, counts, rows, lines, repetition, frequency, presence, stride, line_stride, vocab, num_tiles,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    entry, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    at = tile * TILE + tl.arange(0, TILE)
+    inside = at < vocab
+    place = logits + tl.load(rows + entry) * stride + at
+    count = tl.load(counts + tl.load(lines + entry) * line_stride + at, mask=inside, other=0)
+    x = tl.load(place, mask=inside, other=0.0)
+    factor = tl.load(repetition + entry)
+    x = tl.where(count > 0, tl.where(x > 0, x / factor, x * factor), x)
+    outputs = count >> 1
+    x = x - tl.load(frequency + entry) * outputs.to(tl.float32)
+    x = x - tl.where(outputs > 0, tl.load(presence + entry), 0.0)
+    tl.store(place, x, mask=inside)
+
+
+def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
+    """In place on `logits[N, V]` fp32."""
+    num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
+    _penalty_kernel[(len(columns.rows) * num_tiles,)](
+        logits,
+        counts,
+        columns.rows,
+        columns.lines,
+        columns.repetition,
+        columns.frequency,
+        columns.presence,
+        dense_rows(logits),
+        dense_rows(counts),
+        logits.shape[1],
+        num_tiles,
+        TILE=ELEMENTWISE_TILE,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _bitmask_kernel(logits, rows, bits, stride, vocab, num_words, num_tiles, TILE: tl.constexpr):
+    entry, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    at = tile * TILE + tl.arange(0, TILE)
+    word = tl.load(bits + entry * num_words + at // 32, mask=at < vocab, other=-1)
+    place = logits + tl.load(rows + entry) * stride + at
+    x = tl.load(place, mask=at < vocab, other=0.0)
+    tl.store(place, tl.where(((word >> (at % 32)) & 1) == 0, float("-inf"), x), mask=at < vocab)
+
+
+def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """-inf for the ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
+    id `i` at bit `i % 32` of word `i // 32`."""
+    num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
+    _bitmask_kernel[(len(rows) * num_tiles,)](
+        logits,
+        rows,
+        bits,
+        dense_rows(logits),
+        logits.shape[1],
+        bits.shape[1],
+        num_tiles,
+        TILE=ELEMENTWISE_TILE,
+        num_warps=4,
+    )
+
+
+def dense_rows(x: Tensor) -> int:
+    """The stride of the rows of `x[N, V]`, whose elements must lie side by side."""
+    assert x.stride(1) == 1, f"the last dim must be dense; strides are {x.stride()}"
+    return x.stride(0)
