@@ -75,15 +75,16 @@ def input_case(ops: OpTable, tokens: int) -> Case:
     def make() -> list[Call]:
         sizes = [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, HEADS * DIM]
         count = turns(2 * tokens * width)
-        heads = [[part.unflatten(1, (-1, DIM)) for part in randn(tokens, width).split(sizes, 1)] for _ in range(count)]
+        rows = [torch.split(randn(tokens, width), sizes, 1) for _ in range(count)]
+        heads = [[torch.unflatten(part, 1, (-1, DIM)) for part in parts] for parts in rows]
         norm = QKNorm(torch.rand(DIM, device=DEVICE), torch.rand(DIM, device=DEVICE), 1e-6)
         angles, positions = torch.rand(tokens, ROTARY, device=DEVICE), torch.arange(tokens, device=DEVICE)
         caches = [randn(-(-tokens // 64), 2, KV_HEADS, 64, DIM) for _ in range(count)]
         return [
-            lambda p=p, c=c: ops.qk_norm_rope_write(  # type: ignore[misc]
-                *p[:3], norm, angles, positions, c[:, 0], c[:, 1], positions
+            lambda q=q, k=k, v=v, c=c: ops.qk_norm_rope_write(  # type: ignore[misc]
+                q, k, v, norm, angles, positions, c[:, 0], c[:, 1], positions
             )
-            for p, c in zip(heads, caches, strict=True)
+            for (q, k, v, _), c in zip(heads, caches, strict=True)
         ]
 
     return Case(f"qk_norm_rope_write, {tokens} tokens", 4 * tokens * (HEADS + 2 * KV_HEADS) * DIM, 0, make)

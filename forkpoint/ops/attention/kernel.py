@@ -53,7 +53,8 @@ def num_splits(num_programs: int, at_once: int) -> int:
     """
 
     def cost(splits: int) -> float:
-        return triton.cdiv(num_programs * splits, at_once) / splits + 0.01 * splits
+        waves = -(-num_programs * splits // at_once)
+        return waves / splits + 0.01 * splits
 
     return min(range(1, max(1, MAX_WAVES * at_once // num_programs) + 1), key=cost)
 

@@ -184,7 +184,7 @@ def join_kernel(
     pid = tl.program_id(0)
     head, within = pid % HEADS, pid // HEADS
     tile, query = within // TOKENS, within % TOKENS
-    row, first, last, start, before, low, end = _place(
+    _, first, last, start, _, low, end = _place(
         tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
     )
     size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))

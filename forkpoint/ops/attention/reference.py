@@ -87,7 +87,7 @@ def paged_attention_fixed(
 
 
 def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    return out if gate is None else sigmoid_mul(out, gate.unflatten(1, out.shape[1:]))
+    return out if gate is None else sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
 
 
 def _attend(
