@@ -53,8 +53,8 @@ class AddRMSNorm(Protocol):
 
 
 class GatedRMSNorm(Protocol):
-    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate."""
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+        """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate; in `out` if given."""
 
 
 class SiluMul(Protocol):
@@ -136,6 +136,16 @@ class GDNParams:
     dt_bias: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class GDNLayer:
+    """Per-layer constants of all that lies between a recurrent layer's two projections."""
+
+    gates: GDNParams
+    conv_weight: Tensor  # [mixed_dim, W]
+    norm_weight: Tensor  # [V] fp32
+    norm_eps: float
+
+
 class GDNPrefill(Protocol):
     def __call__(
         self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
@@ -151,6 +161,24 @@ class GDNDecode(Protocol):
         self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
     ) -> Tensor:
         """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`."""
+
+
+class GDNStep(Protocol):
+    def __call__(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        gate: Tensor,
+        layer: GDNLayer,
+        conv_pool: Tensor,
+        pool: Tensor,
+        conv_index: DecodeIndex,
+        index: DecodeIndex,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """conv_update with SiLU, gdn_decode and gated_rmsnorm of one token per row: `mixed[B, mixed_dim]` before conv,
+        `gate[B, HV, V]` -> `[B, HV, V]`, in `out` if given."""
 
 
 class PrepareExperts(Protocol):
@@ -209,6 +237,7 @@ class OpTable:
     conv_update: ConvUpdate
     gdn_prefill: GDNPrefill
     gdn_decode: GDNDecode
+    gdn_step: GDNStep
     prepare_experts: PrepareExperts
     experts: Experts
     state_copy: StateCopy

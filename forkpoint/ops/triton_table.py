@@ -12,6 +12,8 @@ from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
 from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.gated_delta import kernel as gated_delta
+from forkpoint.ops.gated_delta.prefill_kernel import gdn_prefill
+from forkpoint.ops.gated_delta.step_kernel import gdn_step
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
@@ -35,8 +37,9 @@ def triton_table(base: OpTable) -> OpTable:
         "paged_attention": PagedAttention(base.deterministic),
         "conv_prefill": conv1d.conv_prefill,
         "conv_update": conv1d.conv_update,
-        "gdn_prefill": gated_delta.gdn_prefill,
+        "gdn_prefill": gdn_prefill,
         "gdn_decode": gated_delta.gdn_decode,
+        "gdn_step": gdn_step,
         "state_copy": StateCopy(),
         "greedy": sampling.greedy,
         "sample_rows": sample_rows,

@@ -1,8 +1,4 @@
-"""Causal depthwise convolution in Triton. Sums are in fp32 with one rounding at the end.
-
-Prefill is two launches: all outputs first, then the windows. A segment may write the slot that it reads, and its
-first tile, which looks at the old window, must not race with the program that stores the new one.
-"""
+"""Causal depthwise convolution in Triton. Sums are in fp32 with one rounding at the end."""
 
 from __future__ import annotations
 
@@ -12,63 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
+from forkpoint.ops.metadata import TILE as TOKEN_TILE
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
+TILE = tl.constexpr(TOKEN_TILE)
 CHANNELS = 64  # of a prefill program
-UPDATE_CHANNELS = 256  # of an update program, and of one that stores windows
-
-
-@triton.jit
-def _outputs_kernel(
-    x,
-    weight,
-    bias,
-    pool,
-    out,
-    tiles,
-    cu_seqlens,
-    src,
-    x_stride,
-    slot_stride,
-    row_stride,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    tile = pid // PIECES
-    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    start = tl.load(cu_seqlens + segment)
-    length = tl.load(cu_seqlens + segment + 1) - start
-    slot = tl.load(src + segment).to(tl.int64)
-    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
-    token = offset + tl.arange(0, TOKENS)
-    present = channel < D
-    inside = (token < length)[:, None] & present[None, :]
-    first = x + start.to(tl.int64) * x_stride
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for j in tl.static_range(W):
-        back = token - (W - 1) + j
-        seen = ((back >= 0) & (back < length))[:, None] & present[None, :]
-        value = tl.load(first + back.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=seen, other=0.0)
-        if (offset == 0) & (slot >= 0):
-            # Rows of the window that lie before the segment's first token.
-            behind = (back < 0)[:, None] & present[None, :]
-            row = tl.where(back < 0, back + W - 1, 0)
-            old = pool + slot * slot_stride + row[:, None] * row_stride + channel[None, :]
-            value = tl.where(behind, tl.load(old, mask=behind, other=0.0).to(value.dtype), value)
-        tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
-        total += value.to(tl.float32) * tap[None, :]
-    if HAS_BIAS:
-        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        total = silu_fp32(total)
-    place = out + (start.to(tl.int64) + token)[:, None] * D + channel[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+TOKENS = 64  # of a prefill program's 64 that it takes at a time
+UPDATE_CHANNELS = 256  # of an update program
 
 
 @triton.jit
@@ -90,9 +36,13 @@ def _store_window(
 
 
 @triton.jit
-def _windows_kernel(
+def _prefill_kernel(
     x,
+    weight,
+    bias,
     pool,
+    out,
+    tiles,
     cu_seqlens,
     src,
     dst,
@@ -104,24 +54,61 @@ def _windows_kernel(
     row_stride,
     D: tl.constexpr,
     W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
 ):
+    """One tile of tokens, BLOCK channels. A segment's first tile alone looks at its old window and stores new ones."""
     pid = tl.program_id(0)
-    segment = pid // PIECES
-    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
-    present = channel < D
+    tile = pid // PIECES
+    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if segment < 0:
+        return
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    first = x + start.to(tl.int64) * x_stride
     source = tl.load(src + segment)
-    for e in range(tl.load(exp_ptr + segment), tl.load(exp_ptr + segment + 1)):
-        target, position = tl.load(exp_dst + e), tl.load(exp_pos + e)
+    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
+    present = channel < D
+    first = x + start.to(tl.int64) * x_stride
+    shift = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+    for low in tl.static_range(0, TILE, TOKENS):
+        token = offset + low + tl.arange(0, TOKENS)
+        total = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for j in tl.static_range(W):
+            back = token - (W - 1) + j
+            seen = ((back >= 0) & (back < length))[:, None] & present[None, :]
+            value = tl.load(first + back.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=seen, other=0.0)
+            if low < W - 1:
+                if (offset == 0) & (source >= 0):
+                    # Rows of the window that lie before the segment's first token.
+                    behind = (back < 0)[:, None] & present[None, :]
+                    row = tl.where(back < 0, back + W - 1, 0)
+                    old = pool + source.to(tl.int64) * slot_stride + row[:, None] * row_stride + channel[None, :]
+                    value = tl.where(behind, tl.load(old, mask=behind, other=0.0).to(value.dtype), value)
+            tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
+            total += value.to(tl.float32) * tap[None, :]
+        if HAS_BIAS:
+            total += shift[None, :]
+        if SILU:
+            total = silu_fp32(total)
+        place = out + (start.to(tl.int64) + token)[:, None] * D + channel[None, :]
+        tl.store(place, total.to(out.dtype.element_ty), mask=(token < length)[:, None] & present[None, :])
+    if offset == 0:
+        # The segment may write the slot that it reads: every warp has read the old window by now.
+        tl.debug_barrier()
+        for e in range(tl.load(exp_ptr + segment), tl.load(exp_ptr + segment + 1)):
+            target, position = tl.load(exp_dst + e), tl.load(exp_pos + e)
+            if target >= 0:
+                _store_window(
+                    first, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W
+                )
+        target = tl.load(dst + segment)
         if target >= 0:
-            _store_window(first, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W)
-    target = tl.load(dst + segment)
-    if target >= 0:
-        _store_window(first, pool, source, target, length, x_stride, slot_stride, row_stride, channel, present, W)
+            _store_window(first, pool, source, target, length, x_stride, slot_stride, row_stride, channel, present, W)
 
 
 @triton.jit
@@ -185,9 +172,9 @@ def conv_prefill(
     _check(x, weight, pool)
     dim, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    strides = (x.stride(0), pool.stride(0), pool.stride(1))
+    assert index.tiles is not None, "kernels need the index's tiles"
     pieces = triton.cdiv(dim, CHANNELS)
-    _outputs_kernel[(index.tiles.shape[0] * pieces,)](
+    _prefill_kernel[(index.tiles.shape[0] * pieces,)](
         x,
         weight,
         x if bias is None else bias,
@@ -196,31 +183,20 @@ def conv_prefill(
         index.tiles,
         index.cu_seqlens,
         index.src,
-        *strides,
-        D=dim,
-        W=width,
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        TOKENS=TILE,
-        BLOCK=CHANNELS,
-        PIECES=pieces,
-    )
-    pieces = triton.cdiv(dim, UPDATE_CHANNELS)
-    _windows_kernel[(len(index) * pieces,)](
-        x,
-        pool,
-        index.cu_seqlens,
-        index.src,
         index.dst,
         index.exp_ptr,
         index.exp_pos,
         index.exp_dst,
-        *strides,
+        x.stride(0),
+        pool.stride(0),
+        pool.stride(1),
         D=dim,
         W=width,
-        BLOCK=UPDATE_CHANNELS,
+        HAS_BIAS=bias is not None,
+        SILU=silu,
+        TOKENS=TOKENS,
+        BLOCK=CHANNELS,
         PIECES=pieces,
-        num_warps=2,
     )
     return out
 
