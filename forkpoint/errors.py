@@ -13,6 +13,7 @@ ForkpointError
     + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
     + StepFailedError         the forward pass that carried this request raised
   + EngineStoppedError      the engine was closed or died
+  + EngineNotReadyError     the engine is still loading its model
   + ServerError             a client's trouble with a server
     + ServerUnreachableError  no connection came about
     + ServerRefusedError      the server answered with an error
@@ -98,6 +99,10 @@ class BrokenAnswerError(ServerError):
 
 class TraceError(ForkpointError):
     """A request trace cannot be read, or contradicts itself."""
+
+
+class EngineNotReadyError(ForkpointError):
+    """The engine is still loading its model; try again in a while."""
 
 
 class BlockTableError(ForkpointError):

@@ -87,6 +87,15 @@ class CacheManager:
             self.store.refile(checkpoint)
 
     @property
+    def num_pages_held(self) -> int:
+        """Pages that requests hold, densely packed; what is merely cached is not among them."""
+        return self.arena.num_pages - 1 - self.arena.num_pages_without(self._blocks_in_use, self._slots_in_use)
+
+    @property
+    def num_slots_held(self) -> int:
+        return self._slots_in_use
+
+    @property
     def _blocks_in_use(self) -> int:
         return (self.store.tree.num_pinned if self.layout.has_kv else 0) + self._num_own_blocks
 

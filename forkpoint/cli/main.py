@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options
+from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options, add_server_options
 from forkpoint.errors import ForkpointError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -52,6 +52,14 @@ def build_parser() -> Parser:
     add_engine_options(chat)
     chat.set_defaults(command=_chat)
 
+    serve = commands.add_parser(
+        "serve", help="serve a model over HTTP, as OpenAI's API does", description="Serve a model over HTTP."
+    )
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="a Hugging Face model folder")
+    add_server_options(serve)
+    add_engine_options(serve, model_required=False)
+    serve.set_defaults(command=_serve)
+
     demo = commands.add_parser(
         "demo",
         help="show what the cache saves",
@@ -79,6 +87,12 @@ def _chat(options: argparse.Namespace) -> int:
     from forkpoint.cli.chat import chat
 
     return chat(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from forkpoint.cli.serve import serve
+
+    return serve(options)
 
 
 def _demo(options: argparse.Namespace) -> int:

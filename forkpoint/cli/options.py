@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type
 
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerOptions
 from forkpoint.params import SamplingParams
+from forkpoint.server.config import ServerConfig
 
 GROUPS: Final = (
     ("engine options", EngineConfig),
@@ -46,11 +47,20 @@ class Parser(argparse.ArgumentParser):
 def add_engine_options(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
     """Add every option of EngineConfig and its parts. Only those given end up in the namespace."""
     for title, kind in GROUPS:
-        group = parser.add_argument_group(title)
-        hints = get_type_hints(kind)
-        for field in fields(kind):
-            if field.metadata:
-                _add_flag(group, field, hints[field.name], required=field.name == "model" and model_required)
+        add_option_group(parser, title, kind, required="model" if model_required else "")
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    add_option_group(parser, "server options", ServerConfig)
+
+
+def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], *, required: str = "") -> None:
+    """Add every option of the dataclass `kind`; the one named `required` must be given."""
+    group = parser.add_argument_group(title)
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        if field.metadata:
+            _add_flag(group, field, hints[field.name], required=field.name == required)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -89,13 +99,15 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
     flag = "--" + field.name.replace("_", "-")
     choices = get_args(hint) if get_origin(hint) is Literal else None
     text = field.metadata["help"].replace("%", "%%")
-    if field.default not in (None, "", MISSING):
+    if field.default not in (None, "", (), MISSING):
         text += f" (default: {field.default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if bool in (hint, *get_args(hint)):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif choices:
         group.add_argument(flag, choices=choices, **common)
+    elif get_origin(hint) is tuple:
+        group.add_argument(flag, nargs="+", action=_Gather, metavar="TEXT", **common)
     elif hint is float:
         group.add_argument(flag, type=float, metavar="FLOAT", **common)
     elif int in (hint, *get_args(hint)):
@@ -104,3 +116,10 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
         group.add_argument(
             flag, metavar="PATH" if field.name in ("model", "tokenizer") else "TEXT", required=required, **common
         )
+
+
+class _Gather(argparse.Action):
+    """A flag that may be given several times, each time with one value or more."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))

@@ -33,6 +33,8 @@ class Planner(Protocol):
 
     def reset_prefix_cache(self) -> bool: ...
 
+    def check_integrity(self) -> None: ...
+
     def has_unfinished(self) -> bool: ...
 
 
@@ -108,6 +110,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False while running requests hold some of them."""
         return self._scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError naming what is off where the cache's pages, blocks and slots do not add up."""
+        self._scheduler.check_integrity()
 
     def close(self) -> None:
         """Release the runner; harmless a second time."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forkpoint.engine.detokenize import Detokenizer, StopStrings
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimings
+from forkpoint.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput, RequestTimings
 from forkpoint.params import FinishReason
 from forkpoint.sched.plan import TokenLogprobs
 from forkpoint.sched.request import Request, RequestUpdate
@@ -56,6 +56,10 @@ class Completion:
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
+
+    @property
+    def error(self) -> str | None:
+        return self._error
 
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
         """Take in one update. True: a stop string ended the completion and the scheduler does not know yet."""
@@ -160,23 +164,31 @@ class RequestState:
     def finished(self) -> bool:
         return self.finished_s is not None
 
-    def output(self) -> RequestOutput:
-        first = self.completions[0].request
+    @property
+    def cache(self) -> CacheReport:
+        """Of the first completion."""
+        return self.completions[0].request.cache
+
+    @property
+    def metrics(self) -> RequestTimings:
         scheduled = [c.request.first_scheduled_s for c in self.completions if c.request.first_scheduled_s is not None]
         tokens = [c.first_token_s for c in self.completions if c.first_token_s is not None]
+        return RequestTimings(
+            arrival_s=self.arrival_s,
+            first_scheduled_s=min(scheduled, default=None),
+            first_token_s=min(tokens, default=None),
+            finished_s=self.finished_s,
+        )
+
+    def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=tuple(self.prompt.token_ids.tolist()),
             outputs=tuple(c.output() for c in self.completions),
             finished=self.finished,
-            cache=first.cache,
-            metrics=RequestTimings(
-                arrival_s=self.arrival_s,
-                first_scheduled_s=min(scheduled, default=None),
-                first_token_s=min(tokens, default=None),
-                finished_s=self.finished_s,
-            ),
+            cache=self.cache,
+            metrics=self.metrics,
             prompt_logprobs=self.all_prompt_logprobs(),
             num_preemptions=sum(c.request.num_preemptions for c in self.completions),
         )

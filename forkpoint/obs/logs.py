@@ -31,10 +31,41 @@ class Formatter(logging.Formatter):
         return f"\033[{COLORS.get(level, '0')}m{level}\033[0m{line[len(level) :]}"
 
 
+class LossCountingHandler(logging.StreamHandler[TextIO]):
+    """Counts lines that cannot be written (a full disk, a closed pipe) and says so when writing works again."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.num_lost = 0
+        self._untold = 0
+        self._why = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        untold = self._untold
+        try:
+            if untold:
+                self.stream.write(f"{untold} log lines were lost: {self._why}{self.terminator}")
+            self.stream.write(self.format(record) + self.terminator)
+            self.stream.flush()
+        except (OSError, ValueError) as error:
+            self.num_lost += 1
+            self._untold += 1
+            self._why = str(error)
+        except Exception:
+            self.handleError(record)
+        else:
+            self._untold -= untold
+
+
+def num_lost_lines() -> int:
+    """Log lines of this process that could not be written."""
+    return sum(handler.num_lost for handler in LOGGER.handlers if isinstance(handler, LossCountingHandler))
+
+
 def set_up_logging(level: str, stream: TextIO | None = None) -> None:
     """Send forkpoint's log to `stream` (standard error) from `level` upward; a second call replaces the first."""
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = LossCountingHandler(stream)
     handler.setFormatter(Formatter(color=wants_color(stream)))
     for old in list(LOGGER.handlers):
         LOGGER.removeHandler(old)

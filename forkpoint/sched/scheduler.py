@@ -37,6 +37,10 @@ class SchedulerStats:
     num_waiting: int
     num_preemptions: int
     num_steps: int
+    num_pages_held: int  # by requests; what is merely cached is not among them
+    num_slots_held: int
+    blocks_per_page: int
+    slots_per_page: int
     cache: CacheStats
 
 
@@ -124,8 +128,20 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            len(self._running), len(self._waiting), self._num_preemptions, self._num_steps, self.cache.stats()
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_preemptions=self._num_preemptions,
+            num_steps=self._num_steps,
+            num_pages_held=self.cache.num_pages_held,
+            num_slots_held=self.cache.num_slots_held,
+            blocks_per_page=self.layout.blocks_per_page,
+            slots_per_page=self.layout.slots_per_page,
+            cache=self.cache.stats(),
         )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError naming what is off where pages, blocks, slots or checkpoints do not add up."""
+        check_integrity(self.cache, [entry.lease for entry in self.entries_holding])
 
     # --- planning
 

@@ -1,0 +1,339 @@
+"""The engine for an asyncio program: texts on this side, the step loop in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+
+from forkpoint.config import EngineConfig
+from forkpoint.engine.chat import ChatTemplate
+from forkpoint.engine.inputs import InputProcessor, Prompt
+from forkpoint.engine.messages import (
+    AddSequence,
+    Call,
+    Died,
+    EndSequences,
+    Ready,
+    Reply,
+    Report,
+    SequenceNews,
+    StepReport,
+)
+from forkpoint.engine.outputs import CompletionDelta, OutputAssembler, RequestState
+from forkpoint.engine.supervisor import EngineProcess
+from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
+from forkpoint.errors import EngineNotReadyError, EngineStoppedError, ForkpointError
+from forkpoint.params import SamplingParams
+from forkpoint.sched.request import Request, RequestUpdate
+
+CALL_TIMEOUT_S = 30.0
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Observer(Protocol):
+    """Is told what happens, for metrics. Times are in seconds."""
+
+    def step(self, num_tokens: int) -> None: ...
+
+    def first_token(self, state: RequestState, elapsed_s: float) -> None: ...
+
+    def next_token(self, elapsed_s: float) -> None: ...
+
+    def finished(self, state: RequestState) -> None: ...
+
+    def refused(self, error: ForkpointError) -> None: ...
+
+
+class OpenRequest:
+    """One prompt on its way. Iterate over `deltas`, or await `finish`; then read `state`."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self._news = asyncio.Event()
+        self._error: ForkpointError | None = None
+
+    def wake(self, error: ForkpointError | None = None) -> None:
+        """Called by the engine: there is news, or `error` ended the request."""
+        self._error = self._error or error
+        self._news.set()
+
+    async def first_news(self) -> None:
+        """Wait until the request has produced something. Raises as `deltas` does."""
+        await self._news.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def deltas(self) -> AsyncIterator[CompletionDelta]:
+        """News of all completions as they come, joined where the reader is slower than the engine.
+
+        Raises the RequestError with which the engine refused the request, or EngineStoppedError.
+        """
+        while True:
+            await self.first_news()
+            self._news.clear()
+            finished = self.state.finished
+            for completion in self.state.completions:
+                delta = completion.take_delta()
+                if delta is not None:
+                    yield delta
+            if finished:
+                return
+
+    async def finish(self) -> RequestState:
+        """Wait for the end. Raises as `deltas` does."""
+        while not self.state.finished:
+            await self.first_news()
+            self._news.clear()
+        return self.state
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: Request
+    owner: OpenRequest
+    last_token_s: float | None = None
+
+
+class AsyncEngine:
+    """Owns the engine process and everything that knows texts. All methods belong to one event loop."""
+
+    def __init__(self, config: EngineConfig, observer: Observer) -> None:
+        self.config = config
+        self._observer = observer
+        self._process = EngineProcess(config, self._on_report, self._on_exit)
+        self._texts = ThreadPoolExecutor(1, "texts")  # one: a tokenizer serves one thread at a time
+        self._inputs: InputProcessor | None = None
+        self._chat: ChatTemplate | None = None
+        self._outputs = OutputAssembler(None)
+        self._open: dict[str, OpenRequest] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._keys: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._died: ForkpointError | None = None
+        self._loaded: asyncio.Future[Ready] | None = None
+        self._ended = asyncio.Event()
+        self.facts: dict[str, Any] = {}  # options and sizes that do not change
+
+    # --- life
+
+    async def start(self) -> None:
+        """Start the process and wait until the model is loaded. Raises what loading raised."""
+        loop = asyncio.get_running_loop()
+        self._loaded = loop.create_future()
+        self._process.start(loop)
+        tokenizer = await self.with_texts(_load_tokenizer, self.config)
+        ready = await self._loaded
+        eos = frozenset(t for t in eos_token_ids(self.config.model, tokenizer) if t < ready.vocab_size)
+        self._chat = ChatTemplate(tokenizer, self.config.chat_template) if tokenizer is not None else None
+        self._outputs = OutputAssembler(tokenizer)
+        self.facts = {
+            **asdict(self.config.cache),
+            "max_model_len": ready.max_model_len,
+            "num_pages": ready.stats["num_pages"],
+            "blocks_per_page": ready.stats["blocks_per_page"],
+            "slots_per_page": ready.stats["slots_per_page"],
+        }
+        self._inputs = InputProcessor(tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed)
+
+    async def ended(self) -> ForkpointError:
+        """Wait until the engine process is gone; why it went."""
+        await self._ended.wait()
+        assert self._died is not None
+        return self._died
+
+    @property
+    def is_ready(self) -> bool:
+        return self._inputs is not None and self._died is None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def check_ready(self) -> None:
+        """Raises EngineNotReadyError while the model is loading, EngineStoppedError after the end."""
+        if self._died is not None:
+            raise self._died
+        if self._inputs is None:
+            raise EngineNotReadyError("the model is still loading; try again in a while")
+
+    async def close(self) -> None:
+        """End open requests with an error and the process with them; harmless a second time."""
+        self._end_all(EngineStoppedError("the server is shutting down"))
+        await self._process.stop()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    # --- texts
+
+    @property
+    def inputs(self) -> InputProcessor:
+        self.check_ready()
+        assert self._inputs is not None
+        return self._inputs
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """None without a tokenizer."""
+        self.check_ready()
+        return self._chat
+
+    async def with_texts(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function`, which tokenises or renders, in the thread that may."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, lambda: function(*args, **kwargs))
+
+    # --- requests
+
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> OpenRequest:
+        """Send one prompt with its `n` completions to the engine.
+
+        Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. What the engine itself refuses
+        (QueueFullError, RequestTooLargeError) is raised by the request's first news.
+        """
+        now = time.perf_counter()
+        number = next(self._numbers)
+        requests = self.inputs.requests(request_id, prompt, params, priority=priority, number=number, arrival_s=now)
+        opened = OpenRequest(self._outputs.add(request_id, prompt, requests, now))
+        self._open[request_id] = opened
+        for request in requests:
+            key = next(self._numbers)
+            self._sequences[key] = _Sequence(request, opened)
+            self._keys[request.id] = key
+            self._process.send(AddSequence.of(key, request))
+        return opened
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it stands; nothing happens if it has ended."""
+        opened = self._drop(request_id)
+        if opened is not None:
+            self._observer.finished(opened.state)
+            opened.wake()
+
+    async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
+        """Ask the engine between two steps. Raises EngineStoppedError, also where no answer comes in time."""
+        self.check_ready()
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._process.send(Call(number, name))
+        try:
+            return await asyncio.wait_for(answer, CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineStoppedError(f"the engine did not answer within {CALL_TIMEOUT_S:g} s") from None
+        finally:
+            self._calls.pop(number, None)
+
+    # --- reports
+
+    def _on_report(self, report: Report) -> None:
+        match report:
+            case StepReport():
+                self._on_step(report)
+            case Reply(number, value, failure):
+                answer = self._calls.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_exception(failure.error()) if failure else answer.set_result(value)
+            case Ready():
+                assert self._loaded is not None
+                self._loaded.set_result(report)
+            case Died(failure):
+                self._on_exit(failure.error())
+
+    def _on_step(self, report: StepReport) -> None:
+        now = time.perf_counter()
+        self._observer.step(report.num_tokens)
+        updates = []
+        for key, token_id in zip(report.keys, report.token_ids, strict=True):
+            sequence = self._sequences.get(key)
+            if sequence is not None:
+                self._note_token(sequence, now)
+                updates.append(RequestUpdate(sequence.request, token_id))
+        for news in report.news:
+            sequence = self._sequences.get(news.key)
+            if sequence is not None:
+                updates.append(self._update(sequence, news, now))
+        changed, stopped = self._outputs.apply(updates, now)
+        self._end_sequences(stopped, stopped=True)
+        for state in changed:
+            opened = self._open[state.request_id]
+            if state.finished:
+                self._observer.finished(state)
+                del self._open[state.request_id]
+            opened.wake()
+        for key, failure in report.refused:
+            self._refuse(key, failure.error())
+
+    def _update(self, sequence: _Sequence, news: SequenceNews, now_s: float) -> RequestUpdate:
+        """Bring this side's copy of the request up to date, and tell the news as the scheduler would."""
+        request = sequence.request
+        if news.cache is not None:
+            request.cache = news.cache
+        request.first_scheduled_s = news.first_scheduled_s
+        request.num_preemptions = news.num_preemptions
+        if news.token_id is not None:
+            self._note_token(sequence, now_s)
+        if news.finish_reason is not None:
+            del self._sequences[news.key], self._keys[request.id]
+        return RequestUpdate(
+            request,
+            news.token_id,
+            news.logprobs,
+            news.prompt_logprobs,
+            news.finish_reason,
+            news.stop_token_id,
+            news.failure.error() if news.failure is not None else None,
+        )
+
+    def _note_token(self, sequence: _Sequence, now_s: float) -> None:
+        if sequence.last_token_s is None:
+            self._observer.first_token(sequence.owner.state, now_s - sequence.request.arrival_s)
+        else:
+            self._observer.next_token(now_s - sequence.last_token_s)
+        sequence.last_token_s = now_s
+
+    def _refuse(self, key: int, error: ForkpointError) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return  # its request was refused or aborted as a whole
+        self._drop(sequence.owner.state.request_id)
+        self._observer.refused(error)
+        sequence.owner.wake(error)
+
+    def _drop(self, request_id: str) -> OpenRequest | None:
+        found = self._outputs.abort(request_id, time.perf_counter())
+        if found is None:
+            return None
+        self._end_sequences(found[1], stopped=False)
+        return self._open.pop(request_id)
+
+    def _end_sequences(self, names: list[str], *, stopped: bool) -> None:
+        keys = tuple(key for key in (self._keys.pop(name, None) for name in names) if key is not None)
+        for key in keys:
+            del self._sequences[key]
+        if keys and self._died is None:
+            self._process.send(EndSequences(keys, stopped))
+
+    def _on_exit(self, error: ForkpointError) -> None:
+        if self._died is None:
+            self._end_all(error)
+            self._ended.set()
+
+    def _end_all(self, error: ForkpointError) -> None:
+        self._died = self._died or error
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(error)
+        for opened in list(self._open.values()):
+            opened.wake(error)
+            self.abort(opened.state.request_id)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    return None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)

@@ -1,0 +1,210 @@
+"""The engine in a process of its own: commands in, steps, reports out. It never sees a text."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import msgspec
+import zmq
+
+from forkpoint.config import EngineConfig
+from forkpoint.engine.build import build_engine
+from forkpoint.engine.core import EngineCore
+from forkpoint.engine.messages import (
+    AddSequence,
+    Call,
+    Command,
+    Died,
+    EndSequences,
+    Failure,
+    Ready,
+    Reply,
+    Report,
+    SequenceNews,
+    StepReport,
+    Stop,
+)
+from forkpoint.errors import ForkpointError, RequestError
+from forkpoint.obs.logs import LOGGER
+from forkpoint.params import FinishReason
+from forkpoint.sched.request import RequestUpdate
+
+EXIT_FAILED = 1
+
+
+def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
+    """The engine process: load the model, serve `commands` until Stop, report on `reports` (ZeroMQ addresses).
+
+    An error ends it with a Died report and exit code 1. It ends at once when its parent does.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when the engine ends
+    _end_with_parent()
+    encode = msgspec.msgpack.Encoder().encode
+    with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
+        inbox.connect(commands)
+        outbox.connect(reports)
+        try:
+            engine, stats = build_engine(config)
+            try:
+                outbox.send(encode(Ready(engine.inputs.vocab_size, engine.inputs.max_model_len, stats())))
+                EngineLoop(engine.core, stats, inbox, outbox).run()
+            finally:
+                engine.core.close()
+        except Exception as error:
+            if not isinstance(error, ForkpointError):
+                LOGGER.exception("the engine stops")
+            outbox.send(encode(Died(Failure.of(error))))
+            raise SystemExit(EXIT_FAILED) from None
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+class EngineLoop:
+    """Serves commands between steps. One thread calls it."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        stats: Callable[[], dict[str, Any]],
+        inbox: zmq.Socket[bytes],
+        outbox: zmq.Socket[bytes],
+    ) -> None:
+        self._core = core
+        self._stats = stats
+        self._inbox = inbox
+        self._outbox = outbox
+        self._decode = msgspec.msgpack.Decoder(Command).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._keys: dict[str, int] = {}  # of the open sequences, by id
+        self._ids: dict[int, str] = {}
+        self._told: set[int] = set()  # sequences whose cache report is out
+        self._refused: list[tuple[int, Failure]] = []
+
+    def run(self) -> None:
+        """Serve until Stop. Raises EngineStoppedError when the engine cannot go on."""
+        while self._take_commands():
+            if self._core.has_unfinished():
+                self._step()
+            elif self._refused:
+                self._report([], 0)
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived, waiting for it if there is nothing else to do; False: stop."""
+        if not self._core.has_unfinished() and not self._refused:
+            self._inbox.poll()
+        while True:
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            command = self._decode(data)
+            if isinstance(command, Stop):
+                return False
+            self._carry_out(command)
+
+    def _carry_out(self, command: AddSequence | EndSequences | Call) -> None:
+        match command:
+            case AddSequence():
+                self._add(command)
+            case EndSequences():
+                self._end(command)
+            case Call():
+                self._send(self._answer(command))
+
+    def _add(self, command: AddSequence) -> None:
+        try:
+            self._core.add(command.request())
+        except RequestError as error:
+            self._refused.append((command.key, Failure.of(error)))
+            return
+        self._keys[command.id] = command.key
+        self._ids[command.key] = command.id
+
+    def _end(self, command: EndSequences) -> None:
+        for key in command.keys:
+            name = self._ids.get(key)
+            if name is None:
+                continue  # it ended by itself in the meantime
+            if command.stopped:
+                self._core.finish(name, FinishReason.STOP)
+            else:
+                self._core.abort(name)
+            self._forget(name)
+
+    def _answer(self, call: Call) -> Reply:
+        try:
+            match call.name:
+                case "stats":
+                    return Reply(call.number, self._stats())
+                case "reset_prefix_cache":
+                    return Reply(call.number, self._core.reset_prefix_cache())
+                case "check_integrity":
+                    self._core.check_integrity()
+                    return Reply(call.number, True)
+        except AssertionError as error:
+            return Reply(call.number, failure=Failure.of(error))
+
+    def _step(self) -> None:
+        before = self._core.num_model_tokens
+        updates = self._core.step()
+        self._report(updates, self._core.num_model_tokens - before)
+
+    def _report(self, updates: list[RequestUpdate], num_tokens: int) -> None:
+        keys: list[int] = []
+        token_ids: list[int] = []
+        news: list[SequenceNews] = []
+        for update in updates:
+            key = self._keys.get(update.request.id)
+            if key is None:
+                continue  # ended by the API process after this step was issued
+            plain = update.logprobs is None and update.finish_reason is None and not update.prompt_logprobs
+            if plain and update.token_id is not None and key in self._told:
+                keys.append(key)
+                token_ids.append(update.token_id)
+            else:
+                news.append(self._news(key, update))
+        refused, self._refused = self._refused, []
+        if keys or news or refused or num_tokens:
+            self._send(StepReport(keys, token_ids, news, refused, num_tokens))
+
+    def _news(self, key: int, update: RequestUpdate) -> SequenceNews:
+        request = update.request
+        self._told.add(key)
+        if update.finish_reason is not None:
+            self._forget(request.id)
+        return SequenceNews(
+            key=key,
+            token_id=update.token_id,
+            finish_reason=update.finish_reason,
+            stop_token_id=update.stop_token_id,
+            cache=request.cache,
+            first_scheduled_s=request.first_scheduled_s,
+            num_preemptions=request.num_preemptions,
+            logprobs=update.logprobs,
+            prompt_logprobs=update.prompt_logprobs,
+            failure=Failure.of(update.error) if update.error is not None else None,
+        )
+
+    def _forget(self, name: str) -> None:
+        key = self._keys.pop(name)
+        del self._ids[key]
+        self._told.discard(key)
+
+    def _send(self, report: Report) -> None:
+        self._outbox.send(self._encode(report))

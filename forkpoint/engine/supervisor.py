@@ -1,0 +1,125 @@
+"""Starts the engine process, talks to it over two local sockets, and notices when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
+
+import msgspec
+import zmq
+
+from forkpoint.config import EngineConfig
+from forkpoint.engine.messages import Command, Report, Stop
+from forkpoint.engine.process import run_engine
+from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
+
+STOP_TIMEOUT_S = 10.0  # for the engine to give its memory back; then it is killed
+LAST_WORDS_S = 0.2  # for reports that were under way when the process ended
+
+
+class EngineProcess:
+    """The other end of `run_engine`. All methods belong to one event loop.
+
+    `on_report` is called with each report, `on_exit` once, with the reason, when the process ended unasked.
+    """
+
+    def __init__(
+        self, config: EngineConfig, on_report: Callable[[Report], None], on_exit: Callable[[ForkpointError], None]
+    ) -> None:
+        self._config = config
+        self._on_report = on_report
+        self._on_exit = on_exit
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Report).decode
+        self._process: SpawnProcess | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Spawn the process; its reports come in through `loop`. Raises ConfigError without a place for sockets."""
+        try:
+            self._folder = tempfile.mkdtemp(prefix="forkpoint-")  # readable by this user alone
+        except OSError as error:
+            raise ConfigError(f"no folder for the engine's sockets: {error}; set TMPDIR to a writable one") from error
+        self._context = zmq.Context()
+        self._commands, self._reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        names = []
+        for socket, name in ((self._commands, "commands"), (self._reports, "reports")):
+            socket.set_hwm(0)
+            names.append(f"ipc://{self._folder}/{name}")
+            socket.bind(names[-1])
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=run_engine, args=(self._config, *names), name="engine")
+        with _interrupts_ignored():  # inherited: Ctrl-C is for this process to handle, from the first moment on
+            self._process.start()
+        self._loop = loop
+        loop.add_reader(self._reports.getsockopt(zmq.FD), self._receive)
+        loop.add_reader(self._process.sentinel, self._ended)
+        self._receive()
+
+    def send(self, command: Command) -> None:
+        self._commands.send(self._encode(command))
+
+    async def stop(self) -> None:
+        """End the process and remove the sockets; harmless a second time, and before `start`."""
+        if self._stopped or self._process is None or self._loop is None:
+            return
+        self._stopped = True
+        self._loop.remove_reader(self._reports.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._process.sentinel)
+        if self._process.is_alive():
+            self.send(Stop())
+            await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _receive(self) -> None:
+        """Take in all reports: the descriptor tells only that something changed."""
+        while not self._stopped:
+            try:
+                data = self._reports.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_report(self._decode(data))
+
+    def _ended(self) -> None:
+        assert self._loop is not None and self._process is not None
+        self._loop.remove_reader(self._process.sentinel)
+        self._loop.call_later(LAST_WORDS_S, self._tell_end)
+
+    def _tell_end(self) -> None:
+        if not self._stopped:
+            self._receive()
+            assert self._process is not None
+            self._process.join()
+            self._on_exit(EngineStoppedError(f"the engine process {_how_it_ended(self._process.exitcode)}"))
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are not this thread's to handle
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}; its last lines in the log say why"
+    name = signal.Signals(-exit_code).name
+    hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

@@ -1,0 +1,313 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.outputs import CompletionDelta, RequestState
+from forkpoint.errors import ConfigError
+from forkpoint.outputs import Logprob
+from forkpoint.params import SamplingParams
+from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.generation import Generation, cache_info, usage
+from forkpoint.server.logprobs import ChatLogprobs, chat_logprobs
+from forkpoint.server.protocol import Body, CacheInfo, Reply, SamplingBody, Usage
+from forkpoint.server.sampling import sampling_params
+from forkpoint.server.service import Service
+from forkpoint.server.sse import EventStream, event, unless_disconnected
+from forkpoint.server.structured import StructuredBody
+from forkpoint.server.tools import ToolChoice, ToolPlan, ToolSpec, conversation, plan_tools
+
+THINK = "<think>"
+
+
+class ChatMessage(Body):
+    """One message; `content` is a text or a list of text parts."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatBody(SamplingBody, StructuredBody):
+    """Answer a conversation. The end of each message is a declared boundary of the prefix cache."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class FunctionCall(Reply):
+    name: str
+    arguments: str
+
+
+class ToolCall(Reply):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AnswerMessage(Reply):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = None
+
+
+class ChatReply(Reply):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    cache: CacheInfo
+
+
+async def create_chat_completion(service: Service, body: ChatBody, request: Request) -> ChatReply | Response:
+    """Raises HTTPError or ForkpointError before anything is sent."""
+    model = service.served_name(body.model)
+    plan = plan_tools(body.tools, body.tool_choice, body, enabled=service.config.tool_call_parser != "none")
+    params = sampling_params(
+        body,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured=plan.structured,
+    )
+    prompt = await _render(service, body, plan)
+    name = f"chatcmpl-{service.request_id(request)}"
+    generation = service.open(name, [prompt], params, body.priority or 0)
+    answer = _Answer(service, body, name, model, generation, params, plan)
+    if body.stream:
+        await unless_disconnected(request.receive, generation.first_news(), generation.close)
+        return EventStream(answer.events(), generation.close)
+    states = await unless_disconnected(request.receive, generation.finish(), generation.close)
+    return answer.reply(states)
+
+
+async def _render(service: Service, body: ChatBody, plan: ToolPlan) -> Prompt:
+    template = service.engine.chat
+    if template is None:
+        raise ConfigError("chat needs a tokenizer; start the server without --skip-tokenizer-init")
+    carry_on = bool(body.continue_final_message)
+    if carry_on and body.add_generation_prompt:
+        raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
+    generate = not carry_on if body.add_generation_prompt is None else body.add_generation_prompt
+    prompt = await service.engine.with_texts(
+        template.render,
+        conversation([message.model_dump(exclude_none=True) for message in body.messages]),
+        tools=plan.shown,
+        add_generation_prompt=generate,
+        continue_final_message=carry_on,
+        variables=body.chat_template_kwargs,
+    )
+    return service.engine.inputs.prompt(prompt)
+
+
+class _Choice:
+    """One completion of a chat: its text taken apart, in deltas or as a message."""
+
+    def __init__(self, parser: AnswerParser, name: str, num_top: int | None) -> None:
+        self.started = False
+        self._parser = parser
+        self._name = name
+        self._num_top = num_top
+        self._held: list[dict[int, Logprob]] = []  # of tokens whose text is not told yet
+
+    def pieces(self, delta: CompletionDelta) -> list[Piece]:
+        found = self._parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            found += self._parser.finish()
+        return found
+
+    def finish_reason(self, delta: CompletionDelta) -> str | None:
+        if delta.finish_reason is None:
+            return None
+        return (
+            "tool_calls"
+            if self._parser.num_calls and delta.finish_reason.value == "stop"
+            else delta.finish_reason.value
+        )
+
+    def logprobs(self, delta: CompletionDelta, *, told: bool) -> ChatLogprobs | None:
+        """Those of all tokens since the last ones told; None where `told` says that nothing is told now."""
+        if self._num_top is None:
+            return None
+        self._held += delta.logprobs or ()
+        if not told:
+            return None
+        held, self._held = self._held, []
+        return chat_logprobs(held, self._num_top)
+
+    def call_id(self, index: int) -> str:
+        return f"call_{self._name}_{index}"
+
+    def message(self, pieces: Sequence[Piece]) -> AnswerMessage:
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        calls: list[ToolCall] = []
+        for piece in pieces:
+            if not isinstance(piece, CallPart):
+                continue
+            if piece.name is not None:
+                calls.append(
+                    ToolCall(id=self.call_id(piece.index), function=FunctionCall(name=piece.name, arguments=""))
+                )
+            calls[-1].function.arguments += piece.arguments
+        return AnswerMessage(
+            content=content if content or not (calls or reasoning) else None,
+            reasoning_content=reasoning or None,
+            tool_calls=calls or None,
+        )
+
+    def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The pieces as the `delta` of a chunk."""
+        told: dict[str, Any] = {}
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    told["content"] = told.get("content", "") + text
+                case Reasoning(text):
+                    told["reasoning_content"] = told.get("reasoning_content", "") + text
+                case CallPart():
+                    told.setdefault("tool_calls", []).append(self._call_delta(piece))
+        return told
+
+    def _call_delta(self, part: CallPart) -> dict[str, Any]:
+        if part.name is None:
+            return {"index": part.index, "function": {"arguments": part.arguments}}
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"index": part.index, "id": self.call_id(part.index), "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class _Answer:
+    service: Service
+    body: ChatBody
+    name: str
+    model: str
+    generation: Generation
+    params: SamplingParams
+    plan: ToolPlan
+    created: int = field(init=False)
+    choices: list[_Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.created = self.service.now()
+        self.choices = [
+            _Choice(self._parser(), f"{self.name[-12:]}_{index}", self.params.logprobs)
+            for index in range(self.params.n)
+        ]
+
+    def _parser(self) -> AnswerParser:
+        free = self.params.structured_outputs is None  # a grammar leaves no room for reasoning
+        prompt = self.generation.requests[0].state.prompt.text or ""
+        return AnswerParser(
+            reasoning=free and self.service.config.reasoning_parser != "none",
+            starts_inside=prompt.rstrip().endswith(THINK),
+            tools=self.plan.schemas,
+            forced=self.plan.forced,
+        )
+
+    def reply(self, states: Sequence[RequestState]) -> ChatReply:
+        made = []
+        for completion in states[0].completions:
+            delta = completion.take_delta()
+            assert delta is not None
+            choice = self.choices[delta.index]
+            pieces = choice.pieces(delta)
+            reason: Any = choice.finish_reason(delta)
+            made.append(
+                ChatChoice(
+                    index=delta.index,
+                    message=choice.message(pieces),
+                    logprobs=choice.logprobs(delta, told=True),
+                    finish_reason=reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
+        return ChatReply(
+            id=self.name,
+            created=self.created,
+            model=self.model,
+            choices=made,
+            usage=usage(states),
+            cache=cache_info(states),
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        whole = options is not None and bool(options.include_usage)
+        running = options is not None and bool(options.continuous_usage_stats)
+        num_open = self.params.n
+        states = self.generation.states
+        async for _, delta in self.generation.deltas():
+            choice = self.choices[delta.index]
+            if not choice.started:
+                choice.started = True
+                first = self._chunk(delta.index, {"role": "assistant", "content": ""})
+                yield event({**first, "cache": cache_info(states).model_dump()})
+            pieces = choice.pieces(delta)
+            reason = choice.finish_reason(delta)
+            logprobs = choice.logprobs(delta, told=bool(pieces) or reason is not None)
+            if not pieces and reason is None:
+                continue
+            chunk = self._chunk(delta.index, choice.delta(pieces), logprobs, reason, delta.stop_reason)
+            num_open -= reason is not None
+            last = num_open == 0 and not whole
+            if running or last:
+                chunk["usage"] = usage(states).model_dump()
+            if last:
+                chunk["cache"] = cache_info(states).model_dump()
+            yield event(chunk)
+        if whole:
+            tail = {"choices": [], "usage": usage(states).model_dump(), "cache": cache_info(states).model_dump()}
+            yield event({**self._chunk(0, {}), **tail})
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: ChatLogprobs | None = None,
+        reason: str | None = None,
+        stop_reason: str | int | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs.model_dump() if logprobs is not None else None,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            choice["stop_reason"] = stop_reason
+        return {
+            "id": self.name,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "choices": [choice],
+        }

@@ -1,0 +1,198 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from forkpoint.engine.inputs import Prompt, PromptInput
+from forkpoint.engine.outputs import CompletionDelta, RequestState
+from forkpoint.outputs import Logprob
+from forkpoint.params import SamplingParams
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.generation import Generation, cache_info, usage
+from forkpoint.server.logprobs import TextLogprobs, text_logprobs
+from forkpoint.server.protocol import CacheInfo, Reply, SamplingBody, Usage
+from forkpoint.server.sampling import sampling_params
+from forkpoint.server.service import Service
+from forkpoint.server.sse import EventStream, event, unless_disconnected
+from forkpoint.server.structured import StructuredBody, structured_outputs
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(SamplingBody, StructuredBody):
+    """Complete a prompt, or each of several: texts or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
+
+
+class CompletionReply(Reply):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    cache: CacheInfo
+
+
+async def create_completion(service: Service, body: CompletionBody, request: Request) -> CompletionReply | Response:
+    """Raises HTTPError or ForkpointError before anything is sent."""
+    model = service.served_name(body.model)
+    params = _params(body)
+    prompts = [await service.engine.with_texts(service.engine.inputs.prompt, given) for given in _split(body.prompt)]
+    name = f"cmpl-{service.request_id(request)}"
+    generation = service.open(name, prompts, params, body.priority or 0)
+    answer = _Answer(service, body, name, model, generation, params)
+    if body.stream:
+        await unless_disconnected(request.receive, generation.first_news(), generation.close)
+        return EventStream(answer.events(), generation.close)
+    states = await unless_disconnected(request.receive, generation.finish(), generation.close)
+    return answer.reply(states)
+
+
+def _params(body: CompletionBody) -> SamplingParams:
+    if body.suffix:
+        raise HTTPError(400, "suffix is not supported; put the text around the gap into the prompt", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise HTTPError(400, f"best_of={body.best_of} is not supported; leave it out, or give it as n", param="best_of")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return sampling_params(
+        body,
+        max_tokens=max(max_tokens, 1),  # a prompt alone is one step too; its token is dropped
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        structured=structured_outputs(body),
+    )
+
+
+def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[PromptInput]:
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return list(prompt)  # type: ignore[arg-type]
+    return [prompt]  # type: ignore[list-item]
+
+
+@dataclass(slots=True)
+class _Answer:
+    service: Service
+    body: CompletionBody
+    name: str
+    model: str
+    generation: Generation
+    params: SamplingParams
+    created: int = field(init=False)
+    offsets: dict[int, int] = field(default_factory=dict)  # by choice: characters told so far
+
+    def __post_init__(self) -> None:
+        self.created = self.service.now()
+
+    @property
+    def drops_output(self) -> bool:
+        return self.body.max_tokens == 0
+
+    def reply(self, states: Sequence[RequestState]) -> CompletionReply:
+        choices = []
+        for number, state in enumerate(states):
+            for completion in state.completions:
+                delta = completion.take_delta()
+                assert delta is not None
+                choices.append(CompletionChoice(**self._choice(number, delta)))
+        return CompletionReply(
+            id=self.name,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self._usage(states),
+            cache=cache_info(states),
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        whole = options is not None and bool(options.include_usage)
+        running = options is not None and bool(options.continuous_usage_stats)
+        num_open = len(self.generation.requests) * self.params.n
+        states = self.generation.states
+        async for number, delta in self.generation.deltas():
+            chunk = self._chunk([self._choice(number, delta)])
+            num_open -= delta.finish_reason is not None
+            last = num_open == 0 and not whole
+            if running or last:
+                chunk["usage"] = self._usage(states).model_dump()
+            if last:
+                chunk["cache"] = cache_info(states).model_dump()
+            yield event(chunk)
+        if whole:
+            tail = {"usage": self._usage(states).model_dump(), "cache": cache_info(states).model_dump()}
+            yield event({**self._chunk([]), **tail})
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _usage(self, states: Sequence[RequestState]) -> Usage:
+        dropped = sum(c.num_tokens for state in states for c in state.completions) if self.drops_output else 0
+        return usage(states, num_dropped=dropped)
+
+    def _choice(self, number: int, delta: CompletionDelta) -> dict[str, Any]:
+        """The news of one completion; its first ones begin with the prompt where that is to be echoed."""
+        index = number * self.params.n + delta.index
+        state = self.generation.requests[number].state
+        text = "" if self.drops_output else delta.text
+        entries = [] if self.drops_output else [(_text_of(entry), entry) for entry in delta.logprobs or ()]
+        if self.body.echo and index not in self.offsets:
+            text = self._prompt_text(state.prompt) + text
+            entries = [*self._prompt_entries(state), *entries]
+        offset = self.offsets.get(index, 0)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = text_logprobs(entries, self.params.logprobs, offset)
+        self.offsets[index] = offset + len(text)
+        reason = delta.finish_reason.value if delta.finish_reason is not None else None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs.model_dump() if logprobs is not None else None,
+            "finish_reason": "length" if reason and self.drops_output else reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self.service.text_of(prompt.token_ids.tolist())
+
+    def _prompt_entries(self, state: RequestState) -> list[tuple[str, dict[int, Logprob] | None]]:
+        found = state.all_prompt_logprobs() or ()
+        ids = state.prompt.token_ids.tolist()
+        return [
+            (_text_of(entry) if entry else self.service.text_of([token]), entry)
+            for token, entry in zip(ids, found, strict=False)
+        ]
+
+
+def _text_of(entry: dict[int, Logprob]) -> str:
+    return next(iter(entry.values())).decoded_token

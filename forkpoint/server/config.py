@@ -1,0 +1,47 @@
+"""Options of the server beside those of the engine. Names are vLLM's where vLLM has them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from forkpoint.config import option
+from forkpoint.errors import ConfigError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Raises ConfigError naming the option, what was given, and what is allowed."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    api_key: tuple[str, ...] = option((), "keys that requests must show one of (also: FORKPOINT_API_KEY)")
+    served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
+    max_body_bytes: int = option(32 * MIB, "size of a request body beyond which it is refused")
+    max_open_requests: int = option(4096, "requests being served beyond which new ones are refused")
+    shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
+    tool_call_parser: Literal["qwen", "none"] = option("qwen", "how tool calls are read from an answer")
+    reasoning_parser: Literal["think", "none"] = option("think", "how reasoning is told from an answer")
+    metrics_prefix: str = option("forkpoint_", "of the names under /metrics; 'vllm:' suits vLLM's dashboards")
+    log_interval_s: float = option(10.0, "seconds between the lines that sum up the load")
+    access_log: bool = option(False, "log every request")
+    enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, "port", self.port, "an integer from 0 to 65535")
+        for name in ("max_body_bytes", "max_open_requests"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.shutdown_timeout_s >= 0, "shutdown_timeout_s", self.shutdown_timeout_s, "0 or more")
+        _require(self.log_interval_s > 0, "log_interval_s", self.log_interval_s, "a number above 0")
+        _require(all(self.api_key), "api_key", "''", "non-empty keys")
+        prefix = self.metrics_prefix
+        allowed = re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix) is not None
+        _require(allowed, "metrics_prefix", prefix, "letters, digits, '_' and ':', not starting with a digit")
+
+
+def _require(ok: bool, name: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name}={given!r} is not allowed; give {allowed}")

@@ -1,0 +1,62 @@
+"""Errors to OpenAI's error bodies and HTTP status codes."""
+
+from __future__ import annotations
+
+from forkpoint.errors import (
+    EngineNotReadyError,
+    EngineStoppedError,
+    ForkpointError,
+    QueueFullError,
+    RequestError,
+    RequestTooLargeError,
+)
+
+RETRY_AFTER_S = 1  # told to clients that are refused for lack of room
+
+
+class HTTPError(Exception):
+    """An answer that is an error. `type` and `code` are OpenAI's."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, object]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+
+def to_http(error: Exception) -> HTTPError:
+    """The answer that tells `error`; what is not foreseen is a 500 that names its class."""
+    match error:
+        case HTTPError():
+            return error
+        case QueueFullError():
+            return HTTPError(429, str(error), "rate_limit_error", code="queue_full")
+        case RequestTooLargeError():
+            return HTTPError(400, str(error), code="request_too_large")
+        case RequestError():
+            return HTTPError(400, str(error))
+        case EngineNotReadyError():
+            return HTTPError(503, str(error), "service_unavailable_error", code="loading")
+        case EngineStoppedError():
+            return HTTPError(503, str(error), "service_unavailable_error", code="engine_stopped")
+        case ForkpointError():
+            return HTTPError(500, str(error), "server_error")
+        case _:
+            return HTTPError(500, f"unexpected {type(error).__name__}", "server_error")

@@ -1,0 +1,136 @@
+"""The engine requests behind one HTTP request, and what their answers have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
+from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.outputs import CompletionDelta, RequestState
+from forkpoint.outputs import MissReason
+from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.protocol import CacheInfo, PromptTokensDetails, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One engine request per prompt. Close it when nobody waits for the answer any more."""
+
+    engine: AsyncEngine
+    requests: tuple[OpenRequest, ...]
+
+    @classmethod
+    def open(
+        cls, engine: AsyncEngine, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
+    ) -> Generation:
+        """Send all prompts, or none where one is refused. Raises as AsyncEngine.add does."""
+        opened: list[OpenRequest] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                opened.append(engine.add(f"{name}-{index}", prompt, params, priority=priority))
+        except BaseException:
+            cls(engine, tuple(opened)).close()
+            raise
+        return cls(engine, tuple(opened))
+
+    def close(self) -> None:
+        """End what still runs; harmless when all has ended."""
+        for opened in self.requests:
+            self.engine.abort(opened.state.request_id)
+
+    async def first_news(self) -> None:
+        """Wait until each prompt has an output token. Raises where one is refused, and ends all then."""
+        try:
+            for opened in self.requests:
+                await opened.first_news()
+                for completion in opened.state.completions:
+                    check_end(completion.finish_reason, completion.error)
+        except BaseException:
+            self.close()
+            raise
+
+    async def finish(self) -> list[RequestState]:
+        """Wait for all completions. Raises where one fails, and ends all then."""
+        try:
+            states = [await opened.finish() for opened in self.requests]
+            for state in states:
+                for completion in state.completions:
+                    check_end(completion.finish_reason, completion.error)
+            return states
+        except BaseException:
+            self.close()
+            raise
+
+    async def deltas(self) -> AsyncIterator[tuple[int, CompletionDelta]]:
+        """(number of the prompt, news) as they come. Raises where a completion fails."""
+        if len(self.requests) == 1:
+            async for delta in self.requests[0].deltas():
+                check_end(delta.finish_reason, delta.error)
+                yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, CompletionDelta] | BaseException | None] = asyncio.Queue(len(self.requests))
+        readers = [asyncio.create_task(_read(number, opened, queue)) for number, opened in enumerate(self.requests)]
+        try:
+            num_open = len(readers)
+            while num_open:
+                item = await queue.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    check_end(item[1].finish_reason, item[1].error)
+                    yield item
+        finally:
+            for reader in readers:
+                reader.cancel()
+
+    @property
+    def states(self) -> list[RequestState]:
+        return [opened.state for opened in self.requests]
+
+
+async def _read(
+    number: int, opened: OpenRequest, queue: asyncio.Queue[tuple[int, CompletionDelta] | BaseException | None]
+) -> None:
+    try:
+        async for delta in opened.deltas():
+            await queue.put((number, delta))
+        await queue.put(None)
+    except Exception as error:
+        await queue.put(error)
+
+
+def check_end(reason: FinishReason | None, error: str | None) -> None:
+    """Raise the HTTPError for a completion that failed or was ended from outside."""
+    if reason is FinishReason.ERROR:
+        raise HTTPError(500, error or "the request failed while it ran", "server_error", code="request_failed")
+    if reason is FinishReason.ABORT:
+        raise HTTPError(503, "the request was ended before its answer was complete", "server_error", code="aborted")
+
+
+def usage(states: Sequence[RequestState], *, num_dropped: int = 0) -> Usage:
+    """Token counts over all prompts as far as they have come; `num_dropped` were generated but are not told."""
+    num_prompt = sum(len(state.prompt.token_ids) for state in states)
+    num_output = sum(completion.num_tokens for state in states for completion in state.completions) - num_dropped
+    cached = sum(state.cache.num_cached_tokens for state in states)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def cache_info(states: Sequence[RequestState]) -> CacheInfo:
+    """Sums over the prompts, and the first reason for a miss."""
+    reports = [state.cache for state in states]
+    misses: list[MissReason] = [report.miss for report in reports if report.miss is not None]
+    return CacheInfo(
+        num_tokens=sum(report.num_cached_tokens for report in reports),
+        kv_num_tokens=sum(report.kv_num_tokens for report in reports),
+        miss=CacheInfo.of(next(r for r in reports if r.miss is misses[0])).miss if misses else None,
+    )

@@ -1,0 +1,87 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forkpoint.outputs import Logprob
+from forkpoint.server.protocol import Reply
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[TokenLogprob] | None
+
+
+class TextLogprobs(Reply):
+    """Lists with one entry per token; nothing foretells the first token of a prompt."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> ChatLogprobs:
+    """`entries` have the chosen token first, as `engine.outputs.logprob_dict` makes them."""
+    content = []
+    for entry in entries:
+        chosen = next(iter(entry.values()))
+        top = [
+            TopLogprob(token=one.decoded_token, logprob=_finite(one.logprob), bytes=_bytes(one.decoded_token))
+            for one in sorted(entry.values(), key=lambda one: one.rank)
+            if one.rank <= num_top
+        ]
+        token = chosen.decoded_token
+        content.append(
+            TokenLogprob(token=token, logprob=_finite(chosen.logprob), bytes=_bytes(token), top_logprobs=top)
+        )
+    return ChatLogprobs(content=content)
+
+
+def text_logprobs(
+    entries: Sequence[tuple[str, Mapping[int, Logprob] | None]], num_top: int, offset: int
+) -> TextLogprobs:
+    """`entries` are (text of the token, its alternatives or None); the first token starts at `offset`."""
+    texts = [text for text, _ in entries]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    chosen = [_finite(next(iter(entry.values())).logprob) if entry else None for _, entry in entries]
+    return TextLogprobs(
+        text_offset=offsets,
+        token_logprobs=chosen,
+        tokens=texts,
+        top_logprobs=[_top(entry, num_top) if entry else None for _, entry in entries],
+    )
+
+
+def _top(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
+    """The chosen token and the `num_top` most likely ones, the most likely first."""
+    found: dict[str, float] = {}
+    chosen = next(iter(entry.values()))
+    for one in sorted(entry.values(), key=lambda one: one.rank):
+        if one.rank <= num_top or one is chosen:
+            found.setdefault(one.decoded_token, _finite(one.logprob))  # two ids may share a text
+    return found
+
+
+def _finite(value: float) -> float:
+    return max(value, -9999.0)  # JSON knows no infinity
+
+
+def _bytes(token: str) -> list[int]:
+    return list(token.encode("utf-8", errors="replace"))

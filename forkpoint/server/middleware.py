@@ -1,0 +1,98 @@
+"""What every request passes first: its id, its key, its size."""
+
+from __future__ import annotations
+
+import hmac
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forkpoint.obs.logs import LOGGER
+from forkpoint.server.config import ServerConfig
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.sse import encode
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
+REQUEST_ID = b"x-request-id"
+MAX_REQUEST_ID_LENGTH = 128
+
+
+class Gate:
+    """Answers 401 without a known key and 413 for a body that is too large; returns X-Request-Id with every answer."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._keys = tuple(f"Bearer {key}".encode() for key in config.api_key)
+        self._max_bytes = config.max_body_bytes
+        self._log = config.access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(REQUEST_ID, b"")[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex.encode()
+        started = time.perf_counter()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, self._limited(receive), send_with_id)
+        except HTTPError as error:
+            if not status:
+                await send_error(send_with_id, error)
+        finally:
+            if self._log:
+                elapsed = time.perf_counter() - started
+                name = request_id.decode("latin-1")
+                LOGGER.info("%s %s %s in %.3f s [%s]", scope["method"], scope["path"], status, elapsed, name)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if self._keys and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            given = headers.get(b"authorization", b"")
+            if not any(hmac.compare_digest(given, key) for key in self._keys):
+                raise HTTPError(
+                    401,
+                    "this server asks for an API key; send the header 'Authorization: Bearer KEY' with a valid one",
+                    "authentication_error",
+                    code="invalid_api_key",
+                )
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+
+    def _limited(self, receive: Receive) -> Receive:
+        """`receive`, which ends a body without a declared length where it becomes too large."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_bytes:
+                    raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> HTTPError:
+        return HTTPError(
+            413, f"the request body exceeds max_body_bytes={self._max_bytes}; send less", code="body_too_large"
+        )
+
+
+async def send_error(send: Send, error: HTTPError) -> None:
+    body = encode(error.body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,113 @@
+"""What bodies of requests and answers share, with OpenAI's names. The OpenAPI document is made of these types."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from forkpoint.outputs import CacheReport
+
+
+class Body(BaseModel):
+    """A request body. Fields that are not known are accepted and ignored, as OpenAI's clients expect."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(Body):
+    """What both kinds of completion take: OpenAI's fields, those of other engines, and `cache_breakpoints`."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, description="prompts share cached prefixes only under the same salt")
+    cache_breakpoints: list[int] | None = Field(
+        None, description="prompt positions, in tokens, at which other prompts are expected to part from this one"
+    )
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a smaller value runs first")
+
+
+class Reply(BaseModel):
+    """An answer."""
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CacheInfo(Reply):
+    """What the prefix cache did for a prompt: `num_tokens` were reused, keys and values alone reached
+    `kv_num_tokens`, and `miss` says why not all of the reusable prompt was reused."""
+
+    num_tokens: int
+    kv_num_tokens: int
+    miss: Literal["cold", "short", "no_checkpoint", "evicted", "salt", "bypassed"] | None
+
+    @classmethod
+    def of(cls, report: CacheReport) -> CacheInfo:
+        miss: Any = report.miss.value if report.miss is not None else None
+        return cls(num_tokens=report.num_cached_tokens, kv_num_tokens=report.kv_num_tokens, miss=miss)
+
+
+class ErrorInfo(Reply):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply):
+    error: ErrorInfo
+
+
+class ModelCard(Reply):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "forkpoint"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Reply):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class VersionReply(Reply):
+    version: str
+
+
+class DoneReply(Reply):
+    """`done` is False where the engine could not do it now."""
+
+    done: bool

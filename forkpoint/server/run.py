@@ -1,0 +1,184 @@
+"""The life of the server: listen, load, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from forkpoint.config import EngineConfig
+from forkpoint.engine.async_engine import AsyncEngine
+from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
+from forkpoint.obs.logs import LOGGER, set_up_logging
+from forkpoint.obs.prometheus import Metrics
+from forkpoint.obs.stats import Reading, is_idle, load_line
+from forkpoint.server.app import create_app, quiet_libraries
+from forkpoint.server.config import ServerConfig
+from forkpoint.server.observer import MetricsObserver
+from forkpoint.server.service import Service
+
+OK, FAILED = 0, 1
+BACKLOG = 2048
+LAST_ANSWERS_S = 2.0  # for open requests to be told, and probes to see 503, after the engine has died
+
+
+def serve(engine: EngineConfig, config: ServerConfig) -> int:
+    """Serve until Ctrl-C or SIGTERM and return the exit code: 0, or 1 when the engine died.
+
+    Raises ConfigError for an address that cannot be listened on, and what loading the model raises.
+    """
+    set_up_logging(engine.log_level)
+    disable_created_metrics()  # a second series for each, which nobody reads
+    with listen(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(engine, config, listener))
+
+
+async def _run(engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    return await Server(engine, config, listener).run()
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The listening socket. Raises ConfigError naming the address and what is wrong with it."""
+    where = f"{config.host}:{config.port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error}; give another --host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --port or --host") from error
+    return listener
+
+
+class Server:
+    """One engine behind one listening socket. Call `run` once."""
+
+    def __init__(self, engine: EngineConfig, config: ServerConfig, listener: socket.socket) -> None:
+        names = config.served_model_name or (engine.model,)
+        self._config = config
+        self._listener = listener
+        self._metrics = Metrics(config.metrics_prefix, names[0])
+        self._engine = AsyncEngine(engine, MetricsObserver(self._metrics))
+        self._service = Service(self._engine, config, engine.model, self._metrics)
+        self._asked_to_stop = asyncio.Event()
+        self._num_signals = 0
+
+    async def run(self) -> int:
+        http = _Uvicorn(self._service)
+        self._handle_signals()
+        serving = asyncio.create_task(http.serve([self._listener]))
+        watching = asyncio.create_task(self._engine.ended())
+        logging = asyncio.create_task(self._log_load())
+        try:
+            return await self._serve(serving, watching)
+        finally:
+            self._service.closing = True
+            for task in (watching, logging):
+                task.cancel()
+            await self._engine.close()
+            http.should_exit = True
+            await asyncio.gather(serving, watching, logging, return_exceptions=True)
+
+    async def _serve(self, serving: asyncio.Task[None], watching: asyncio.Task[ForkpointError]) -> int:
+        stopping = asyncio.create_task(self._asked_to_stop.wait())
+        loading = asyncio.create_task(self._engine.start())
+        try:
+            await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                return self._end_early(serving)
+            loading.result()
+            self._log_ready()
+            await asyncio.wait((watching, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                LOGGER.error("%s; open requests have failed, the server ends", watching.result())
+                await asyncio.sleep(LAST_ANSWERS_S)
+                return FAILED
+            if serving.done():
+                return self._end_early(serving)
+            await self._drain()
+            return OK
+        finally:
+            for task in (stopping, loading):
+                task.cancel()
+            await asyncio.gather(stopping, loading, return_exceptions=True)
+
+    def _end_early(self, serving: asyncio.Task[None]) -> int:
+        if serving.done():
+            serving.result()
+            raise EngineStoppedError("the HTTP server ended by itself")
+        LOGGER.info("stopped while the model was loading")
+        return OK
+
+    async def _drain(self) -> None:
+        """Take no more requests; give those that are open their time."""
+        self._service.closing = True
+        limit = self._config.shutdown_timeout_s
+        if self._engine.num_open:
+            LOGGER.info("stopping: %d open requests have %g s to end", self._engine.num_open, limit)
+        deadline = time.monotonic() + limit
+        while self._engine.num_open and time.monotonic() < deadline and self._num_signals < 2:
+            await asyncio.sleep(0.05)
+        if self._engine.num_open:
+            LOGGER.warning("%d requests did not end in time and are cut off", self._engine.num_open)
+
+    def _handle_signals(self) -> None:
+        def stop() -> None:
+            self._num_signals += 1
+            self._asked_to_stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+
+    def _log_ready(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        LOGGER.info("ready: %s on http://%s:%d (chat page at /, API under /v1)", self._service.names[0], shown, port)
+
+    async def _log_load(self) -> None:
+        before: Reading | None = None
+        while True:
+            await asyncio.sleep(self._config.log_interval_s)
+            if not self._engine.is_ready:
+                continue
+            with contextlib.suppress(EngineStoppedError):
+                stats = await self._engine.call("stats")
+                metrics = self._metrics
+                now = Reading(time.perf_counter(), metrics.num_prompt_tokens, metrics.num_output_tokens, stats)
+                if before is not None:
+                    (LOGGER.debug if is_idle(before, now) else LOGGER.info)(load_line(before, now))
+                before = now
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: `Server` decides when to end."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        quiet_libraries()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

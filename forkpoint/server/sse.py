@@ -1,0 +1,81 @@
+"""Server-sent events: one answer in many pieces, dropped as soon as nobody reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forkpoint.server.errors import to_http
+
+encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies are not to collect what should stream
+)
+
+
+def event(data: object) -> bytes:
+    return b"data: " + encode(data) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields, then `[DONE]`. An error in the middle becomes an event of its own.
+
+    `on_close` is called at the end, however it came: by itself, by an error, or because the reader left.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader = asyncio.create_task(self._send_all(send))
+        leaver = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((reader, leaver), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._on_close()
+            for task in (reader, leaver):
+                task.cancel()
+            await asyncio.gather(reader, leaver, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            await send({"type": "http.response.body", "body": event(to_http(error).body()), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[Any], on_leave: Callable[[], None]) -> Any:
+    """The result of `work`; if the client leaves first, `on_leave` is called, which must end the work."""
+    task = asyncio.ensure_future(work)
+    leaver = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, leaver), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            on_leave()
+        return await task
+    finally:
+        leaver.cancel()
+        if not task.done():
+            on_leave()
+            task.cancel()
