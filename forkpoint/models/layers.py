@@ -69,13 +69,13 @@ class MLP:
         hidden = build.config.hidden_size
         names = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
         gate_up = join_rows(build.weights, names, [intermediate_size] * 2, hidden)
-        self._gate_up = Projection(build.ops, gate_up)
+        self._gate_up: Any = build.ops.prepare_linear(gate_up, None)
         self._down = read_projection(build, f"{name}.down_proj", hidden, intermediate_size)
         self._ops = build.ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, H] -> [T, H]`."""
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+        return self._down(self._ops.linear_silu_mul(x, self._gate_up))
 
 
 def rotary_table(rotary_dim: int, theta: float, max_len: int) -> Tensor:

@@ -7,44 +7,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.models.layers import MLP, Build, Projection
+from forkpoint.models.layers import Build, Projection
 from forkpoint.models.weights import join_rows
-from forkpoint.ops.activation.reference import sigmoid
 
 
 class SparseMLP:
-    """`sum_j p_j expert_j(x) + sigmoid(g(x)) shared(x)` over the `top_k` likeliest experts of each token."""
+    """`sum_j p_j expert_j(x) + sigmoid(g(x)) shared(x)` over the `top_k` likeliest experts of each token.
+
+    The shared expert is cut into experts of the routed ones' size, whose answers add up to its own: all of a token's
+    experts are then one operation.
+    """
 
     def __init__(self, build: Build, name: str) -> None:
         moe = build.config.moe
         assert moe is not None
         self._ops, self._moe = build.ops, moe
+        self._num_shared = -(-moe.shared_intermediate_size // moe.intermediate_size)
         hidden = build.config.hidden_size
         names = [f"{name}.gate.weight", f"{name}.shared_expert_gate.weight"]
         self._router = Projection(build.ops, join_rows(build.weights, names, [moe.num_experts, 1], hidden))
-        self._shared = MLP(build, f"{name}.shared_expert", moe.shared_intermediate_size)
-        self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, f"{name}.experts"))
+        self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
     def _read_experts(self, build: Build, name: str) -> tuple[Tensor, Tensor]:
-        """`gate_up[E, 2I, H]`, `down[E, H, I]`, stored whole or expert by expert."""
+        """`gate_up[E, 2I, H]`, `down[E, H, I]`: the routed experts, then the shared one's parts."""
         count, inner, hidden = self._moe.num_experts, self._moe.intermediate_size, build.config.hidden_size
         source = build.weights
-        if source.has(f"{name}.gate_up_proj"):
-            gate_up = source.get(f"{name}.gate_up_proj", (count, 2 * inner, hidden))
-            return gate_up, source.get(f"{name}.down_proj", (count, hidden, inner))
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=source.dtype)
-        down = torch.empty(count, hidden, inner, dtype=source.dtype)
-        for e in range(count):
-            gate_up[e, :inner] = source.get(f"{name}.{e}.gate_proj.weight", (inner, hidden))
-            gate_up[e, inner:] = source.get(f"{name}.{e}.up_proj.weight", (inner, hidden))
-            down[e] = source.get(f"{name}.{e}.down_proj.weight", (hidden, inner))
+        total = count + self._num_shared
+        gate_up = torch.empty(total, 2 * inner, hidden, dtype=source.dtype, device=source.device)
+        down = torch.empty(total, hidden, inner, dtype=source.dtype, device=source.device)
+        if source.has(f"{name}.experts.gate_up_proj"):
+            gate_up[:count] = source.get(f"{name}.experts.gate_up_proj", (count, 2 * inner, hidden))
+            down[:count] = source.get(f"{name}.experts.down_proj", (count, hidden, inner))
+        else:
+            for e in range(count):
+                expert = f"{name}.experts.{e}"
+                gate_up[e, :inner] = source.get(f"{expert}.gate_proj.weight", (inner, hidden))
+                gate_up[e, inner:] = source.get(f"{expert}.up_proj.weight", (inner, hidden))
+                down[e] = source.get(f"{expert}.down_proj.weight", (hidden, inner))
+        self._read_shared(build, f"{name}.shared_expert", gate_up[count:], down[count:])
         return gate_up, down
+
+    def _read_shared(self, build: Build, name: str, gate_up: Tensor, down: Tensor) -> None:
+        """Fill `gate_up[C, 2I, H]` and `down[C, H, I]` with slices of the shared expert, zeros behind its end."""
+        inner, hidden, whole = self._moe.intermediate_size, build.config.hidden_size, self._moe.shared_intermediate_size
+        gate = build.weights.get(f"{name}.gate_proj.weight", (whole, hidden))
+        up = build.weights.get(f"{name}.up_proj.weight", (whole, hidden))
+        back = build.weights.get(f"{name}.down_proj.weight", (hidden, whole))
+        gate_up.zero_()
+        down.zero_()
+        for part in range(self._num_shared):
+            start, end = part * inner, min((part + 1) * inner, whole)
+            gate_up[part, : end - start] = gate[start:end]
+            gate_up[part, inner : inner + end - start] = up[start:end]
+            down[part, :, : end - start] = back[:, start:end]
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, H] -> [T, H]`."""
-        scores, gate = torch.split(self._router(x), [self._moe.num_experts, 1], dim=-1)
-        weights, ids = torch.softmax(scores, dim=-1, dtype=torch.float32).topk(self._moe.top_k, dim=-1)
-        if self._moe.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        routed = self._ops.experts(x, self._experts, weights.to(x.dtype), ids)
-        return routed + (self._shared(x).float() * sigmoid(gate.float())).to(x.dtype)
+        weights, ids = self._ops.route(self._router(x), self._moe.top_k, self._moe.norm_topk_prob, self._num_shared)
+        return self._ops.experts(x, self._experts, weights, ids)

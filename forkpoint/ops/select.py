@@ -37,10 +37,11 @@ def torch_table(deterministic: bool = False) -> OpTable:
     With `deterministic` no row of any result depends, bit for bit, on what else is in the batch, on where the
     row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
     """
-    fixed = FixedRowsLinear()
+    product = FixedRowsLinear() if deterministic else linear.linear
     return OpTable(
         prepare_linear=linear.prepare_linear,
-        linear=fixed if deterministic else linear.linear,
+        linear=product,
+        linear_silu_mul=linear.ComposedLinearSiluMul(product, activation.silu_mul),
         rmsnorm=norm.rmsnorm,
         add_rmsnorm=norm.add_rmsnorm,
         gated_rmsnorm=norm.gated_rmsnorm,
@@ -53,8 +54,9 @@ def torch_table(deterministic: bool = False) -> OpTable:
         gdn_prefill=gated_delta.gdn_prefill,
         gdn_decode=gated_delta.gdn_decode,
         gdn_step=ComposedStep(conv1d.conv_update, gated_delta.gdn_decode, norm.gated_rmsnorm),
+        route=moe.route,
         prepare_experts=moe.prepare_experts,
-        experts=partial(moe.experts_by, fixed) if deterministic else moe.experts,
+        experts=partial(moe.experts_by, product),
         state_copy=state_copy.state_copy,
         greedy=sampling.greedy,
         sample_rows=sampling.sample_rows,

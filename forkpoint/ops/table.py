@@ -42,6 +42,12 @@ class Linear(Protocol):
         """`x[T, K] -> y[T, N]` in x's dtype."""
 
 
+class LinearSiluMul(Protocol):
+    def __call__(self, x: Tensor, packed: Any) -> Tensor:
+        """silu_mul of a linear layer: `silu(x gate^T) * (x up^T)`, `x[T, K] -> y[T, I]`, for a packed `[2I, K]`
+        weight, gate rows first."""
+
+
 class RMSNorm(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dim in fp32, `weight` fp32 (any `1 +` folded in at load); result in x's dtype."""
@@ -181,6 +187,14 @@ class GDNStep(Protocol):
         `gate[B, HV, V]` -> `[B, HV, V]`, in `out` if given."""
 
 
+class Route(Protocol):
+    def __call__(self, scores: Tensor, top_k: int, normalise: bool, num_shared: int) -> tuple[Tensor, Tensor]:
+        """The experts of each token. `scores[T, E + 1]`: the routed experts', then the shared experts' gate.
+
+        -> `weights[T, top_k + num_shared]` fp32, `ids` of the same shape, int32: the `top_k` likeliest of softmax, with
+        `normalise` so that they add up to 1, then the `num_shared` experts behind E, each weighing sigmoid(gate)."""
+
+
 class PrepareExperts(Protocol):
     def __call__(self, gate_up: Tensor, down: Tensor) -> Any:
         """Pack expert weights `gate_up[E, 2I, H]`, `down[E, H, I]`."""
@@ -188,7 +202,7 @@ class PrepareExperts(Protocol):
 
 class Experts(Protocol):
     def __call__(self, x: Tensor, packed: Any, weights: Tensor, ids: Tensor) -> Tensor:
-        """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])`, `x[T, H]`, `weights`/`ids` `[T, top_k]`."""
+        """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])`, `x[T, H]`, `weights`/`ids` `[T, choices]` as of route."""
 
 
 class StateCopy(Protocol):
@@ -226,6 +240,7 @@ class OpTable:
 
     prepare_linear: PrepareLinear
     linear: Linear
+    linear_silu_mul: LinearSiluMul
     rmsnorm: RMSNorm
     add_rmsnorm: AddRMSNorm
     gated_rmsnorm: GatedRMSNorm
@@ -238,6 +253,7 @@ class OpTable:
     gdn_prefill: GDNPrefill
     gdn_decode: GDNDecode
     gdn_step: GDNStep
+    route: Route
     prepare_experts: PrepareExperts
     experts: Experts
     state_copy: StateCopy

@@ -14,6 +14,10 @@ from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.gated_delta import kernel as gated_delta
 from forkpoint.ops.gated_delta.prefill_kernel import gdn_prefill
 from forkpoint.ops.gated_delta.step_kernel import gdn_step
+from forkpoint.ops.linear.device_linear import DeviceLinear
+from forkpoint.ops.linear.tiles import fastest_tile, fixed_tile
+from forkpoint.ops.moe.device_experts import DeviceExperts
+from forkpoint.ops.moe.route_kernel import route
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
@@ -22,12 +26,17 @@ from forkpoint.ops.table import OpTable
 
 
 def triton_table(base: OpTable) -> OpTable:
-    """`base` with every operator replaced that has a kernel; matrix products and experts stay.
+    """`base` with its operators replaced by those of a GPU.
 
     Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so that
     they serve deterministic tables as they are; attention, which would spread few queries over the device, is told.
     """
+    product = DeviceLinear(fixed_tile if base.deterministic else fastest_tile, activation.silu_mul)
     replaced: dict[str, Any] = {
+        "linear": product.linear,
+        "linear_silu_mul": product.linear_silu_mul,
+        "route": route,
+        "experts": DeviceExperts(base.deterministic),
         "rmsnorm": norm.rmsnorm,
         "add_rmsnorm": norm.add_rmsnorm,
         "gated_rmsnorm": norm.gated_rmsnorm,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.linear.reference import linear, prepare_linear
-from forkpoint.ops.moe.reference import experts, experts_by, prepare_experts
+from forkpoint.ops.moe.reference import experts_by, prepare_experts
 
 SHAPES = [(96, 64), (9, 130), (1001, 40)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,7 +67,9 @@ def test_experts() -> None:
         for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
             gate, up = (gate_up[e] @ x[t]).chunk(2)
             want[t] += weight * (down[e] @ (F.silu(gate) * up))
-    torch.testing.assert_close(experts(x, prepare_experts(gate_up, down), weights, ids), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        experts_by(linear, x, prepare_experts(gate_up, down), weights, ids), want, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

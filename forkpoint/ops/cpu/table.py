@@ -12,6 +12,7 @@ from torch import Tensor
 from forkpoint.ops.attention.inputs import ComposedInputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.gated_delta.step import ComposedStep
+from forkpoint.ops.linear.reference import ComposedLinearSiluMul
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 from forkpoint.ops.table import GDNParams, OpTable
 
@@ -164,4 +165,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             both = TileLinear(module.prepare_linear, module.linear, base.prepare_linear, base.linear)
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
+    product, activation = replaced.get("linear", base.linear), replaced["silu_mul"]
+    replaced["linear_silu_mul"] = ComposedLinearSiluMul(product, activation)
+    backends["linear_silu_mul"] = backends["linear"]
     return replace(base, **replaced, backends=backends)

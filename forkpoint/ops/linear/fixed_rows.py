@@ -17,6 +17,7 @@ CANDIDATES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _SMALL = 16  # a decode batch must not be padded much further than this
 _MIN_ROWS = 16  # of a trial
 _SHIFT = 5  # rows by which a trial is rotated, to see each row at another place in its block
+_ALIGNMENT = 64  # bytes; BLAS kernels treat the head of a row by its address
 
 _Key = tuple[int, int, bool, torch.dtype, torch.device, int]
 
@@ -91,7 +92,10 @@ def _in_blocks(x: Tensor, packed: PackedLinear, sizes: tuple[int, ...]) -> Tenso
     start = 0
     for size in sizes:
         while num_rows - start >= size:
-            out[start : start + size] = F.linear(x[start : start + size], packed.weight, packed.bias)
+            block = x[start : start + size]
+            if block.data_ptr() % _ALIGNMENT:
+                block = block.clone()
+            out[start : start + size] = F.linear(block, packed.weight, packed.bias)
             start += size
     if start < num_rows:
         rest = num_rows - start

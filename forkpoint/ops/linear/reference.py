@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from forkpoint.ops.table import Linear, SiluMul
 
 
 class PackedLinear(NamedTuple):
@@ -23,3 +26,15 @@ def prepare_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """`x[T, K] -> y[T, N]` in x's dtype."""
     return F.linear(x, packed.weight, packed.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLinearSiluMul:
+    """`linear_silu_mul` of a table whose `linear` and `silu_mul` are operators of their own."""
+
+    linear: Linear
+    silu_mul: SiluMul
+
+    def __call__(self, x: Tensor, packed: Any) -> Tensor:
+        """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first."""
+        return self.silu_mul(self.linear(x, packed))

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forkpoint.ops.activation.reference import silu_mul
-from forkpoint.ops.linear.reference import PackedLinear, linear
+from forkpoint.ops.activation.reference import sigmoid, silu_mul
+from forkpoint.ops.linear.reference import PackedLinear
 
 
 class PackedExperts(NamedTuple):
@@ -24,9 +24,18 @@ def prepare_experts(gate_up: Tensor, down: Tensor) -> PackedExperts:
     return PackedExperts(gate_up, down)
 
 
-def experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
-    """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`."""
-    return experts_by(linear, x, packed, weights, ids)
+def route(scores: Tensor, top_k: int, normalise: bool, num_shared: int) -> tuple[Tensor, Tensor]:
+    """`scores[T, E + 1] -> weights[T, top_k + num_shared]` fp32, `ids` int32; see `table.Route`."""
+    num_tokens, num_experts = scores.shape[0], scores.shape[1] - 1
+    weights, ids = torch.softmax(scores[:, :-1], dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    shared = torch.arange(num_experts, num_experts + num_shared, dtype=torch.int32, device=scores.device)
+    gate = sigmoid(scores[:, -1:].float())
+    return (
+        torch.cat((weights, gate.expand(num_tokens, num_shared)), dim=-1),
+        torch.cat((ids.int(), shared.expand(num_tokens, num_shared)), dim=-1),
+    )
 
 
 def experts_by(
@@ -36,7 +45,10 @@ def experts_by(
     weights: Tensor,
     ids: Tensor,
 ) -> Tensor:
-    """As `experts`, with `product(x, packed)` for every matrix product; its rows are then as good as those."""
+    """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`.
+
+    `product(x, packed)` computes every matrix product; the rows are then as good as its.
+    """
     num_tokens, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(ids.reshape(-1), minlength=packed.down.shape[0]).tolist()

@@ -1,0 +1,252 @@
+"""Matrix products with weights in Triton; see reference.py for what they compute."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.linear.tiles import Tile
+
+BLOCK = 1024  # outputs whose splits one program adds
+
+
+@triton.jit
+def accumulate(
+    x,
+    x_offsets,
+    rows_inside,
+    weight,
+    up_weight,
+    outputs_inside,
+    start,
+    end,
+    width,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    GATED: tl.constexpr,
+    MASK_OUTPUTS: tl.constexpr,
+    MASK_WIDTH: tl.constexpr,
+):
+    """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's rows at `x_offsets` with the rows of `weight`, and,
+    if GATED, of `up_weight`. The steps of K are the same whatever the tile; float32 is not cut to tf32."""
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    x_at = x_offsets[:, None] + columns[None, :]
+    w_at = outputs[:, None] * width + columns[None, :]
+    x += start
+    weight += start
+    up_weight += start
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32) if TURNED else tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = acc
+    for k in range(start, end, WIDTH):
+        if MASK_WIDTH:
+            inside = (columns < end - k)[None, :]
+            x_tile = tl.load(x + x_at, mask=rows_inside[:, None] & inside, other=0.0)
+            w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
+        else:
+            x_tile = tl.load(x + x_at, mask=rows_inside[:, None], other=0.0)
+            if MASK_OUTPUTS:
+                w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
+            else:
+                w_tile = tl.load(weight + w_at)
+        if TURNED:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+        if GATED:
+            if MASK_WIDTH:
+                u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
+            elif MASK_OUTPUTS:
+                u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None], other=0.0)
+            else:
+                u_tile = tl.load(up_weight + w_at)
+            if TURNED:
+                up = tl.dot(u_tile, tl.trans(x_tile), up, input_precision="ieee")
+            else:
+                up = tl.dot(x_tile, tl.trans(u_tile), up, input_precision="ieee")
+        x += WIDTH
+        weight += WIDTH
+        up_weight += WIDTH
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up) if GATED else acc
+    return acc, up
+
+
+@triton.jit
+def gate(acc, up, dtype: tl.constexpr):
+    """`silu(acc) * up` in fp32, rounded before as the two products would be, were they stored."""
+    return silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits", "group"])
+def _linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    width,
+    x_stride,
+    out_stride,
+    split_width,
+    splits,
+    group,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MASK_OUTPUTS: tl.constexpr,
+    MASK_WIDTH: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    split = pid % splits
+    pid = pid // splits
+    # Programs next to each other share weights while `group` row tiles last, then rows.
+    output_tiles = (num_outputs + OUTPUTS - 1) // OUTPUTS
+    first = pid // (group * output_tiles) * group
+    here = tl.minimum((num_rows + ROWS - 1) // ROWS - first, group)
+    place = pid % (group * output_tiles)
+    row_start = (first + place % here) * ROWS
+    output_start = place // here * OUTPUTS
+    start = split * split_width
+
+    rows = row_start + tl.arange(0, ROWS)
+    outputs = output_start + tl.arange(0, OUTPUTS)
+    rows_inside = rows < num_rows
+    outputs_inside = outputs < num_outputs
+    w_at = weight + output_start.to(tl.int64) * width
+    acc, up = accumulate(
+        x,
+        rows.to(tl.int64) * x_stride,
+        rows_inside,
+        w_at,
+        w_at + num_outputs.to(tl.int64) * width,
+        outputs_inside,
+        start,
+        tl.minimum(start + split_width, width),
+        width,
+        ROWS,
+        OUTPUTS,
+        WIDTH,
+        TURNED,
+        GATED,
+        MASK_OUTPUTS,
+        MASK_WIDTH,
+    )
+    inside = rows_inside[:, None] & outputs_inside[None, :]
+    line = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
+    if SPLIT:
+        # Sums of [splits, gate and up, num_rows, num_outputs].
+        part = num_rows.to(tl.int64) * num_outputs
+        sums = out + split * part * (2 if GATED else 1) + line
+        tl.store(sums, acc, mask=inside)
+        if GATED:
+            tl.store(sums + part, up, mask=inside)
+    else:
+        if BIAS:
+            acc += tl.load(bias + outputs, mask=outputs_inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc = gate(acc, up, out.dtype.element_ty)
+        tl.store(out + line, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "splits", "pieces"])
+def _add_splits_kernel(
+    sums,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    splits,
+    pieces,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    row = (pid // pieces).to(tl.int64) * num_outputs
+    at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_outputs
+    part = num_rows.to(tl.int64) * num_outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    up = total
+    for _ in range(splits):
+        total += tl.load(sums + row + at, mask=inside, other=0.0)
+        sums += part
+        if GATED:
+            up += tl.load(sums + row + at, mask=inside, other=0.0)
+            sums += part
+    if BIAS:
+        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        total = gate(total, up, out.dtype.element_ty)
+    tl.store(out + row + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
+    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride.
+
+    With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, width = x.shape
+    num_outputs = weight.shape[0] // (2 if gated else 1)
+    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
+    splits = triton.cdiv(width, split_width)
+    row_tiles = triton.cdiv(num_rows, tile.rows)
+    target = out
+    if splits > 1:
+        target = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    _linear_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
+        x,
+        weight,
+        bias,
+        target,
+        num_rows,
+        num_outputs,
+        width,
+        x.stride(0),
+        num_outputs,
+        split_width,
+        splits,
+        min(tile.group, row_tiles),
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
+        TURNED=tile.turned,
+        GATED=gated,
+        BIAS=bias is not None,
+        SPLIT=splits > 1,
+        MASK_OUTPUTS=num_outputs % tile.outputs != 0,
+        MASK_WIDTH=width % tile.width != 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if splits > 1:
+        pieces = triton.cdiv(num_outputs, BLOCK)
+        _add_splits_kernel[(num_rows * pieces,)](
+            target,
+            bias,
+            out,
+            num_rows,
+            num_outputs,
+            splits,
+            pieces,
+            GATED=gated,
+            BIAS=bias is not None,
+            BLOCK=BLOCK,
+        )
+    return out

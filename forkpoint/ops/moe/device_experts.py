@@ -1,0 +1,37 @@
+"""Routed experts on a GPU: which kernels and tiles serve how many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.moe.reference import PackedExperts
+
+MAX_PAIRED = 64  # (token, choice) pairs: up to here most experts are read by one pair
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExperts:
+    """`experts` of a GPU; with `deterministic` a token's bits do not depend on the batch."""
+
+    deterministic: bool
+
+    def __call__(self, x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
+        """See `table.Experts`."""
+        if not self.deterministic and ids.numel() <= MAX_PAIRED:
+            return paired_experts(x, packed, weights, ids)
+        into, out_of = _tiles(x.dtype, 0 if self.deterministic else ids.numel() / packed.down.shape[0])
+        return grouped_experts(x, packed, weights, ids, into, out_of)
+
+
+def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
+    """For the products into and out of experts that serve `mean_rows` pairs each."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
+    if mean_rows <= 16:
+        return Tile(16, 64, 128, 4, 3, turned=True), Tile(16, 64, 128, 4, 3, turned=True)
+    return Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)

@@ -1,0 +1,254 @@
+"""Routed experts in Triton; see reference.py for what they compute."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.linear.kernel import accumulate, gate
+from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
+from forkpoint.ops.moe.reference import PackedExperts
+
+BLOCK = 1024
+PAIR_IN = Tile(1, 8, 512, 4, 1)
+PAIR_OUT = Tile(1, 8, 512, 4, 1)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped_kernel(
+    x,
+    weight,
+    out,
+    pairs,
+    tiles,
+    num_tiles,
+    output_tiles,
+    num_outputs,
+    width,
+    top_k,
+    x_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    GATED: tl.constexpr,
+    MASK_OUTPUTS: tl.constexpr,
+    MASK_WIDTH: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tile = pid // output_tiles
+    output_start = pid % output_tiles * OUTPUTS
+    begin = tl.load(tiles + num_tiles + tile)
+    end = tl.load(tiles + 2 * num_tiles + tile)
+    if begin < end:
+        rows = begin + tl.arange(0, ROWS)
+        outputs = tl.arange(0, OUTPUTS)
+        rows_inside = rows < end
+        outputs_inside = outputs < num_outputs - output_start
+        pair = tl.load(pairs + rows, mask=rows_inside, other=0)
+        # Into the experts: from tokens to places in their order. Out of them: from places to pairs.
+        if GATED:
+            source = (pair // top_k).to(tl.int64)
+            target = rows.to(tl.int64)
+        else:
+            source = rows.to(tl.int64)
+            target = pair.to(tl.int64)
+        matrix = tl.load(tiles + tile).to(tl.int64) * (2 if GATED else 1)
+        w_at = weight + (matrix * num_outputs + output_start) * width
+        acc, up = accumulate(
+            x,
+            source * x_stride,
+            rows_inside,
+            w_at,
+            w_at + num_outputs.to(tl.int64) * width,
+            outputs_inside,
+            0,
+            width,
+            width,
+            ROWS,
+            OUTPUTS,
+            WIDTH,
+            TURNED,
+            GATED,
+            MASK_OUTPUTS,
+            MASK_WIDTH,
+        )
+        if GATED:
+            acc = gate(acc, up, out.dtype.element_ty)
+        at = target[:, None] * out_stride + output_start + outputs[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=rows_inside[:, None] & outputs_inside[None, :])
+
+
+@triton.jit
+def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    token = (pid // pieces).to(tl.int64)
+    at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(top_k):
+        pair = token * top_k + choice
+        total += tl.load(weights + pair) * tl.load(answers + pair * size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pair_in_kernel(
+    x,
+    gate_up,
+    ids,
+    out,
+    x_stride,
+    top_k,
+    inner,
+    width,
+    pieces,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pair = (pid // pieces).to(tl.int64)
+    start = pid % pieces * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = outputs < inner - start
+    matrix = tl.load(ids + pair).to(tl.int64)
+    gate_at = gate_up + (matrix * 2 * inner + start) * width
+    up_at = gate_at + inner.to(tl.int64) * width
+    x_at = x + pair // top_k * x_stride
+    at = outputs[:, None] * width + columns[None, :]
+    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    up = acc
+    for k in range(0, width, WIDTH):
+        left = columns < width - k
+        valid = inside[:, None] & left[None, :]
+        value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(gate_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+        up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+    result = gate(tl.sum(acc, 1), tl.sum(up, 1), out.dtype.element_ty)
+    tl.store(out + pair * inner + start + outputs, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pair_out_kernel(
+    hidden,
+    down,
+    ids,
+    weights,
+    out,
+    top_k,
+    size,
+    inner,
+    pieces,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    token = (pid // pieces).to(tl.int64)
+    start = pid % pieces * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = outputs < size - start
+    at = outputs[:, None] * inner + columns[None, :]
+    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    for choice in range(top_k):
+        pair = token * top_k + choice
+        weight = tl.load(weights + pair)
+        down_at = down + (tl.load(ids + pair).to(tl.int64) * size + start) * inner
+        for k in range(0, inner, WIDTH):
+            left = columns < inner - k
+            value = weight * tl.load(hidden + pair * inner + k + columns, mask=left, other=0.0).to(tl.float32)
+            tile = tl.load(down_at + k + at, mask=inside[:, None] & left[None, :], other=0.0)
+            acc += tile.to(tl.float32) * value[None, :]
+    tl.store(out + token * size + start + outputs, tl.sum(acc, 1).to(out.dtype.element_ty), mask=inside)
+
+
+def grouped_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor, into: Tile, out_of: Tile) -> Tensor:
+    """As `experts`: pairs in the order of their experts, each product in tiles of one expert's rows.
+
+    `into.rows` and `out_of.rows` are the same. A row's bits depend on the tiles alone.
+    """
+    num_tokens, top_k = ids.shape
+    num_experts, size, inner = packed.down.shape
+    order = order_by_expert(ids, num_experts, into.rows)
+    hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+    answers = torch.empty(ids.numel(), size, dtype=x.dtype, device=x.device)
+    _grouped_product(x, packed.gate_up, hidden, order, top_k, into, True)
+    _grouped_product(hidden, packed.down, answers, order, top_k, out_of, False)
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    pieces = triton.cdiv(size, BLOCK)
+    _combine_kernel[(num_tokens * pieces,)](answers, weights, out, size, top_k, pieces, BLOCK=BLOCK)
+    return out
+
+
+def _grouped_product(
+    x: Tensor, weight: Tensor, out: Tensor, order: ExpertOrder, top_k: int, tile: Tile, gated: bool
+) -> None:
+    num_outputs, width = out.shape[1], weight.shape[2]
+    num_tiles, output_tiles = order.tiles.shape[1], triton.cdiv(num_outputs, tile.outputs)
+    _grouped_kernel[(num_tiles * output_tiles,)](
+        x,
+        weight,
+        out,
+        order.pairs,
+        order.tiles,
+        num_tiles,
+        output_tiles,
+        num_outputs,
+        width,
+        top_k,
+        x.stride(0),
+        out.stride(0),
+        ROWS=tile.rows,
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
+        TURNED=tile.turned,
+        GATED=gated,
+        MASK_OUTPUTS=num_outputs % tile.outputs != 0,
+        MASK_WIDTH=width % tile.width != 0,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
+    """As `experts`, each pair by itself: for so few that hardly two share an expert."""
+    num_tokens, top_k = ids.shape
+    _, size, inner = packed.down.shape
+    hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    pieces = triton.cdiv(inner, PAIR_IN.outputs)
+    _pair_in_kernel[(ids.numel() * pieces,)](
+        x,
+        packed.gate_up,
+        ids,
+        hidden,
+        x.stride(0),
+        top_k,
+        inner,
+        size,
+        pieces,
+        OUTPUTS=PAIR_IN.outputs,
+        WIDTH=PAIR_IN.width,
+        num_warps=PAIR_IN.num_warps,
+    )
+    pieces = triton.cdiv(size, PAIR_OUT.outputs)
+    _pair_out_kernel[(num_tokens * pieces,)](
+        hidden,
+        packed.down,
+        ids,
+        weights,
+        out,
+        top_k,
+        size,
+        inner,
+        pieces,
+        OUTPUTS=PAIR_OUT.outputs,
+        WIDTH=PAIR_OUT.width,
+        num_warps=PAIR_OUT.num_warps,
+    )
+    return out

@@ -1,0 +1,101 @@
+"""(token, choice) pairs in the order of their experts, and the tiles of a product over them, in Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUB = 32  # pairs, or tiles, that are looked at together
+MAX_BLOCKS = 128  # each program reads the counts of all blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOrder:
+    """`pairs[P]` int32: `token * top_k + choice` by expert, then by itself. `tiles[3, NT]` int32: the expert of a tile
+    of a product, its first place in `pairs` and the end of its expert's; a tile whose first is not before its end
+    is empty. Tiles of one expert are next to each other."""
+
+    pairs: Tensor
+    tiles: Tensor
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr, SUB: tl.constexpr, EXPERTS: tl.constexpr):
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, BLOCK, SUB):
+        at = block * BLOCK + start + tl.arange(0, SUB)
+        chosen = tl.load(ids + at, mask=at < num_pairs, other=-1)
+        total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
+    tl.store(counts + block * EXPERTS + experts, total)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_tiles", "tile_rows"])
+def _order_kernel(
+    ids,
+    counts,
+    pairs,
+    tiles,
+    num_pairs,
+    num_blocks,
+    num_tiles,
+    tile_rows,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)  # pairs in earlier blocks
+    for start in range(0, num_blocks, SUB):
+        blocks = start + tl.arange(0, SUB)
+        inside = blocks < num_blocks
+        part = tl.load(counts + blocks[:, None] * EXPERTS + experts[None, :], mask=inside[:, None], other=0)
+        total += tl.sum(part, 0)
+        before += tl.sum(tl.where(blocks[:, None] < pid, part, 0), 0)
+    first = tl.cumsum(total, 0) - total
+    if pid < num_blocks:
+        place = first + before
+        for start in range(0, BLOCK, SUB):
+            at = pid * BLOCK + start + tl.arange(0, SUB)
+            chosen = tl.load(ids + at, mask=at < num_pairs, other=-1)
+            hit = (chosen[:, None] == experts[None, :]).to(tl.int32)
+            rank = tl.sum(hit * (tl.cumsum(hit, 0) - hit + place[None, :]), 1)
+            tl.store(pairs + rank, at, mask=at < num_pairs)
+            place += tl.sum(hit, 0)
+    else:
+        needed = (total + tile_rows - 1) // tile_rows
+        behind = tl.cumsum(needed, 0)
+        tile = (pid - num_blocks) * SUB + tl.arange(0, SUB)
+        expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
+        here = expert[:, None] == experts[None, :]
+        offset = first - (behind - needed) * tile_rows
+        begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + tile * tile_rows
+        end = tl.sum(tl.where(here, (first + total)[None, :], 0), 1)
+        inside = tile < num_tiles
+        tl.store(tiles + tile, expert, mask=inside)
+        tl.store(tiles + num_tiles + tile, begin, mask=inside)
+        tl.store(tiles + 2 * num_tiles + tile, end, mask=inside)
+
+
+def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
+    """The order of `ids[T, top_k]` int32, contiguous, and tiles of `tile_rows` pairs: as many as any routing needs."""
+    num_pairs = ids.numel()
+    block = SUB * triton.next_power_of_2(triton.cdiv(num_pairs, SUB * MAX_BLOCKS))
+    num_blocks = triton.cdiv(num_pairs, block)
+    num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
+    padded = triton.next_power_of_2(num_experts)
+    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": 8}
+    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
+    _count_kernel[(num_blocks,)](ids, counts, num_pairs, **sizes)
+    grid = (num_blocks + triton.cdiv(num_tiles, SUB),)
+    _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
+    return ExpertOrder(pairs, tiles)

@@ -1,0 +1,96 @@
+"""Triton matrix products: against fp64, over tiles, splits of K, gates, and rows that do not see their neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forkpoint.ops.linear.reference import ComposedLinearSiluMul, PackedLinear, linear
+from forkpoint.ops.linear.tiles import Tile, fixed_tile
+from forkpoint.ops.select import torch_table
+from tests.ops.triton_cases import DEVICE, sized, triton_ops
+
+OURS, TORCH = triton_ops(), torch_table()
+DTYPES = [torch.float32, torch.bfloat16]
+# Of the result's scale. fp32: a chain of K roundings; bf16: the output's own rounding, and the interpreter cuts off.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+TILES = [
+    Tile(16, 32, 64, 4, 3),
+    Tile(16, 64, 32, 4, 3, turned=True),
+    Tile(16, 64, 32, 4, 2, splits=3, turned=True),
+    Tile(32, 16, 64, 4, 2, group=1),
+]
+
+
+def multiply(x: Tensor, packed: PackedLinear, tile: Tile, gated: bool = False) -> Tensor:
+    from forkpoint.ops.linear import kernel
+
+    return kernel.multiply(x, packed.weight, packed.bias, tile, gated)
+
+
+def operands(rows: int, outputs: int, width: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, PackedLinear]:
+    torch.manual_seed(rows + outputs)
+    x = torch.randn(rows, 2 * width + 8)[:, 8 : 8 + width]
+    weight = torch.randn(outputs, width) * width**-0.5
+    parts = x, weight, torch.randn(outputs)
+    x, weight, vector = (part.to(DEVICE, dtype) for part in parts)
+    wide = torch.zeros(rows, width + 24, dtype=dtype, device=DEVICE)
+    wide[:, 8 : 8 + width] = x
+    return wide[:, 8 : 8 + width], PackedLinear(weight, vector if bias else None)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and got.shape == want.shape
+    assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max().clamp(min=1.0)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "width", "bias"),
+    sized(
+        [(1, 70, 96, False), (35, 64, 100, True)], [(1, 4096, 4096, False), (300, 1234, 2048, True), (17, 16, 8, False)]
+    ),
+)
+def test_products(rows: int, outputs: int, width: int, bias: bool, dtype: torch.dtype, tile: Tile) -> None:
+    x, packed = operands(rows, outputs, width, dtype, bias)
+    exact = x.double() @ packed.weight.double().T + (packed.bias.double() if packed.bias is not None else 0.0)
+    close(multiply(x, packed, tile), exact, dtype)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "inner", "width"), sized([(3, 40, 96)], [(1, 12288, 4096), (130, 1000, 520)]))
+def test_gated_products(rows: int, inner: int, width: int, dtype: torch.dtype, tile: Tile) -> None:
+    x, packed = operands(rows, 2 * inner, width, dtype, False)
+    gate, up = (x.double() @ packed.weight.double().T).chunk(2, -1)
+    close(multiply(x, packed, tile, gated=True), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_gated_product_has_the_bits_of_its_parts(tile: Tile) -> None:
+    x, packed = operands(5, 64, 64, torch.bfloat16, False)
+    apart = ComposedLinearSiluMul(lambda x, packed: multiply(x, packed, tile), OURS.silu_mul)
+    assert torch.equal(multiply(x, packed, tile, gated=True), apart(x, packed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operators_follow_the_reference(dtype: torch.dtype) -> None:
+    x, packed = operands(4, 48, 72, dtype, False)
+    exact = linear(x.double(), PackedLinear(packed.weight.double(), None))
+    close(OURS.linear(x, packed), exact, dtype)
+    gate, up = exact.chunk(2, -1)
+    close(OURS.linear_silu_mul(x, packed), F.silu(gate) * up, dtype)
+    close(TORCH.linear_silu_mul(x, packed), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_see_their_neighbours(dtype: torch.dtype) -> None:
+    x, packed = operands(70, 40, 130, dtype, True)
+    tiles = {rows: fixed_tile(rows, 40, 130, dtype, False) for rows in (70, 33, 1)}
+    whole = multiply(x, packed, tiles[70])
+    for rows in (33, 1):
+        order = torch.randperm(70)[:rows].to(DEVICE)
+        assert torch.equal(multiply(x[order], packed, tiles[rows]), whole[order])

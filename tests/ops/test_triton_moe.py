@@ -1,0 +1,139 @@
+"""Triton routing and experts: against torch, against transformers' block, and tokens that do not see each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.models.layers import Build
+from forkpoint.models.moe import SparseMLP
+from forkpoint.models.registry import load_config
+from forkpoint.models.weights import FileWeights
+from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.select import torch_table
+from tests.checkpoints import write_checkpoint
+from tests.ops.triton_cases import DEVICE, sized, triton_ops
+
+OURS, TORCH = triton_ops(), torch_table()
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}  # of the result's scale; bf16: two intermediate roundings
+TILES = [(Tile(16, 16, 32, 4, 2), Tile(16, 32, 32, 4, 2)), (Tile(16, 64, 32, 4, 2, turned=True),) * 2]
+
+
+def case(tokens: int, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, PackedExperts]:
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, 2 * hidden)[:, :hidden]
+    gate_up = torch.randn(experts, 2 * inner, hidden) * hidden**-0.5
+    down = torch.randn(experts, hidden, inner) * inner**-0.5
+    return x.to(DEVICE, dtype), PackedExperts(gate_up.to(DEVICE, dtype), down.to(DEVICE, dtype))
+
+
+def routing(tokens: int, experts: int, top_k: int, num_shared: int = 1) -> tuple[Tensor, Tensor]:
+    scores = torch.randn(tokens, experts - num_shared + 1).to(DEVICE)
+    return TORCH.route(scores, top_k, True, num_shared)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    error = (got.double() - want.double()).abs().max()
+    assert error <= TOLERANCE[want.dtype] * want.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "shared"), sized([(3, 7, 3, 2), (2, 16, 1, 1)], [(300, 256, 8, 1), (9, 512, 10, 0)])
+)
+def test_route(tokens: int, experts: int, top_k: int, shared: int, normalise: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # Distinct, so that the order of the chosen is one.
+    scores = torch.stack([torch.randperm(experts + 1) for _ in range(tokens)]).to(DEVICE, dtype) / 8
+    weights, ids = OURS.route(scores, top_k, normalise, shared)
+    want_weights, want_ids = TORCH.route(scores, top_k, normalise, shared)
+    assert ids.dtype == torch.int32 and torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_scores_that_are_not_numbers_name_experts_that_are_there() -> None:
+    _, ids = OURS.route(torch.full((2, 6), float("nan"), device=DEVICE), 3, True, 1)
+    assert bool(((ids >= 0) & (ids <= 5)).all())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "choices"), sized([(1, 7, 3), (33, 5, 4)], [(129, 257, 9), (5000, 513, 11), (8192, 257, 9)])
+)
+def test_pairs_are_ordered_by_expert(tokens: int, experts: int, choices: int) -> None:
+    from forkpoint.ops.moe.order_kernel import order_by_expert
+
+    torch.manual_seed(1)
+    ids = torch.rand(tokens, experts).topk(choices).indices.int().to(DEVICE)
+    order = order_by_expert(ids, experts, 16)
+    flat = ids.flatten().long()
+    assert torch.equal(order.pairs.long(), flat.argsort(stable=True))
+    covered = []
+    for expert, begin, end in order.tiles.T.tolist():
+        if begin < end:
+            rows = range(begin, min(begin + 16, end))
+            assert set(flat[order.pairs[list(rows)].long()].tolist()) == {expert}
+            assert end == int((flat <= expert).sum())
+            covered += rows
+    assert sorted(covered) == list(range(flat.numel()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiles", [None, *TILES], ids=["paired", "left", "turned"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "choices", "inner", "hidden"),
+    sized(
+        [(1, 4, 3, 24, 40), (9, 4, 3, 24, 40)], [(1, 257, 9, 512, 2048), (40, 257, 9, 512, 2048), (700, 65, 5, 96, 520)]
+    ),
+)
+def test_experts(
+    tokens: int,
+    experts: int,
+    choices: int,
+    inner: int,
+    hidden: int,
+    tiles: tuple[Tile, Tile] | None,
+    dtype: torch.dtype,
+) -> None:
+    from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+
+    x, packed = case(tokens, experts, inner, hidden, dtype)
+    weights, ids = routing(tokens, experts, choices - 1)
+    want = TORCH.experts(x, packed, weights, ids)
+    if tiles is None:
+        close(paired_experts(x, packed, weights, ids), want)
+    else:
+        close(grouped_experts(x, packed, weights, ids, *tiles), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_do_not_see_each_other(dtype: torch.dtype) -> None:
+    from forkpoint.ops.moe.device_experts import DeviceExperts
+
+    tokens, few = (600, (1, 2, 8, 65, 256)) if DEVICE.type == "cuda" else (20, (1, 7))
+    x, packed = case(tokens, 5, 24, 40, dtype)
+    weights, ids = routing(tokens, 5, 2)
+    fixed = DeviceExperts(deterministic=True)
+    whole = fixed(x, packed, weights, ids)
+    for count in few:
+        some = torch.randperm(tokens)[:count].to(DEVICE)
+        assert torch.equal(fixed(x[some], packed, weights[some], ids[some]), whole[some])
+
+
+@pytest.mark.parametrize("tokens", sized([2, 7], [64, 700]))
+def test_the_block_of_transformers(tokens: int, tmp_path: Path) -> None:
+    """Whose shared expert is of two parts, the second one not full."""
+    theirs = write_checkpoint(tmp_path, "qwen3_next_moe", num_hidden_layers=1).model.layers[0].mlp.to(DEVICE)
+    config = load_config(tmp_path)
+    with FileWeights(tmp_path, torch.float32, False, DEVICE) as weights:
+        ours = SparseMLP(Build(config, weights, OURS, None), "model.layers.0.mlp")
+    x = torch.randn(tokens, config.hidden_size, device=DEVICE)
+    with torch.no_grad():
+        close(ours(x), theirs(x.unsqueeze(0)).squeeze(0))
