@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,11 +15,12 @@ from tqdm import tqdm
 
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import EngineConfig
+from forkpoint.config import EngineConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor
-from forkpoint.engine.sizing import choose_num_pages
+from forkpoint.engine.memory import GIB, bytes_beside_arena, explained_exhaustion
+from forkpoint.engine.sizing import choose_num_pages, longest_request
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.models.decoder import Model
 from forkpoint.models.flops import flops_per_pair, flops_per_token
@@ -25,9 +28,10 @@ from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
-from forkpoint.runtime.graphs import MAX_GRAPH_TOKENS
-from forkpoint.runtime.platform import resolve_platform
+from forkpoint.runtime.graphs import graph_shapes
+from forkpoint.runtime.platform import Platform, resolve_platform
 from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.scheduler import Scheduler
 
 Metrics = Callable[[], dict[str, Any]]
@@ -44,23 +48,13 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
     platform = resolve_platform(config.device)
     ops = select_table(config.cpu_ops, config.deterministic, config.force_state_copy, platform.device.type)
-    model = _load(config, ops, platform.device)
+    sched = config.scheduler.resolve(on_gpu=platform.device.type != "cpu")
+    shapes = () if config.enforce_eager or not platform.has_graphs else graph_shapes(sched.max_num_seqs)
+    model = _load(config, ops, platform)
     layout = CacheLayout.create(model.kv_specs, model.state_specs)
     max_model_len = model.config.max_model_len
-    share = platform.arena_bytes(config.gpu_memory_utilization)
-    num_pages = choose_num_pages(layout, max_model_len, config.kv_cache_memory_bytes, platform.free_bytes(), share)
-    sched = config.scheduler.resolve(on_gpu=platform.device.type != "cpu")
-    runner = ModelRunner(
-        model,
-        ops,
-        layout,
-        num_pages,
-        max_num_rows=sched.max_num_seqs,
-        max_model_len=max_model_len,
-        force_state_copy=config.force_state_copy,
-        platform=platform,
-        max_graph_tokens=0 if config.enforce_eager else MAX_GRAPH_TOKENS,
-    )
+    num_pages = _size_arena(config, model, ops, layout, sched, platform, shapes)
+    runner = _make_runner(config, model, ops, layout, num_pages, sched, platform, shapes)
     scheduler = Scheduler(
         layout,
         num_pages,
@@ -71,7 +65,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
         cost=RecomputeCost(flops_per_token(model.config), flops_per_pair(model.config)),
     )
     _log_start(config, model, ops, cache_plan_lines(layout, num_pages, config, max_model_len))
-    runner.capture(partial(tqdm, desc="Capturing graphs", disable=not _shows_progress(config), dynamic_ncols=True))
+    _warn_of_limits(layout, num_pages, max_model_len)
     core = EngineCore(scheduler, runner, async_scheduling=sched.async_scheduling)
     vocab_size = model.config.vocab_size
     eos = frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < vocab_size)
@@ -90,18 +84,95 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     return engine, metrics
 
 
-def _load(config: EngineConfig, ops: OpTable, device: torch.device) -> Model:
-    return load_model(
-        config.model,
-        ops=ops,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        seed=config.seed,
-        state_dtype=config.mamba_ssm_cache_dtype,
-        max_model_len=config.max_model_len,
-        device=device,
-        progress=_shows_progress(config),
-    )
+def _load(config: EngineConfig, ops: OpTable, platform: Platform) -> Model:
+    remedy = "use a smaller model or a device with more memory, or end other programs that hold some of it"
+    doing = f"loading the weights ({platform.free_bytes() / GIB:.1f} GiB were free)"
+    with _timed("weights loaded"), explained_exhaustion(doing, remedy):
+        return load_model(
+            config.model,
+            ops=ops,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            seed=config.seed,
+            state_dtype=config.mamba_ssm_cache_dtype,
+            max_model_len=config.max_model_len,
+            device=platform.device,
+            progress=_shows_progress(config),
+        )
+
+
+def _size_arena(
+    config: EngineConfig,
+    model: Model,
+    ops: OpTable,
+    layout: CacheLayout,
+    sched: SchedulerConfig,
+    platform: Platform,
+    shapes: Sequence[StepShape],
+) -> int:
+    """Pages: what was asked for, or what the share of the device's memory leaves beside weights and steps."""
+    share = platform.arena_bytes(config.gpu_memory_utilization)
+    if share is not None and config.kv_cache_memory_bytes is None:
+        with _timed("memory of a full step measured"):
+            beside = bytes_beside_arena(model, ops, layout, sched, platform, shapes)
+        LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
+        share = max(0, share - beside)
+    given = config.kv_cache_memory_bytes
+    return choose_num_pages(layout, model.config.max_model_len, given, platform.free_bytes(), share)
+
+
+def _make_runner(
+    config: EngineConfig,
+    model: Model,
+    ops: OpTable,
+    layout: CacheLayout,
+    num_pages: int,
+    sched: SchedulerConfig,
+    platform: Platform,
+    shapes: Sequence[StepShape],
+) -> ModelRunner:
+    size = f"{num_pages * layout.page_bytes / GIB:.1f} GiB"
+    with explained_exhaustion(
+        f"allocating an arena of {size}", "lower kv_cache_memory_bytes or gpu_memory_utilization"
+    ):
+        runner = ModelRunner(
+            model,
+            ops,
+            layout,
+            num_pages,
+            max_num_rows=sched.max_num_seqs,
+            max_model_len=model.config.max_model_len,
+            force_state_copy=config.force_state_copy,
+            platform=platform,
+            graph_shapes=tuple(shapes),
+        )
+    if shapes:
+        remedy = "lower gpu_memory_utilization, kv_cache_memory_bytes or max_num_seqs, or give enforce_eager"
+        bar = partial(tqdm, desc="Capturing graphs", disable=not _shows_progress(config), dynamic_ncols=True)
+        free = platform.free_bytes()
+        with _timed(f"{len(shapes)} graphs captured"), explained_exhaustion("capturing graphs", remedy):
+            runner.capture(bar)
+        LOGGER.info("memory of graphs: %.2f GiB", (free - platform.free_bytes()) / GIB)
+    return runner
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    LOGGER.info("%s in %.1f s", what, time.perf_counter() - start)
+
+
+def _warn_of_limits(layout: CacheLayout, num_pages: int, max_model_len: int) -> None:
+    longest = longest_request(layout, num_pages)
+    if layout.has_kv and longest < max_model_len:
+        LOGGER.warning(
+            "the arena holds requests of at most %d tokens and max_model_len is %d: longer ones will be refused; raise "
+            "kv_cache_memory_bytes or gpu_memory_utilization, or set max_model_len=%d",
+            longest,
+            max_model_len,
+            longest,
+        )
 
 
 def _shows_progress(config: EngineConfig) -> bool:

@@ -33,9 +33,15 @@ def choose_num_pages(
         if memory_bytes is not None:
             given = f"kv_cache_memory_bytes={memory_bytes}"
         elif share_bytes is not None:
-            given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside the weights"
+            given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside weights and activations"
         raise ConfigError(
             f"{given} leave no room for a single request; one of {layout.block_size} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
         )
     return pages
+
+
+def longest_request(layout: CacheLayout, num_pages: int) -> int:
+    """Prompt and output tokens of the longest request that an otherwise empty arena holds."""
+    pages = num_pages - RESERVED_PAGES - layout.num_pages_for(0, 1)  # one state
+    return max(0, pages) * layout.blocks_per_page * layout.block_size

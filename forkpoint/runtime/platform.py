@@ -67,6 +67,9 @@ class Platform(Protocol):
     def arena_bytes(self, utilization: float) -> int | None:
         """What is left for the arena of that share of the device's memory; None where memory is shared with others."""
 
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """What `run` needed of the device's memory at most; all that it did not keep is given back."""
+
     def synchronize(self) -> None:
         """Wait for all work issued to the device."""
 
@@ -136,6 +139,11 @@ class CpuPlatform:
     def arena_bytes(self, utilization: float) -> int | None:
         """The host's memory is not ours to fill."""
 
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The host's memory is not counted."""
+        run()
+        return 0
+
     def synchronize(self) -> None:
         """Work on a CPU is done when the call returns."""
 
@@ -197,6 +205,16 @@ class CudaPlatform:
         """What all programs hold now, loaded weights above all, counts against the share."""
         total = int(torch.cuda.mem_get_info(self.device)[1])
         return max(0, int(total * utilization) - (total - self.free_bytes()))
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run()
+        self.synchronize()
+        peak = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return int(peak - before)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

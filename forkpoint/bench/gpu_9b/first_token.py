@@ -43,13 +43,15 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--log-level", default="warning")
     args = parser.parse_args()
     marks = {"python": time.perf_counter()}
     from forkpoint import LLM, SamplingParams
     from forkpoint.bench.gpu_9b.options import engine_options
 
     marks["imports"] = time.perf_counter()
-    llm = LLM(args.model, **engine_options(args.device, args.enforce_eager))
+    options = engine_options(args.device, args.enforce_eager)
+    llm = LLM(args.model, **{**options, "log_level": args.log_level})
     marks["engine"] = time.perf_counter()
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
     marks["token"] = time.perf_counter()

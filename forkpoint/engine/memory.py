@@ -1,0 +1,99 @@
+"""What a device's memory is needed for beside the arena, and what to say when it runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.engine.core import EngineCore
+from forkpoint.errors import ConfigError, NonFiniteLogitsError
+from forkpoint.models.decoder import Model
+from forkpoint.ops.table import OpTable
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.platform import Platform
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.step_inputs import StepShape
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduler import Scheduler
+
+GIB = 1 << 30
+SAMPLER_BYTES_PER_LOGIT = 16  # a few fp32 copies of the logits of all rows
+RECORDING_BYTES = 16 << 20  # what the driver keeps for each recorded step
+
+
+@contextmanager
+def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
+    """Turn a device's lack of memory into a ConfigError that says when it showed and what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the device's memory ran out while {doing}; {remedy} ({_first_line(error)})") from error
+
+
+def bytes_beside_arena(
+    model: Model,
+    ops: OpTable,
+    layout: CacheLayout,
+    sched: SchedulerConfig,
+    platform: Platform,
+    shapes: Sequence[StepShape],
+) -> int:
+    """What steps need of the device's memory: activations of a full one, measured by running it, the sampler's
+    copies of the logits, and recordings of the `shapes`.
+
+    Raises ConfigError where a full step does not fit beside the weights.
+    """
+    remedy = (
+        f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or use a device with more than the "
+        f"{platform.free_bytes() / GIB:.1f} GiB that the weights leave here"
+    )
+    with explained_exhaustion("running a full step", remedy):
+        activations = platform.peak_bytes(lambda: run_full_step(model, ops, layout, sched, platform))
+    activations -= full_step_pages(layout, sched, model.config.max_model_len) * layout.page_bytes
+    logits = sched.max_num_seqs * model.config.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    largest = max((shape.num_tokens for shape in shapes), default=0)
+    recorded = len(shapes) * RECORDING_BYTES + activations * largest // sched.max_num_batched_tokens
+    return max(0, activations) + logits + recorded
+
+
+def run_full_step(model: Model, ops: OpTable, layout: CacheLayout, sched: SchedulerConfig, platform: Platform) -> None:
+    """One step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is given back."""
+    limit = model.config.max_model_len
+    num_pages = full_step_pages(layout, sched, limit)
+    prompts = _prompts(sched, limit)
+    runner = ModelRunner(
+        model, ops, layout, num_pages, max_num_rows=len(prompts), max_model_len=limit, platform=platform
+    )
+    planner = Scheduler(layout, num_pages, CacheConfig(enable_prefix_caching=False), sched, max_model_len=limit)
+    core = EngineCore(planner, runner)
+    params = SamplingParams(max_tokens=1)
+    for number, length in enumerate(prompts):
+        core.add(Request(f"full-step-{number}", np.zeros(length, np.int32), params, 1, seed=0))
+    while core.has_unfinished():
+        for update in core.step():
+            if update.error is not None and not isinstance(update.error, NonFiniteLogitsError):
+                raise update.error.__cause__ or update.error
+    core.close()
+
+
+def full_step_pages(layout: CacheLayout, sched: SchedulerConfig, max_model_len: int) -> int:
+    """Pages that a full step's prompts take, a spare block for each beside each, and the reserved one."""
+    prompts = _prompts(sched, max_model_len)
+    spare = layout.block_size * len(prompts)
+    return 1 + sum(layout.num_pages_for(length + 1 + spare, 1) for length in prompts)
+
+
+def _prompts(sched: SchedulerConfig, max_model_len: int) -> list[int]:
+    """Lengths of as few prompts as make up a full step."""
+    longest = max(1, min(sched.max_num_batched_tokens, max_model_len - 1))
+    count = min(sched.max_num_seqs, -(-sched.max_num_batched_tokens // longest))
+    return [min(longest, sched.max_num_batched_tokens - i * longest) for i in range(count)]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,160 @@
+"""Room for steps beside the arena, and what is said where memory runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import EngineConfig, SchedulerConfig
+from forkpoint.demo.model import DemoSpec, make_demo_model
+from forkpoint.engine import build
+from forkpoint.engine.llm import LLM
+from forkpoint.engine.memory import SAMPLER_BYTES_PER_LOGIT, bytes_beside_arena, full_step_pages, run_full_step
+from forkpoint.engine.sizing import longest_request
+from forkpoint.errors import ConfigError
+from forkpoint.models.decoder import Model
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import torch_table
+from forkpoint.runtime.platform import CpuPlatform
+from forkpoint.runtime.runner import ModelRunner
+from forkpoint.sched.plan import PendingStep, StepPlan
+
+SPEC = DemoSpec(
+    hidden_size=64,
+    num_layers=4,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    num_k_heads=2,
+    num_v_heads=4,
+    state_dim=32,
+    max_position_embeddings=512,
+)
+OPS = torch_table()
+MIB = 1 << 20
+
+
+class Device(CpuPlatform):
+    """A host that passes for a device with memory of its own."""
+
+    def __init__(self, share: int = 64 * MIB, peak: int = 0, fails: bool = False) -> None:
+        super().__init__()
+        self._share, self._peak, self._fails = share, peak, fails
+        self.num_runs = 0
+
+    def arena_bytes(self, utilization: float) -> int | None:
+        return self._share
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        self.num_runs += 1
+        if self._fails:
+            raise torch.OutOfMemoryError("Tried to allocate 1 GiB.\nMore follows")
+        run()
+        return self._peak
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo_model(tmp_path_factory.mktemp("memory"), SPEC)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load_model(folder, ops=OPS)
+
+
+@pytest.fixture(scope="module")
+def layout(model: Model) -> CacheLayout:
+    return CacheLayout.create(model.kv_specs, model.state_specs)
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(256, 8), (1200, 8), (1200, 2), (64, 1)])
+def test_a_full_step_is_one_step_of_the_whole_budget(
+    model: Model, layout: CacheLayout, budget: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[StepPlan] = []
+    submit = ModelRunner.submit
+
+    def noting(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+        steps.append(plan)
+        return submit(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "submit", noting)
+    sched = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=rows)
+    run_full_step(model, OPS, layout, sched, CpuPlatform())
+    assert max(plan.num_tokens for plan in steps) == min(budget, rows * (SPEC.max_position_embeddings - 1))
+    assert len(steps) == 1
+
+
+def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
+    sched = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
+    arena = full_step_pages(layout, sched, SPEC.max_position_embeddings) * layout.page_bytes
+    logits = 4 * model.config.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    device = Device(peak=arena + 10_000)
+    assert bytes_beside_arena(model, OPS, layout, sched, device, ()) == 10_000 + logits
+    assert device.num_runs == 1
+
+
+def test_the_arena_leaves_that_room(folder: Path, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    sched = SchedulerConfig()
+    arena = full_step_pages(layout, sched, SPEC.max_position_embeddings) * layout.page_bytes
+    pages = {}
+    for peak in (arena, arena + 10 * MIB):
+        with _started(folder, Device(peak=peak), monkeypatch) as llm:
+            pages[peak] = llm.get_metrics()["num_pages"]
+    assert pages[arena] - pages[arena + 10 * MIB] == pytest.approx(10 * MIB / layout.page_bytes, abs=1)
+
+
+def test_exhaustion_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"running a full step; lower max_num_batched_tokens=2048.*allocate 1 GiB.\)"):
+        _started(folder, Device(fails=True), monkeypatch)
+    with pytest.raises(ConfigError, match="beside weights and activations leave no room"):
+        _started(folder, Device(share=1000), monkeypatch)
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("Tried to allocate")
+
+    monkeypatch.setattr(build, "ModelRunner", full)
+    with pytest.raises(ConfigError, match=r"allocating an arena of .* GiB; lower kv_cache_memory_bytes"):
+        _started(folder, CpuPlatform(), monkeypatch)
+    monkeypatch.setattr(build, "load_model", full)
+    with pytest.raises(ConfigError, match=r"loading the weights .* were free.; use a smaller"):
+        _started(folder, CpuPlatform(), monkeypatch)
+
+
+def test_an_arena_below_the_longest_request_is_told(
+    folder: Path, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = 3 * layout.page_bytes
+    longest = longest_request(layout, 3)
+    assert 0 < longest < SPEC.max_position_embeddings
+    with _started(folder, CpuPlatform(), monkeypatch, kv_cache_memory_bytes=size, log_level="warning") as llm:
+        assert llm.config.kv_cache_memory_bytes == size
+    said = capsys.readouterr().err
+    assert f"at most {longest} tokens" in said and f"set max_model_len={longest}" in said
+    assert logging.getLogger("forkpoint").level == logging.WARNING
+
+
+@pytest.mark.parametrize("pages", range(2, 12))
+def test_the_longest_request_just_fits(layout: CacheLayout, pages: int) -> None:
+    longest = longest_request(layout, pages)
+    if longest:
+        assert layout.num_pages_for(longest, 1) <= pages - 1
+    assert layout.num_pages_for(longest + 1, 1) > pages - 1
+
+
+def _started(folder: Path, platform: CpuPlatform, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
+    monkeypatch.setattr(build, "resolve_platform", lambda name: platform)
+    return LLM(str(folder), **{"skip_tokenizer_init": True, "cpu_ops": "torch", "log_level": "error", **options})
+
+
+def test_utilization_is_checked() -> None:
+    with pytest.raises(ConfigError):
+        EngineConfig.from_flat(model="m", gpu_memory_utilization=2)
