@@ -15,7 +15,7 @@ from forkpoint.client.protocol import Delta, read_chunk, refusal
 from forkpoint.client.sse import EventDecoder
 from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
 
-API_KEY_VARIABLE: Final = "OPENAI_API_KEY"
+API_KEY_VARIABLE: Final = "FORKPOINT_API_KEY"
 DONE: Final = "[DONE]"
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Final[Endpoint] = "/v1/chat/completions"
@@ -46,7 +46,7 @@ class Server:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`api_key` defaults to the environment's OPENAI_API_KEY; `timeout_s` bounds one whole answer."""
+        """`api_key` defaults to the environment's FORKPOINT_API_KEY; `timeout_s` bounds one whole answer."""
         self.url = base_url(url)
         key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}

@@ -16,4 +16,4 @@ def server() -> Iterator[FakeServer]:
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("FORKPOINT_API_KEY", raising=False)

@@ -192,8 +192,7 @@ def _usage(script: Script) -> dict[str, Any]:
         return {"usage": usage}
     usage["prompt_tokens_details"] = {"cached_tokens": script.num_cached_tokens}
     cache = {
-        "num_prompt_tokens": script.num_prompt_tokens,
-        "num_cached_tokens": script.num_cached_tokens,
+        "num_tokens": script.num_cached_tokens,
         "kv_num_tokens": script.kv_num_tokens,
         "miss": script.miss,
     }

@@ -60,7 +60,7 @@ def test_a_server_without_the_extensions_is_understood(server: FakeServer) -> No
 def test_the_key_is_sent(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(server.url)
     ask(server.url, api_key="secret")
-    monkeypatch.setenv("OPENAI_API_KEY", "from the environment")
+    monkeypatch.setenv("FORKPOINT_API_KEY", "from the environment")
     ask(server.url)
     keys = [headers.get("Authorization") for headers in server.headers]
     assert keys == [None, "Bearer secret", "Bearer from the environment"]

@@ -1,0 +1,153 @@
+"""The options of `bench serve`. Names and defaults are those of `vllm bench serve` where it has them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from forkpoint.client.server import CHAT, COMPLETIONS, base_url
+from forkpoint.config import option
+from forkpoint.errors import ConfigError
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """Which server is asked, and how. Raises ConfigError for values that make no sense."""
+
+    backend: Literal["openai", "openai-chat"] = option(
+        "openai", "plain completions of token ids (openai) or chats (openai-chat)"
+    )
+    base_url: str | None = option(None, "the server; overrides --host and --port")
+    host: str = option("127.0.0.1", "the server's host")
+    port: int = option(8000, "the server's port")
+    endpoint: str | None = option(None, "path to post to; default: the backend's own")
+    api_key: str | None = option(None, "default: the environment's FORKPOINT_API_KEY")
+    header: tuple[str, ...] = option((), "KEY=VALUE pairs sent with every request")
+    model: str | None = option(None, "name of the model; default: the first one that the server lists")
+    tokenizer: str | None = option(
+        None, "model folder with the tokenizer; default: the folder that the server names as the model's root"
+    )
+    ready_check_timeout_sec: float = option(0.0, "wait so long for the server to become healthy")
+
+    def __post_init__(self) -> None:
+        base_url(self.url)
+        for pair in self.header:
+            if "=" not in pair:
+                raise ConfigError(f"header={pair!r} must be KEY=VALUE")
+
+    @property
+    def url(self) -> str:
+        return self.base_url or f"http://{self.host}:{self.port}"
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or (CHAT if self.backend == "openai-chat" else COMPLETIONS)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name: value for name, _, value in (pair.partition("=") for pair in self.header)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What is sent when. Raises ConfigError for values out of range."""
+
+    num_prompts: int = option(1000, "requests to send, those of all turns and branches counted")
+    request_rate: float = option(math.inf, "requests a second; inf sends all at once")
+    burstiness: float = option(1.0, "1: Poisson arrivals; below: bursts; above: more even")
+    max_concurrency: int | None = option(None, "requests in flight at most")
+    num_warmups: int = option(0, "requests sent before the measurement, with prompts of their own")
+    seed: int = option(0, "of the prompts and the arrivals")
+    ignore_eos: bool = option(False, "go on after the end-of-sequence token, so that all lengths are as asked")
+    temperature: float = option(0.0, "0 takes the most likely token")
+    top_p: float | None = option(None, "as in a request")
+    top_k: int | None = option(None, "as in a request")
+    min_p: float | None = option(None, "as in a request")
+    extra_body: str | None = option(None, "JSON object with further fields for every request")
+    disable_tqdm: bool = option(False, "no progress bar")
+
+    def __post_init__(self) -> None:
+        _positive("num_prompts", self.num_prompts)
+        _positive("request_rate", self.request_rate)
+        _positive("burstiness", self.burstiness)
+        if self.max_concurrency is not None:
+            _positive("max_concurrency", self.max_concurrency)
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups={self.num_warmups} must be 0 or more")
+        self.sampling_body()
+
+    def sampling_body(self) -> dict[str, Any]:
+        """The fields of every request's body that these options set."""
+        body: dict[str, Any] = {"temperature": self.temperature}
+        for name in ("top_p", "top_k", "min_p"):
+            if getattr(self, name) is not None:
+                body[name] = getattr(self, name)
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        try:
+            extra = json.loads(self.extra_body or "{}")
+        except ValueError as error:
+            raise ConfigError(f"extra_body={self.extra_body!r} is not JSON: {error}") from error
+        if not isinstance(extra, dict):
+            raise ConfigError(f"extra_body={self.extra_body!r} must be a JSON object")
+        return {**body, **extra}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """What is printed and kept. Raises ConfigError for unknown metrics and bad numbers."""
+
+    percentile_metrics: str = option("ttft,tpot,itl", "which of ttft, tpot, itl, e2el to report, with commas")
+    metric_percentiles: str = option("99", "percentiles to report, with commas")
+    goodput: tuple[str, ...] = option((), "KEY:MS pairs of ttft, tpot, e2el that a good request must meet")
+    save_result: bool = option(False, "write the result as JSON")
+    save_detailed: bool = option(False, "keep each request's figures and text in it")
+    append_result: bool = option(False, "append to the file, a line a run")
+    result_dir: str | None = option(None, "where to write it; default: here")
+    result_filename: str | None = option(None, "default: made of backend, rate, model and time")
+    label: str | None = option(None, "stands for the backend in the file's name")
+    metadata: tuple[str, ...] = option((), "KEY=VALUE pairs to keep in the result")
+
+    def __post_init__(self) -> None:
+        unknown = set(self.metrics) - set(METRICS)
+        if unknown:
+            raise ConfigError(f"percentile_metrics names {', '.join(sorted(unknown))}; there are {', '.join(METRICS)}")
+        if not all(0 <= value <= 100 for value in self.percentiles):
+            raise ConfigError(f"metric_percentiles={self.metric_percentiles!r} must be numbers from 0 to 100")
+        unknown = set(self.limits_ms) - set(GOODPUT_METRICS)
+        if unknown:
+            raise ConfigError(f"goodput names {', '.join(sorted(unknown))}; there are {', '.join(GOODPUT_METRICS)}")
+        for pair in self.metadata:
+            if "=" not in pair:
+                raise ConfigError(f"metadata={pair!r} must be KEY=VALUE")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.percentile_metrics.split(",") if name.strip())
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        return tuple(_number("metric_percentiles", text) for text in self.metric_percentiles.split(",") if text.strip())
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """Longest time in milliseconds of each metric that goodput asks for."""
+        pairs = (text.partition(":") for text in self.goodput)
+        return {name: _number("goodput", value) for name, _, value in pairs}
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{name}={value} must be more than 0")
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {text!r} is not a number") from error
