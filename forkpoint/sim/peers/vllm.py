@@ -240,8 +240,7 @@ class VllmCache:
         held = _Held(shared, released=[source] if source else [])
         self._held[sequence] = held
         held.states = self._take(self.geometry.num_state_groups) or []
-        grown = self.grow(sequence, end)
-        assert grown
+        held.blocks += self._take(-(-end // size) - len(shared)) or []
         return True
 
     def _for_checkpoint(self, sequence: Sequence, start: int, end: int) -> int:

@@ -1,0 +1,180 @@
+"""How much any policy could reuse: an upper bound that knows the future.
+
+Requests are served one after another. Between request k and k + 1 a cache of M bytes holds blocks (64 tokens of
+keys and values) and states. A hit of p tokens by request i needs every block of the prefix, and the state at p,
+held since the last earlier request whose tokens pass there, because nobody else could have made them since. For
+any prices lambda_k >= 0 of a byte held between k and k + 1,
+
+    hits <= M * sum_k lambda_k + sum_i max(0, max_p(worth_i(p) - price of what the hit at p has held)),
+
+because a gap of a block or state ends in one request, so that nothing is charged twice, and because what is held
+never exceeds M (weak Lagrangian duality). Every choice of prices gives a bound; `clairvoyant_bound` looks for a low
+one. It relaxes three things: holding may be fractional, running requests need no room, and states may be
+placed with hindsight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.eviction import RecomputeCost
+from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.sim.tokens import TokenSpans
+from forkpoint.sim.trace import TraceRequest
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IndexArray: TypeAlias = npt.NDArray[np.int64]
+
+BLOCK = 64
+NUM_BINS = 48  # prices are constant inside a bin of requests
+NUM_ROUNDS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseProblem:
+    """Which prefix of each request was seen before, and when last.
+
+    Segment i, `[first[i], first[i + 1])`, has one element per reusable block of request i, from the root on: `last`
+    is the latest earlier request that passes the end of that block, `worth` what a hit that ends there is worth.
+    """
+
+    first: IndexArray  # [num_requests + 1]
+    last: IndexArray  # [num_blocks]
+    worth: FloatArray  # [num_blocks]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def unlimited(self) -> float:
+        """What a cache without limits reuses."""
+        ends = self.first[1:][np.diff(self.first) > 0] - 1
+        return float(self.worth[ends].sum())
+
+    @classmethod
+    def of(cls, requests: Sequence[TraceRequest], cost: RecomputeCost | None = None) -> ReuseProblem:
+        """From requests in the order of service; worth is tokens, or the recompute cost where that is given."""
+        first, last = [0], []
+        passed: dict[BlockHash, int] = {}
+        depths: list[IndexArray] = []
+        for index, request in enumerate(requests):
+            chain = HashChain("", BLOCK)
+            chain.extend(
+                TokenSpans.join([request.prompt, request.output.part(0, request.num_output_tokens - 1)]).array()
+            )
+            usable = (request.num_prompt_tokens - 1) // BLOCK
+            reusable = 0
+            for block_hash in chain.hashes[:usable]:
+                at = passed.get(block_hash)
+                if at is None:
+                    break
+                last.append(at)
+                reusable += 1
+            passed.update(dict.fromkeys(chain.hashes, index))
+            depths.append(np.arange(1, reusable + 1))
+            first.append(first[-1] + reusable)
+        tokens = np.concatenate(depths) * float(BLOCK) if depths else np.empty(0)
+        worth = tokens if cost is None else tokens * cost.per_token + tokens**2 / 2 * cost.per_pair
+        return cls(np.asarray(first, np.int64), np.asarray(last, np.int64), np.asarray(worth, np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An upper bound on the worth of all hits, and the prices that prove it (per byte, by bin of requests)."""
+
+    worth: float
+    prices: FloatArray
+
+
+class PricedHits:
+    """Evaluates the bound for given prices, with its slope in each of them."""
+
+    def __init__(self, problem: ReuseProblem, memory_bytes: int, block_bytes: int, slot_bytes: int, num_bins: int):
+        self._problem = problem
+        self._memory = memory_bytes
+        self._block_bytes = block_bytes
+        self._slot_bytes = slot_bytes
+        n = problem.num_requests
+        edges = np.linspace(0, max(n - 1, 1), num_bins + 1)
+        self.widths: FloatArray = np.diff(edges)  # intervals between requests, by bin
+        at = np.arange(n)[:, None]
+        self._held: FloatArray = np.clip(at - edges[:-1], 0, self.widths)  # [request, bin]: intervals before it
+        lengths = np.diff(problem.first)
+        self._owner: IndexArray = np.repeat(np.arange(n), lengths)
+        self._nonempty = np.flatnonzero(lengths)
+
+    def evaluate(self, prices: FloatArray) -> tuple[float, FloatArray]:
+        """(the bound, its slope) at `prices`, which are not negative."""
+        problem, owner = self._problem, self._owner
+        total = self._memory * float(prices @ self.widths)
+        slope = self._memory * self.widths
+        if not len(owner):
+            return total, slope
+        clock = self._held @ prices
+        gaps = clock[owner] - clock[problem.last]
+        along = np.cumsum(gaps)
+        starts = problem.first[self._nonempty]
+        before = np.zeros(problem.num_requests)
+        before[self._nonempty] = along[starts] - gaps[starts]
+        kv_price = (along - before[owner]) * self._block_bytes
+        gain = problem.worth - kv_price - gaps * self._slot_bytes
+        best = np.maximum.reduceat(gain, starts)
+        total += float(np.maximum(best, 0).sum())
+        return total, slope - self._use(gain, best, starts)
+
+    def _use(self, gain: FloatArray, best: FloatArray, starts: IndexArray) -> FloatArray:
+        """Byte-intervals held in each bin by the best choices."""
+        problem, owner = self._problem, self._owner
+        chosen = np.zeros(problem.num_requests, np.int64) - 1
+        best_of = np.full(problem.num_requests, np.inf)
+        best_of[self._nonempty] = np.where(best > 0, best, np.inf)
+        hits = np.flatnonzero(gain == best_of[owner])
+        chosen[owner[hits[::-1]]] = hits[::-1]  # the shallowest of equals
+        reaches = chosen[owner]
+        inside = np.arange(len(owner)) <= reaches
+        num = problem.num_requests
+        ends = np.bincount(owner[inside], minlength=num) * self._block_bytes
+        begins = np.bincount(problem.last[inside], minlength=num) * self._block_bytes
+        taken = chosen[chosen >= 0]
+        ends = ends + np.bincount(owner[taken], minlength=num) * self._slot_bytes
+        begins = begins + np.bincount(problem.last[taken], minlength=num) * self._slot_bytes
+        use: FloatArray = (ends - begins) @ self._held
+        return use
+
+
+def clairvoyant_bound(
+    problem: ReuseProblem,
+    memory_bytes: int,
+    block_bytes: int,
+    slot_bytes: int,
+    num_bins: int = NUM_BINS,
+    num_rounds: int = NUM_ROUNDS,
+) -> Bound:
+    """The lowest bound found. Prices start out equal everywhere, then follow the slope."""
+    priced = PricedHits(problem, memory_bytes, block_bytes, slot_bytes, num_bins)
+    zero = np.zeros(num_bins)
+    best = Bound(min(problem.unlimited, priced.evaluate(zero)[0]), zero)
+    if best.worth <= 0:
+        return best
+    level, ladder = best.worth / (memory_bytes * problem.num_requests), 2.0 ** np.arange(-14, 5)
+    values = [(priced.evaluate(np.full(num_bins, level * step))[0], step) for step in ladder]
+    logs = np.log(np.full(num_bins, level * min(values)[1]))
+    moment, square = np.zeros(num_bins), np.zeros(num_bins)
+    for round_number in range(1, num_rounds + 1):
+        prices = np.exp(logs)
+        worth, slope = priced.evaluate(prices)
+        if worth < best.worth:
+            best = Bound(worth, prices)
+        direction = slope * prices
+        moment = 0.8 * moment + 0.2 * direction
+        square = 0.95 * square + 0.05 * direction**2
+        step = 0.25 * (1 - round_number / (num_rounds + 1))
+        scaled = moment / (1 - 0.8**round_number) / (np.sqrt(square / (1 - 0.95**round_number)) + 1e-300)
+        logs = logs - step * scaled
+    return best

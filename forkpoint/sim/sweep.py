@@ -1,0 +1,205 @@
+"""Cases to simulate, what each gives, and many of them in parallel processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+
+from forkpoint.config import SchedulerConfig
+from forkpoint.errors import ConfigError, TraceError
+from forkpoint.sim.cost import CostModel, Device
+from forkpoint.sim.routing import make_router
+from forkpoint.sim.shape import ModelShape
+from forkpoint.sim.simulator import SimulationResult, Simulator
+from forkpoint.sim.systems import make_system
+from forkpoint.sim.trace import Trace
+
+Progress = Callable[[int], None]
+PROGRESS_EVERY = 50  # requests between messages from a process
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One system in one amount of memory under one trace. `memory_bytes` is per replica."""
+
+    trace: Trace
+    shape: ModelShape
+    device: Device
+    system: str
+    memory_bytes: int
+    scheduler: SchedulerConfig
+    num_replicas: int = 1
+    router: str = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """What a case gave, over all replicas. Times in simulated seconds, rates per simulated second."""
+
+    trace: str
+    model: str
+    system: str
+    memory_bytes: int
+    num_requests: int
+    num_refused: int
+    prompt_tokens: int
+    hit_tokens: int
+    kv_hit_tokens: int  # what keys and values alone would have given
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    elapsed_s: float
+    busy_s: float
+    num_steps: int
+    kv_written_bytes: int
+    state_written_bytes: int
+    states_evicted: int
+    blocks_evicted: int
+    num_preemptions: int
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Reused tokens as a share of the prompt tokens served."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """All fields, and the hit rate."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
+
+def run_case(case: Case, progress: Progress | None = None) -> CaseResult:
+    """Simulate one case."""
+    replicas = [
+        make_system(case.system, case.shape, case.memory_bytes, case.scheduler) for _ in range(case.num_replicas)
+    ]
+    cost = CostModel(case.shape, case.device)
+    simulator = Simulator(case.trace, replicas, cost, make_router(case.router), progress)
+    collecting = gc.isenabled()
+    gc.disable()  # walking a tree of some 100,000 nodes for garbage takes longer than all else
+    try:
+        return _summary(case, simulator.run())
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _summary(case: Case, result: SimulationResult) -> CaseResult:
+    served = [record for record in result.records if record.finished_s is not None]
+    if not served:
+        raise TraceError(
+            f"{case.system} refused all {len(result.records)} requests of {case.trace.name}: "
+            f"{case.memory_bytes} bytes hold none of them; give more memory"
+        )
+    waits = np.asarray([record.ttft_s for record in served])
+    lost: dict[str, int] = {}
+    for counters in result.counters:
+        for reason, tokens in counters.lost_tokens.items():
+            lost[reason] = lost.get(reason, 0) + tokens
+    outputs = sum(record.request.num_output_tokens for record in served)
+    prompts = sum(record.request.num_prompt_tokens for record in served)
+    return CaseResult(
+        trace=case.trace.name,
+        model=case.shape.name,
+        system=case.system,
+        memory_bytes=case.memory_bytes,
+        num_requests=len(result.records),
+        num_refused=len(result.records) - len(served),
+        prompt_tokens=prompts,
+        hit_tokens=sum(record.num_cached_tokens for record in served),
+        kv_hit_tokens=sum(record.kv_num_tokens for record in served),
+        ttft_mean_s=float(waits.mean()),
+        ttft_p50_s=float(np.percentile(waits, 50)),
+        ttft_p95_s=float(np.percentile(waits, 95)),
+        prompt_tokens_per_s=prompts / result.elapsed_s,
+        output_tokens_per_s=outputs / result.elapsed_s,
+        elapsed_s=result.elapsed_s,
+        busy_s=result.busy_s,
+        num_steps=result.num_steps,
+        kv_written_bytes=sum(c.kv_written_bytes for c in result.counters),
+        state_written_bytes=sum(c.state_written_bytes for c in result.counters),
+        states_evicted=sum(c.states_evicted for c in result.counters),
+        blocks_evicted=sum(c.blocks_evicted for c in result.counters),
+        num_preemptions=sum(c.num_preemptions for c in result.counters),
+        lost_tokens=lost,
+    )
+
+
+def run_cases(cases: Sequence[Case], jobs: int, progress: Progress | None = None) -> list[CaseResult]:
+    """Simulate many cases, `jobs` at a time in processes of their own; results in the order of the cases.
+
+    `progress` is told how many requests more have ended. What a case raises is raised here.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs={jobs} is not allowed; give 1 or more")
+    report = progress or (lambda count: None)
+    if jobs == 1 or len(cases) == 1:
+        return [run_case(case, report) for case in cases]
+    context = multiprocessing.get_context("fork")
+    waiting = deque(enumerate(cases))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    results: dict[int, CaseResult] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                index, case = waiting.popleft()
+                here, there = context.Pipe(duplex=False)
+                process: BaseProcess = context.Process(target=_work, args=(case, there), daemon=True)
+                process.start()
+                there.close()
+                running[here] = index, process
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                _receive(connection, running, results, report)
+    finally:
+        for _, process in running.values():
+            process.terminate()
+    return [results[index] for index in range(len(cases))]
+
+
+def _receive(
+    connection: Connection,
+    running: dict[Connection, tuple[int, BaseProcess]],
+    results: dict[int, CaseResult],
+    report: Progress,
+) -> None:
+    index, process = running[connection]
+    try:
+        message = connection.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of case {index} died with exit code {process.exitcode}") from None
+    if isinstance(message, int):
+        report(message)
+        return
+    del running[connection]
+    process.join()
+    if isinstance(message, BaseException):
+        raise message
+    results[index] = message
+
+
+def _work(case: Case, parent: Connection) -> None:
+    finished = 0
+
+    def note(count: int) -> None:
+        nonlocal finished
+        finished += count
+        if finished >= PROGRESS_EVERY:
+            parent.send(finished)
+            finished = 0
+
+    try:
+        result = run_case(case, note)
+        parent.send(finished)
+        parent.send(result)
+    except Exception as error:
+        parent.send(error)
