@@ -160,6 +160,44 @@ def _linear_kernel(
         tl.store(out + line, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _row_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_outputs,
+    width,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    start = tl.program_id(0) * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = outputs < num_outputs - start
+    w_at = weight + start.to(tl.int64) * width
+    up_at = w_at + num_outputs.to(tl.int64) * width
+    at = outputs[:, None] * width + columns[None, :]
+    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    up = acc
+    for k in tl.range(0, width, WIDTH, num_stages=STAGES):
+        left = columns < width - k
+        valid = inside[:, None] & left[None, :]
+        value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(w_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+        if GATED:
+            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+    total = tl.sum(acc, 1)
+    if BIAS:
+        total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        total = gate(total, tl.sum(up, 1), out.dtype.element_ty)
+    tl.store(out + start + outputs, total.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_rows", "splits", "pieces"])
 def _add_splits_kernel(
     sums,
@@ -203,6 +241,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: 
     num_outputs = weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     if not num_rows:
+        return out
+    if tile.rows == 1:
+        assert num_rows == 1
+        _multiply_row(x, weight, bias, out, tile, gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
@@ -250,3 +292,21 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: 
             BLOCK=BLOCK,
         )
     return out
+
+
+def _multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
+    num_outputs, width = out.shape[1], x.shape[1]
+    _row_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
+        x,
+        weight,
+        bias,
+        out,
+        num_outputs,
+        width,
+        OUTPUTS=tile.outputs,
+        WIDTH=tile.width,
+        STAGES=tile.num_stages,
+        GATED=gated,
+        BIAS=bias is not None,
+        num_warps=tile.num_warps,
+    )
