@@ -8,7 +8,7 @@ alone=tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
-python3 -m pytest --collect-only -q tests/ops/test_triton_*.py tests/gpu "$@" | grep :: | grep -v "^$alone" > "$folder/all" || exit 1
+python3 -m pytest --collect-only tests/ops/test_triton_*.py tests/gpu "$@" | grep :: | grep -v "^$alone" > "$folder/all" || exit 1
 split -n "r/${SHARDS:-4}" "$folder/all" "$folder/shard."
 failed=0
 for shard in "$folder"/shard.*; do
