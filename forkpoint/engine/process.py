@@ -13,7 +13,6 @@ import msgspec
 import zmq
 
 from forkpoint.config import EngineConfig
-from forkpoint.engine.build import build_engine
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.messages import (
     AddSequence,
@@ -45,6 +44,8 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when the engine ends
     _end_with_parent()
+    from forkpoint.engine.build import build_engine  # imports torch, which the parent has no use for
+
     encode = msgspec.msgpack.Encoder().encode
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
         inbox.connect(commands)

@@ -60,7 +60,7 @@ class EngineProcess:
         with _interrupts_ignored():  # inherited: Ctrl-C is for this process to handle, from the first moment on
             self._process.start()
         self._loop = loop
-        loop.add_reader(self._reports.getsockopt(zmq.FD), self._receive)
+        loop.add_reader(self._reports.FD, self._receive)
         loop.add_reader(self._process.sentinel, self._ended)
         self._receive()
 
@@ -72,7 +72,7 @@ class EngineProcess:
         if self._stopped or self._process is None or self._loop is None:
             return
         self._stopped = True
-        self._loop.remove_reader(self._reports.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._reports.FD)
         self._loop.remove_reader(self._process.sentinel)
         if self._process.is_alive():
             self.send(Stop())

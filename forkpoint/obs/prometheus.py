@@ -71,12 +71,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         self._requests.refused.labels(*self._labels, reason).inc()
 
-    def lost_log_lines(self, count: int) -> None:
-        self._snapshot.lost_log_lines = count
-
-    def text(self, stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-        """The exposition. `stats` are the engine's counters and gauges (empty: not known), `config` its facts."""
-        self._snapshot.stats, self._snapshot.config = stats, config
+    def text(self, own: Mapping[str, int], stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+        """The exposition. `own` are the API process's figures (`num_requests_open`, `log_lines_lost`), `stats` the
+        engine's counters and gauges (empty: not known), `config` its options and sizes."""
+        self._snapshot.own, self._snapshot.stats, self._snapshot.config = own, stats, config
         return generate_latest(self._registry)
 
 
@@ -140,10 +138,12 @@ class _EngineSnapshot:
         self._labels = labels
         self.stats: Mapping[str, Any] = {}
         self.config: Mapping[str, Any] = {}
-        self.lost_log_lines = 0
+        self.own: Mapping[str, int] = {}
 
     def collect(self) -> Iterable[Metric]:
-        yield self._counter("log_lines_lost", "Log lines that could not be written.", self.lost_log_lines)
+        if self.own:
+            yield self._gauge("num_requests_open", "Requests being answered.", self.own["num_requests_open"])
+            yield self._counter("log_lines_lost", "Log lines that could not be written.", self.own["log_lines_lost"])
         if self.config:
             names = (*LABELS, *self.config)
             info = GaugeMetricFamily(self._prefix + "cache_config_info", "Options of the engine.", labels=names)

@@ -87,7 +87,7 @@ def _params(body: CompletionBody) -> SamplingParams:
 
 def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[PromptInput]:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return list(prompt)  # type: ignore[arg-type]
+        return list(prompt)
     return [prompt]  # type: ignore[list-item]
 
 
@@ -162,7 +162,9 @@ class _Answer:
         index = number * self.params.n + delta.index
         state = self.generation.requests[number].state
         text = "" if self.drops_output else delta.text
-        entries = [] if self.drops_output else [(_text_of(entry), entry) for entry in delta.logprobs or ()]
+        entries: list[tuple[str, dict[int, Logprob] | None]] = []
+        if not self.drops_output:
+            entries += [(_text_of(entry), entry) for entry in delta.logprobs or ()]
         if self.body.echo and index not in self.offsets:
             text = self._prompt_text(state.prompt) + text
             entries = [*self._prompt_entries(state), *entries]

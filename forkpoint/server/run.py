@@ -35,7 +35,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     Raises ConfigError for an address that cannot be listened on, and what loading the model raises.
     """
     set_up_logging(engine.log_level)
-    disable_created_metrics()  # a second series for each, which nobody reads
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
     with listen(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(engine, config, listener))
 
@@ -91,6 +91,7 @@ class Server:
             await self._engine.close()
             http.should_exit = True
             await asyncio.gather(serving, watching, logging, return_exceptions=True)
+            LOGGER.info("stopped")
 
     async def _serve(self, serving: asyncio.Task[None], watching: asyncio.Task[ForkpointError]) -> int:
         stopping = asyncio.create_task(self._asked_to_stop.wait())

@@ -48,8 +48,8 @@ class Service:
         if self.engine.is_ready:
             with contextlib.suppress(EngineStoppedError):
                 stats = await self.engine.call("stats")
-        self.metrics.lost_log_lines(num_lost_lines())
-        return self.metrics.text(stats, self.engine.facts)
+        own = {"num_requests_open": self.engine.num_open, "log_lines_lost": num_lost_lines()}
+        return self.metrics.text(own, stats, self.engine.facts)
 
     def served_name(self, asked: str | None) -> str:
         """The name to answer with. Raises HTTPError 404 for a model that is not served."""

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from forkpoint.demo.model import make_demo_model
+from forkpoint.engine.llm import LLM
+from tests.engine.conftest import TINY
+from tests.server.running import RunningServer, start_server
+
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_demo_model(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for all tests that leave it alive."""
+    flags = ["--served-model-name", "tiny", "alias", "--max-model-len", str(MAX_MODEL_LEN), "--seed", "7"]
+    flags += ["--enable-dev-endpoints", "--log-interval-s", "0.5"]
+    running = start_server(tiny_model, tmp_path_factory.mktemp("server"), *flags)
+    try:
+        yield running.wait_ready()
+    finally:
+        assert running.stop() == 0, running.log
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx2.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> Iterator[LLM]:
+    """The same model without a server."""
+    with LLM(str(tiny_model), max_model_len=MAX_MODEL_LEN, seed=7, log_level="warning") as llm:
+        yield llm

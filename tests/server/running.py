@@ -1,0 +1,70 @@
+"""`forkpoint serve` as a process of its own, as people run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+
+READY = re.compile(r"ready: \S+ on (http://\S+)")
+START_TIMEOUT_S = 120.0
+
+
+@dataclass
+class RunningServer:
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    url: str = ""
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process: the child that is not multiprocessing's resource tracker."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        return next(pid for pid, command in commands.items() if "spawn_main" in command)
+
+    def wait_ready(self) -> RunningServer:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = READY.search(self.log)
+            if found is not None:
+                self.url = found[1]
+                return self
+            assert self.process.poll() is None, self.log
+            time.sleep(0.05)
+        raise AssertionError(f"not ready in time:\n{self.log}")
+
+    def client(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30) -> int:
+        """Signal the server and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the server does not stop:\n{self.log}") from None
+
+
+def start_server(model: Path, folder: Path, *flags: str, name: str = "server") -> RunningServer:
+    """Start without waiting; the log goes to a file in `folder`."""
+    log_path = folder / f"{name}.log"
+    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(model), "--port", "0", *flags]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stderr=log, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+        )
+    return RunningServer(process, log_path)
