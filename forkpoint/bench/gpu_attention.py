@@ -20,9 +20,15 @@ from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable, PagedAttention, QKNorm
 
 DEVICE = torch.device("cuda")
-HEADS, KV_HEADS, DIM, ROTARY = 16, 4, 256, 64
+HEADS, KV_HEADS, DIM, ROTARY, LAYERS = 16, 4, 256, 64, 8
 DECODES = ((1, 300), (1, 4096), (1, 16384), (32, 2048), (32, 4096), (128, 350), (256, 1024))
 PREFILLS = ((128, 16384), (256, 4096), (512, 4096), (200, 2200), (64, 64), (2048, 2048), (8192, 8192), (8192, 16384))
+
+
+def arena(num_blocks: int) -> Tensor:
+    """Keys and values of one layer, `[num_blocks, 2, Hkv, 64, D]`, as far apart as in an arena of LAYERS layers."""
+    layers = torch.empty(num_blocks, LAYERS, 2, KV_HEADS, 64, DIM, device=DEVICE, dtype=torch.bfloat16)
+    return layers[:, LAYERS // 2].normal_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Shape:
     def inputs(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[AttentionIndex]]:
         """Queries, their gate, caches and `count` indices into different blocks of them."""
         blocks = -(-self.length // 64)
-        cache = randn(count * self.rows * blocks, 2, KV_HEADS, 64, DIM)
+        cache = arena(count * self.rows * blocks)
         tables = torch.randperm(len(cache), device=DEVICE).int().view(count, self.rows, blocks)
         q, gate = randn(self.rows * self.queries, HEADS, DIM), randn(self.rows * self.queries, HEADS * DIM)
         decodes, none = self.rows if self.queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
@@ -79,7 +85,7 @@ def input_case(ops: OpTable, tokens: int) -> Case:
         heads = [[torch.unflatten(part, 1, (-1, DIM)) for part in parts] for parts in rows]
         norm = QKNorm(torch.rand(DIM, device=DEVICE), torch.rand(DIM, device=DEVICE), 1e-6)
         angles, positions = torch.rand(tokens, ROTARY, device=DEVICE), torch.arange(tokens, device=DEVICE)
-        caches = [randn(-(-tokens // 64), 2, KV_HEADS, 64, DIM) for _ in range(count)]
+        caches = [arena(-(-tokens // 64)) for _ in range(count)]
         return [
             lambda q=q, k=k, v=v, c=c: ops.qk_norm_rope_write(  # type: ignore[misc]
                 q, k, v, norm, angles, positions, c[:, 0], c[:, 1], positions

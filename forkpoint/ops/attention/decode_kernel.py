@@ -8,7 +8,13 @@ import triton.language as tl
 from forkpoint.ops.attention.softmax import LOWEST, gated, join, see
 
 
-@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
+@triton.jit
+def _part(parts, part):
+    """(row, first block, end block)."""
+    return tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
+
+
+@triton.jit(do_not_specialize=["num_decodes", "num_parts", "table_stride"])
 def decode_kernel(
     q,
     k_cache,
@@ -22,6 +28,7 @@ def decode_kernel(
     table_rows,
     block_table,
     num_decodes,
+    num_parts,
     table_stride,
     q_token,
     q_head,
@@ -40,17 +47,17 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    AHEAD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Programs take turns over (part, key head); the sums of a part's query heads go to its line of the scratch."""
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    first, step = tl.program_id(0), tl.num_programs(0)
     num_items = tl.load(part_ptr + num_decodes) * HEADS
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+    # What the next item is, is read before it is known whether there is one: loads that wait for loads take long.
+    row, low, high = _part(parts, first // HEADS)
+    for item in range(first, num_items, step):
         part, kv_head = item // HEADS, item % HEADS
-        row = tl.load(parts + 3 * part)
-        low, high = tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
-        kv_len = tl.load(kv_lens + row)
+        kv_len, line = tl.load(kv_lens + row), tl.load(table_rows + row)
         if HAS_WINDOW:
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
         head = kv_head * GROUP + m
@@ -60,16 +67,11 @@ def decode_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-        table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
+        table = block_table + line.to(tl.int64) * table_stride
+        next_row, next_low, next_high = _part(parts, tl.minimum(item + step, num_parts * HEADS - 1) // HEADS)
         PER: tl.constexpr = BLOCK // KEYS
-        if AHEAD:
-            block = tl.load(table + low)
         for j in range(low * PER, high * PER):
-            if AHEAD:
-                now = block.to(tl.int64)
-                block = tl.load(table + tl.minimum((j + 1) // PER, high - 1))
-            else:
-                now = tl.load(table + j // PER).to(tl.int64)
+            now = tl.load(table + j // PER).to(tl.int64)
             within = (j % PER) * KEYS
             total, weight, top = see(
                 rows,
@@ -91,6 +93,7 @@ def decode_kernel(
                 True,
                 HAS_WINDOW,
             )
+        row, low, high = next_row, next_low, next_high
         entry = (part * (HEADS * GROUP) + head).to(tl.int64)
         tl.store(totals + entry[:, None] * DV + at_v[None, :], total, mask=(m < GROUP)[:, None] & (at_v < DV)[None, :])
         tl.store(weights + entry, weight, mask=m < GROUP)
@@ -110,6 +113,7 @@ def combine_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """One query head of one row; a row without parts gives zeros."""
@@ -117,7 +121,7 @@ def combine_kernel(
     row, head = pid // HEADS, pid % HEADS
     begin, end = tl.load(part_ptr + row), tl.load(part_ptr + row + 1)
     first = begin.to(tl.int64) * HEADS + head
-    answer = join(totals, weights, tops, first, end - begin, HEADS, DV, BLOCK_DV, PARTS)
+    answer = join(totals, weights, tops, first, end - begin, HEADS, DV, BLOCK_DV, PARTS, STAGES)
     at = tl.arange(0, BLOCK_DV)
     if GATED:
         gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at

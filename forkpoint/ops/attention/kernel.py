@@ -32,7 +32,7 @@ class DecodeLaunch:
     num_stages: int = 2
     parts: int = 16  # that a combining program adds at once
     combine_warps: int = 4
-    ahead: bool = False
+    combine_stages: int = 1
     keys: int = 64
 
 
@@ -157,13 +157,13 @@ class PagedAttention:
                 index.table_rows,
                 index.block_table,
                 index.num_decodes,
+                num_parts,
                 index.block_table.stride(0),
                 *call.strides,
                 call.scale,
                 call.window or 0,
                 **sizes,
                 BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])),
-                AHEAD=how.ahead,
                 KEYS=how.keys,
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
@@ -180,6 +180,7 @@ class PagedAttention:
             DV=sizes["DV"],
             BLOCK_DV=sizes["BLOCK_DV"],
             PARTS=how.parts,
+            STAGES=how.combine_stages,
             GATED=call.gate is not None,
             num_warps=how.combine_warps,
         )

@@ -191,7 +191,7 @@ def join_kernel(
     query = first + query % QUERIES
     if (query < last) & (end - low > size):
         entry = within.to(tl.int64) * num_splits * HEADS + head
-        answer = join(totals, weights, tops, entry, tl.cdiv(end - low, size), HEADS, DV, BLOCK_DV, PARTS)
+        answer = join(totals, weights, tops, entry, tl.cdiv(end - low, size), HEADS, DV, BLOCK_DV, PARTS, 1)
         at = tl.arange(0, BLOCK_DV)
         token = (start + query).to(tl.int64)
         if GATED:

@@ -71,7 +71,18 @@ def see(
 
 
 @triton.jit
-def join(totals, weights, tops, first, count, stride, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr):
+def join(
+    totals,
+    weights,
+    tops,
+    first,
+    count,
+    stride,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """The answer `[BLOCK_DV]` of one query and head from `count` parts, in the order of their positions.
 
     Parts are entries `first`, `first + stride` .. of `totals[., DV]`, `weights[.]`, `tops[.]`. No parts give zeros.
@@ -79,7 +90,7 @@ def join(totals, weights, tops, first, count, stride, DV: tl.constexpr, BLOCK_DV
     at = tl.arange(0, BLOCK_DV)
     total = tl.zeros((BLOCK_DV,), tl.float32)
     weight, top = 0.0, -1.0e30
-    for begin in range(0, count, PARTS):
+    for begin in tl.range(0, count, PARTS, num_stages=STAGES):
         part = begin + tl.arange(0, PARTS)
         present = part < count
         entry = first + part * stride
