@@ -60,9 +60,9 @@ def probabilities(row: Tensor, cut: Cut) -> Tensor:
 
 
 def middles(probability: Tensor) -> tuple[list[int], list[float]]:
-    """Ids that can be sampled, and for each the middle of its part of [0, 1)."""
-    ids = torch.nonzero(probability)[:, 0]
-    ends = torch.cumsum(probability[ids], 0)
+    """Ids that can be sampled, and for each the middle of its part of [0, 1); parts too thin to aim at left out."""
+    ids = torch.nonzero(probability > 1e-6)[:, 0]
+    ends = torch.cumsum(probability, 0)[ids]
     return ids.tolist(), (ends - probability[ids] / 2).tolist()
 
 

@@ -306,7 +306,12 @@ WAITING = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 
 def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would wait for a device is not called, but by the operators of a CPU."""
-    table = replace(torch_table(), sample_rows=lambda logits, columns: torch_table().greedy(logits))
+    greedy = torch_table().greedy
+    table = replace(
+        torch_table(),
+        sample_rows=lambda logits, columns: greedy(logits),
+        apply_penalties=lambda logits, counts, columns: None,
+    )
     counts = TokenCounts(VOCAB, CpuPlatform())
     rows = [
         row(SamplingParams(**options), [1, 2], [3], i, [9], counts, i)  # type: ignore[arg-type]

@@ -225,7 +225,7 @@ def _choose_kernel(
     if searching:
         threshold = _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT, GROUP * TILE)
         mass = tl.zeros((TILES,), tl.float32)
-        for first in range(0, num_tiles):
+        for first in range(num_tiles):
             at = first * TILE + tl.arange(0, TILE)
             x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
             kept = tl.sum(tl.where(_key(x, SHIFT) >= threshold, _weights(x, top, scale), 0.0))

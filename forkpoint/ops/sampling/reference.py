@@ -1,4 +1,4 @@
-"""Sampling in torch. `sample_rows` looks at its data on the host: it is for CPUs and for tests."""
+"""Sampling in torch, for CPUs: `apply_penalties` and `sample_rows` look at their data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
     """In place on `logits[N, V]` fp32."""
-    count = counts.index_select(0, columns.lines)
-    outputs = count >> 1
-    chosen = logits.index_select(0, columns.rows)
-    factor = columns.repetition[:, None]
-    repeated = torch.where(chosen > 0, chosen / factor, chosen * factor)
-    chosen = torch.where(count > 0, repeated, chosen)
-    chosen = chosen - columns.frequency[:, None] * outputs - columns.presence[:, None] * (outputs > 0)
-    logits.index_copy_(0, columns.rows, chosen)
+    names = (columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
+    for row, line, repetition, frequency, presence in zip(*(column.tolist() for column in names), strict=True):
+        seen = torch.nonzero(counts[line])[:, 0]
+        outputs, x = counts[line, seen] >> 1, logits[row, seen]
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        logits[row, seen] = x - frequency * outputs - presence * (outputs > 0)
 
 
 def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -53,35 +51,36 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
     return token_ids, finite
 
 
-def kept_threshold(row: Tensor, temperature: float, reach: float, top_k: int, top_p: float) -> Tensor:
-    """The smallest logit kept, a scalar; -inf where all are."""
-    top = row.max()
-    threshold = top + reach
-    if 0 < top_k < len(row):
-        threshold = torch.maximum(threshold, torch.topk(row, top_k, sorted=False).values.min())
-    if top_p >= 1.0:
-        return threshold
-    if float(threshold) == -torch.inf and len(row) > FEW:
-        total = _weights(row, top, temperature).sum(dtype=torch.float64)
-        values = torch.topk(row, FEW).values
-        if float(_weights(values, top, temperature).sum(dtype=torch.float64)) < top_p * float(total):
-            values = torch.sort(row, descending=True).values
-    else:
-        values = torch.sort(row[row >= threshold], descending=True).values
-        total = _weights(values, top, temperature).sum(dtype=torch.float64)
-    weights = _weights(values, top, temperature).double()
-    above = torch.cumsum(weights, dim=0) - weights
-    return values[int((above < top_p * total).sum()) - 1]
-
-
 def _sample(
     row: Tensor, top: Tensor, temperature: float, reach: float, top_k: int, top_p: float, uniform: float
 ) -> Tensor:
-    threshold = kept_threshold(row, temperature, reach, top_k, top_p)
-    if float(threshold) == -torch.inf:
-        return _invert(_weights(row, top, temperature), uniform)
-    kept = torch.nonzero(row >= threshold)[:, 0]
-    return kept[_invert(_weights(row[kept], top, temperature), uniform)]
+    threshold = top + reach
+    if 0 < top_k < len(row):
+        threshold = torch.maximum(threshold, torch.topk(row, top_k, sorted=False).values.min())
+    if float(threshold) > -torch.inf:
+        ids = torch.nonzero(row >= threshold)[:, 0]
+        kept = row[ids]
+        weights = _weights(kept, top, temperature)
+        if top_p < 1.0:
+            above_p = kept >= _top_p_threshold(kept, weights, top, temperature, top_p)
+            ids, weights = ids[above_p], weights[above_p]
+        return ids[_invert(weights, uniform)]
+    weights = _weights(row, top, temperature)
+    if top_p >= 1.0:
+        return _invert(weights, uniform)
+    ids = torch.nonzero(row >= _top_p_threshold(row, weights, top, temperature, top_p))[:, 0]
+    return ids[_invert(weights[ids], uniform)]
+
+
+def _top_p_threshold(logits: Tensor, weights: Tensor, top: Tensor, temperature: float, top_p: float) -> Tensor:
+    """The smallest of the largest logits that together have the share `top_p` of the weight."""
+    share = top_p * weights.sum(dtype=torch.float64)
+    values = torch.topk(logits, min(FEW, len(logits))).values
+    if len(logits) > FEW and _weights(values, top, temperature).sum(dtype=torch.float64) < share:
+        values = torch.sort(logits, descending=True).values
+    ordered = _weights(values, top, temperature).double()
+    above = torch.cumsum(ordered, dim=0) - ordered
+    return values[int((above < share).sum()) - 1]
 
 
 def _weights(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
