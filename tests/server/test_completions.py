@@ -1,0 +1,124 @@
+"""/v1/completions through the openai client, beside the same model without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai.types import Completion
+
+from forkpoint import LLM, SamplingParams
+
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+LONG = "The quick brown fox jumps over the lazy dog. " * 5
+
+
+def test_answers_are_those_of_the_engine(client: openai.OpenAI, oracle: LLM) -> None:
+    answer = client.completions.create(prompt=LONG, **GREEDY)
+    expected = oracle.generate(LONG, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
+    assert isinstance(answer, Completion)
+    assert answer.choices[0].text == expected.outputs[0].text
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_prompts_may_be_token_ids(client: openai.OpenAI, oracle: LLM) -> None:
+    ids = oracle.generate(LONG, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+    text = client.completions.create(prompt=LONG, **GREEDY).choices[0].text
+    assert client.completions.create(prompt=list(ids), **GREEDY).choices[0].text == text
+    both = client.completions.create(prompt=[list(ids), [1, 2, 3]], **GREEDY)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    assert both.choices[0].text == text != both.choices[1].text
+
+
+def test_batches_of_prompts_with_several_completions_each(client: openai.OpenAI) -> None:
+    params: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "seed": 3, "n": 2}
+    answer = client.completions.create(prompt=["one", "two", "three"], **params)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage is not None and answer.usage.completion_tokens == 36
+    assert answer.usage.prompt_tokens == len("onetwothree")
+    alone = client.completions.create(prompt="two", **params)
+    assert [c.text for c in answer.choices[2:4]] == [c.text for c in alone.choices]
+
+
+def test_a_stream_of_a_batch_says_the_same(client: openai.OpenAI) -> None:
+    prompts = ["first prompt", "second prompt"]
+    whole = client.completions.create(prompt=prompts, **GREEDY)
+    texts = {0: "", 1: ""}
+    ended = {}
+    for chunk in client.completions.create(prompt=prompts, stream=True, **GREEDY):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                ended[choice.index] = choice.finish_reason
+        last = chunk
+    assert [texts[0], texts[1]] == [choice.text for choice in whole.choices]
+    assert ended == {0: "length", 1: "length"}
+    assert last.usage is not None and last.usage.completion_tokens == 16
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    answer = client.completions.create(prompt=LONG, logprobs=2, **GREEDY)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.text_offset == [sum(map(len, logprobs.tokens[:i])) for i in range(8)]
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert max(top.values()) == value == top[token]
+        assert len(top) <= 2
+
+
+def test_echo_repeats_the_prompt(client: openai.OpenAI, oracle: LLM) -> None:
+    text = client.completions.create(prompt=LONG, **GREEDY).choices[0].text
+    assert client.completions.create(prompt=LONG, echo=True, **GREEDY).choices[0].text == LONG + text
+    ids = list(oracle.generate(LONG, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids)
+    chunks = list(client.completions.create(prompt=ids, echo=True, stream=True, **GREEDY))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == LONG + text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_log_probabilities_bypass_the_cache_and_say_so(client: openai.OpenAI, oracle: LLM, stream: bool) -> None:
+    expected = oracle.generate(LONG, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1), use_tqdm=False)[0]
+    answers = []
+    for _ in range(2):
+        answer: Any = client.completions.create(
+            model="tiny", prompt=LONG, echo=True, logprobs=1, max_tokens=1, temperature=0, stream=stream
+        )
+        chunks = list(answer) if stream else [answer]
+        extra = chunks[-1].model_extra["cache"]
+        assert extra == {"num_tokens": 0, "kv_num_tokens": 0, "miss": "bypassed"}
+        parts = [choice.logprobs for chunk in chunks for choice in chunk.choices]
+        tokens = [token for part in parts for token in part.tokens]
+        values = [value for part in parts for value in part.token_logprobs]
+        assert "".join(tokens[:-1]) == LONG
+        offsets = [offset for part in parts for offset in part.text_offset]
+        assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        answers.append(values)
+    assert answers[0] == answers[1]
+    assert answers[0][0] is None
+    told = [next(iter(entry.values())).logprob for entry in (expected.prompt_logprobs or ())[1:] if entry]
+    assert answers[0][1:-1] == pytest.approx(told, abs=1e-4)
+
+
+def test_a_prompt_alone_can_be_scored(client: openai.OpenAI) -> None:
+    params: dict[str, Any] = {"model": "tiny", "prompt": "score me", "echo": True, "logprobs": 0}
+    answer = client.completions.create(max_tokens=0, **params)
+    assert answer.choices[0].text == "score me"
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == list("score me")
+    longer = client.completions.create(max_tokens=2, **params).choices[0].logprobs
+    assert longer is not None and longer.token_logprobs is not None
+    assert longer.token_logprobs[:8] == answer.choices[0].logprobs.token_logprobs
+
+
+def test_logit_bias(client: openai.OpenAI) -> None:
+    forced = client.completions.create(prompt="x", logit_bias={"65": 100}, **GREEDY)
+    assert forced.choices[0].text == "AAAAAAAA"
+
+
+def test_the_default_is_sixteen_tokens(http: httpx2.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "x", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["model"] == "tiny"
