@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.select import torch_table
 from tests.ops.gdn_cases import padded_pool, rows, segments
-from tests.ops.triton_cases import DEVICE, copy_pool, on_device, sized, triton_ops
+from tests.ops.triton_cases import DEVICE, behind, copy_pool, on_device, padded, sized, triton_ops
 
 OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -55,6 +55,18 @@ def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
         TORCH.conv_update(x, weight, bias, want, index, True),
     )
     assert torch.equal(ours, want)
+
+
+def test_padding_is_harmless() -> None:
+    x, weight, _, pool = inputs(sum(LENS), 20, 4, torch.float32)
+    ours, want = copy_pool(pool), copy_pool(pool)
+    index = on_device(segments(LENS, [0, -1, 3, 4], [0, 2, -1, 5], EXPORTS))
+    expected = OURS.conv_prefill(x, weight, None, want, index, True)
+    got = OURS.conv_prefill(behind(x, 130), weight, None, ours, padded(index), True)
+    assert torch.equal(got[: sum(LENS)], expected) and torch.equal(ours, want)
+    expected = OURS.conv_update(x[:2], weight, None, want, on_device(rows([0, 3], [0, 6])), True)
+    got = OURS.conv_update(behind(x[:2], 2), weight, None, ours, on_device(rows([0, 3, -1, -1], [0, 6, -1, -1])), True)
+    assert torch.equal(got[:2], expected) and torch.equal(ours, want)
 
 
 @pytest.mark.parametrize("length", sized([130], [1, 63, 64, 127, 128, 1000]))

@@ -12,9 +12,11 @@ from tests.ops.gdn_cases import GDNCase, gdn_by_token, gdn_case, padded_pool, ro
 from tests.ops.triton_cases import (
     DEVICE,
     ON_GPU,
+    behind,
     copy_pool,
     gpu_only,
     on_device,
+    padded,
     params_on_device,
     relative_error,
     sized,
@@ -133,6 +135,21 @@ def test_cuts_neighbours_and_slots_leave_the_bits_alone(shape: GDNShape, dtype: 
     mixed, a, b = (torch.cat((getattr(other, x), getattr(case, x)[64:])) for x in ("mixed", "a", "b"))
     tail = OURS.gdn_prefill(mixed, a, b, case.params, pool, on_device(segments([5, 66], [4, 2], [5, 2])))
     assert torch.equal(tail[5:], whole[64:]) and torch.equal(pool[2], pool[1])
+
+
+def test_padding_is_harmless() -> None:
+    case, pool = moved(gdn_case(70, SMALL)), pool_for(SMALL)
+    want_pool, params = copy_pool(pool), case.params
+    index = on_device(segments([3, 67], [1, -1], [1, 2], [[(3, 5)], [(64, 4)]]))
+    wide = [behind(x, 130) for x in (case.mixed, case.a, case.b)]
+    expected = OURS.gdn_prefill(case.mixed, case.a, case.b, params, want_pool, index)
+    got = OURS.gdn_prefill(*wide, params, pool, padded(index))
+    assert torch.equal(got[:70], expected) and torch.equal(pool, want_pool)
+    few = [x[:2] for x in (case.mixed, case.a, case.b)]
+    expected = OURS.gdn_decode(*few, params, want_pool, on_device(rows([1, 4], [1, 3])))
+    wide = [behind(x, 2) for x in few]
+    got = OURS.gdn_decode(*wide, params, pool, on_device(rows([1, 4, -1, -1], [1, 3, -1, -1])))
+    assert torch.equal(got[:2], expected) and torch.equal(pool, want_pool)
 
 
 def test_prefill_equals_the_recurrence() -> None:

@@ -66,6 +66,30 @@ def vars_of(index: Any) -> dict[str, Any]:
     return {name: getattr(index, name) for name in index.__dataclass_fields__}
 
 
+def padded(index: SegmentIndex) -> SegmentIndex:
+    """The same segments in an index as of a recorded step: with room that this step does not need, no host copies."""
+
+    def more(x: Tensor, values: list[int]) -> Tensor:
+        return torch.cat((x, torch.tensor(values, dtype=x.dtype, device=x.device)))
+
+    assert index.tiles is not None
+    tokens, exports = int(index.cu_seqlens[-1]), int(index.exp_ptr[-1])
+    return SegmentIndex(
+        more(index.cu_seqlens, [tokens] * 2),
+        more(index.src, [-1] * 2),
+        more(index.dst, [-1] * 2),
+        more(index.exp_ptr, [exports] * 2),
+        more(index.exp_pos, [0] * 3),
+        more(index.exp_dst, [-1] * 3),
+        tiles=torch.cat((index.tiles, index.tiles.new_tensor([[-1, 0]] * 3))),
+    )
+
+
+def behind(x: Tensor, rows: int) -> Tensor:
+    """`x` and then rows that no operator may look at."""
+    return torch.cat((x, torch.full((rows, *x.shape[1:]), float("nan"), dtype=x.dtype, device=x.device)))
+
+
 def params_on_device(params: GDNParams) -> GDNParams:
     return GDNParams(params.shape, params.A_log.to(DEVICE), params.dt_bias.to(DEVICE))
 
