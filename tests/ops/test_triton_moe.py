@@ -117,9 +117,12 @@ def test_experts(
 def test_tokens_do_not_see_each_other(dtype: torch.dtype) -> None:
     from forkpoint.ops.moe.device_experts import DeviceExperts
 
-    tokens, few = (600, (1, 2, 8, 65, 256)) if DEVICE.type == "cuda" else (20, (1, 7))
-    x, packed = case(tokens, 5, 24, 40, dtype)
-    weights, ids = routing(tokens, 5, 2)
+    if DEVICE.type == "cuda":  # from few rows of an expert to many
+        tokens, few, (experts, choices, inner, hidden) = 3000, (1, 2, 8, 65, 256, 1000), (33, 5, 96, 520)
+    else:
+        tokens, few, (experts, choices, inner, hidden) = 20, (1, 7), (5, 3, 24, 40)
+    x, packed = case(tokens, experts, inner, hidden, dtype)
+    weights, ids = routing(tokens, experts, choices - 1)
     fixed = DeviceExperts(deterministic=True)
     whole = fixed(x, packed, weights, ids)
     for count in few:

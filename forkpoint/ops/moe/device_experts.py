@@ -22,14 +22,14 @@ class DeviceExperts:
 
     def __call__(self, x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor) -> Tensor:
         """See `table.Experts`."""
+        x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         if not self.deterministic and ids.numel() <= MAX_PAIRED:
             return paired_experts(x, packed, weights, ids)
-        into, out_of = _tiles(x.dtype, 0 if self.deterministic else ids.numel() / packed.down.shape[0])
-        return grouped_experts(x, packed, weights, ids, into, out_of)
+        return grouped_experts(x, packed, weights, ids, *_tiles(x.dtype, ids.numel() / packed.down.shape[0]))
 
 
 def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
-    """For the products into and out of experts that serve `mean_rows` pairs each."""
+    """For the products into and out of experts that serve `mean_rows` pairs each. All give a row the same bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
     if mean_rows <= 16:
