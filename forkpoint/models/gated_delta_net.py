@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.layers import Build, Projection, RMSNorm, read_projection
-from forkpoint.ops.table import GDNLayer, GDNParams, GDNShape
+from forkpoint.ops.table import GDNParams, GDNShape
 
 # Slow decay for made-up weights, so that their states matter.
 DUMMY_A_LOG = (-4.0, -1.0)
@@ -52,15 +52,14 @@ class GatedDeltaNet:
         self._ops, self._index, self._shape = build.ops, index, shape
         self._value_size = shape.num_v_heads * shape.value_dim
         self._input = Projection(build.ops, names.read_input(build, name))
-        conv_weight = names.read_conv(build, name).contiguous()
+        self._conv_weight = names.read_conv(build, name).contiguous()
         heads, fp32 = (shape.num_v_heads,), torch.float32
-        gates = GDNParams(
+        self._params = GDNParams(
             shape,
             build.weights.get(f"{name}.A_log", heads, fp32, DUMMY_A_LOG),
             build.weights.get(f"{name}.dt_bias", heads, fp32, DUMMY_DT_BIAS),
         )
-        norm = RMSNorm(build, f"{name}.{names.norm}", shape.value_dim, centred=False, eps=names.norm_eps)
-        self._layer = GDNLayer(gates, conv_weight, norm.weight, norm.eps)
+        self._norm = RMSNorm(build, f"{name}.{names.norm}", shape.value_dim, centred=False, eps=names.norm_eps)
         self._out = read_projection(build, f"{name}.{names.out}", build.config.hidden_size, self._value_size)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -71,25 +70,22 @@ class GatedDeltaNet:
         gate = torch.unflatten(z, -1, (shape.num_v_heads, shape.value_dim))
         split = ctx.num_decodes
         if split == 0:
-            out = self._prefill(mixed, a, b, gate, ctx, None)
+            out = self._prefill(mixed, a, b, ctx, None)
         elif split == x.shape[0]:
-            out = self._decode(mixed, a, b, gate, ctx, None)
+            out = self._decode(mixed, a, b, ctx, None)
         else:
             out = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
-            self._decode(mixed[:split], a[:split], b[:split], gate[:split], ctx, out[:split])
-            self._prefill(mixed[split:], a[split:], b[split:], gate[split:], ctx, out[split:])
+            self._decode(mixed[:split], a[:split], b[:split], ctx, out[:split])
+            self._prefill(mixed[split:], a[split:], b[split:], ctx, out[split:])
+        out = self._ops.gated_rmsnorm(out, gate, self._norm.weight, self._norm.eps)
         return self._out(out.flatten(1))
 
-    def _decode(
-        self, mixed: Tensor, a: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext, out: Tensor | None
-    ) -> Tensor:
-        cache, conv, matrix = ctx.states[self._index], ctx.conv.decode, ctx.matrix.decode
-        return self._ops.gdn_step(mixed, a, b, gate, self._layer, cache.conv, cache.matrix, conv, matrix, out)
+    def _decode(self, mixed: Tensor, a: Tensor, b: Tensor, ctx: ForwardContext, out: Tensor | None) -> Tensor:
+        cache = ctx.states[self._index]
+        mixed = self._ops.conv_update(mixed, self._conv_weight, None, cache.conv, ctx.conv.decode, True)
+        return self._ops.gdn_decode(mixed, a, b, self._params, cache.matrix, ctx.matrix.decode, out)
 
-    def _prefill(
-        self, mixed: Tensor, a: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext, out: Tensor | None
-    ) -> Tensor:
-        cache, layer = ctx.states[self._index], self._layer
-        mixed = self._ops.conv_prefill(mixed, layer.conv_weight, None, cache.conv, ctx.conv.prefill, True)
-        answer = self._ops.gdn_prefill(mixed, a, b, layer.gates, cache.matrix, ctx.matrix.prefill)
-        return self._ops.gated_rmsnorm(answer, gate, layer.norm_weight, layer.norm_eps, out)
+    def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor, ctx: ForwardContext, out: Tensor | None) -> Tensor:
+        cache = ctx.states[self._index]
+        mixed = self._ops.conv_prefill(mixed, self._conv_weight, None, cache.conv, ctx.conv.prefill, True)
+        return self._ops.gdn_prefill(mixed, a, b, self._params, cache.matrix, ctx.matrix.prefill, out)

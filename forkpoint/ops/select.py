@@ -13,7 +13,6 @@ from forkpoint.ops.conv1d import reference as conv1d
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.gated_delta import reference as gated_delta
-from forkpoint.ops.gated_delta.step import ComposedStep
 from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.moe import reference as moe
@@ -53,7 +52,6 @@ def torch_table(deterministic: bool = False) -> OpTable:
         conv_update=conv1d.conv_update,
         gdn_prefill=gated_delta.gdn_prefill,
         gdn_decode=gated_delta.gdn_decode,
-        gdn_step=ComposedStep(conv1d.conv_update, gated_delta.gdn_decode, norm.gated_rmsnorm),
         route=moe.route,
         prepare_experts=moe.prepare_experts,
         experts=partial(moe.experts_by, product),

@@ -59,8 +59,8 @@ class AddRMSNorm(Protocol):
 
 
 class GatedRMSNorm(Protocol):
-    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate; in `out` if given."""
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rmsnorm(x) * weight * silu(gate)` per head: `[T, HV, V]`, norm before gate."""
 
 
 class SiluMul(Protocol):
@@ -142,49 +142,36 @@ class GDNParams:
     dt_bias: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GDNLayer:
-    """Per-layer constants of all that lies between a recurrent layer's two projections."""
-
-    gates: GDNParams
-    conv_weight: Tensor  # [mixed_dim, W]
-    norm_weight: Tensor  # [V] fp32
-    norm_eps: float
-
-
 class GDNPrefill(Protocol):
-    def __call__(
-        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
-    ) -> Tensor:
-        """Gated delta rule over segments, in 64-token chunks from each segment's start.
-
-        `mixed[T, mixed_dim]` after conv; `a`, `b` `[T, HV]` raw; q and k are l2-normalised inside (eps 1e-6
-        under the root), q scaled by K**-0.5. `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`."""
-
-
-class GDNDecode(Protocol):
-    def __call__(
-        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
-    ) -> Tensor:
-        """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`."""
-
-
-class GDNStep(Protocol):
     def __call__(
         self,
         mixed: Tensor,
         a: Tensor,
         b: Tensor,
-        gate: Tensor,
-        layer: GDNLayer,
-        conv_pool: Tensor,
+        params: GDNParams,
         pool: Tensor,
-        conv_index: DecodeIndex,
+        index: SegmentIndex,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Gated delta rule over segments, in 64-token chunks from each segment's start.
+
+        `mixed[T, mixed_dim]` after conv; `a`, `b` `[T, HV]` raw; q and k are l2-normalised inside (eps 1e-6
+        under the root), q scaled by K**-0.5. `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`,
+        in `out` if given."""
+
+
+class GDNDecode(Protocol):
+    def __call__(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        params: GDNParams,
+        pool: Tensor,
         index: DecodeIndex,
         out: Tensor | None = None,
     ) -> Tensor:
-        """conv_update with SiLU, gdn_decode and gated_rmsnorm of one token per row: `mixed[B, mixed_dim]` before conv,
-        `gate[B, HV, V]` -> `[B, HV, V]`, in `out` if given."""
+        """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`, in `out` if given."""
 
 
 class Route(Protocol):
@@ -252,7 +239,6 @@ class OpTable:
     conv_update: ConvUpdate
     gdn_prefill: GDNPrefill
     gdn_decode: GDNDecode
-    gdn_step: GDNStep
     route: Route
     prepare_experts: PrepareExperts
     experts: Experts

@@ -11,9 +11,8 @@ from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
 from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.conv1d import kernel as conv1d
-from forkpoint.ops.gated_delta import kernel as gated_delta
+from forkpoint.ops.gated_delta.decode_kernel import gdn_decode
 from forkpoint.ops.gated_delta.prefill_kernel import gdn_prefill
-from forkpoint.ops.gated_delta.step_kernel import gdn_step
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.tiles import fastest_tile, fixed_tile
 from forkpoint.ops.moe.device_experts import DeviceExperts
@@ -47,8 +46,7 @@ def triton_table(base: OpTable) -> OpTable:
         "conv_prefill": conv1d.conv_prefill,
         "conv_update": conv1d.conv_update,
         "gdn_prefill": gdn_prefill,
-        "gdn_decode": gated_delta.gdn_decode,
-        "gdn_step": gdn_step,
+        "gdn_decode": gdn_decode,
         "state_copy": StateCopy(),
         "greedy": sampling.greedy,
         "sample_rows": sample_rows,

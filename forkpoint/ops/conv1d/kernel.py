@@ -82,7 +82,7 @@ def _prefill_kernel(
             back = token - (W - 1) + j
             seen = ((back >= 0) & (back < length))[:, None] & present[None, :]
             value = tl.load(first + back.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=seen, other=0.0)
-            if low < W - 1:
+            if low < W - 1:  # noqa: SIM102 (decided when compiling)
                 if (offset == 0) & (source >= 0):
                     # Rows of the window that lie before the segment's first token.
                     behind = (back < 0)[:, None] & present[None, :]

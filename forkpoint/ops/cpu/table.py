@@ -11,7 +11,6 @@ from torch import Tensor
 
 from forkpoint.ops.attention.inputs import ComposedInputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
-from forkpoint.ops.gated_delta.step import ComposedStep
 from forkpoint.ops.linear.reference import ComposedLinearSiluMul
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 from forkpoint.ops.table import GDNParams, OpTable
@@ -69,29 +68,33 @@ class _StateOperators:
         return out
 
     def gdn_prefill(
-        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        params: GDNParams,
+        pool: Tensor,
+        index: SegmentIndex,
+        out: Tensor | None = None,
     ) -> Tensor:
         layer, i = self._layer(params), index
-        out: Tensor = self._module.gdn_prefill(
+        result: Tensor = self._module.gdn_prefill(
             mixed, a, b, layer, pool, i.cu_seqlens, i.src, i.dst, i.exp_ptr, i.exp_pos, i.exp_dst
         )
-        return out
-
-    def gdn_decode(
-        self, mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex
-    ) -> Tensor:
-        out: Tensor = self._module.gdn_decode(mixed, a, b, self._layer(params), pool, index.src, index.dst)
-        return out
-
-
-def _gated_rmsnorm(module: ModuleType) -> Any:
-    normalise = module.gated_rmsnorm
-
-    def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        result: Tensor = normalise(x, gate, weight, eps)
         return result if out is None else out.copy_(result)
 
-    return gated_rmsnorm
+    def gdn_decode(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        params: GDNParams,
+        pool: Tensor,
+        index: DecodeIndex,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result: Tensor = self._module.gdn_decode(mixed, a, b, self._layer(params), pool, index.src, index.dst)
+        return result if out is None else out.copy_(result)
 
 
 def _paged_attention(module: ModuleType) -> Any:
@@ -130,6 +133,7 @@ _PLAIN = (
     "linear",
     "rmsnorm",
     "add_rmsnorm",
+    "gated_rmsnorm",
     "silu_mul",
     "sigmoid_mul",
     "prepare_experts",
@@ -152,8 +156,6 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     for name in ("conv_prefill", "conv_update", "gdn_prefill", "gdn_decode"):
         replaced[name] = getattr(states, name)
     replaced["qk_norm_rope_write"] = ComposedInputs(module.rmsnorm, module.rope, module.kv_write)
-    replaced["gated_rmsnorm"] = norm = _gated_rmsnorm(module)
-    replaced["gdn_step"] = ComposedStep(states.conv_update, states.gdn_decode, norm)
     replaced["paged_attention"] = _paged_attention(module)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = dict.fromkeys(replaced, ours)

@@ -206,8 +206,16 @@ def _scan_kernel(
         tl.store(slot_at + final * slot_stride, state.to(pool.dtype.element_ty), mask=in_state)
 
 
-def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex) -> Tensor:
-    """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`.
+def gdn_prefill(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    pool: Tensor,
+    index: SegmentIndex,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`, in `out` if given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Scratch memory is about `T * HV * 144` elements of the
     inputs' dtype.
@@ -221,7 +229,9 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
     entries = (mixed.shape[0] // TILE + segments) * shape.num_v_heads
     systems, scores = mixed.new_empty(entries, TILE, TILE), mixed.new_empty(entries, TILE, TILE)
     gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
-    out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
+    if out is None:
+        out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
+    assert out.is_contiguous(), "the result must be dense"
     wide = mixed.dtype == torch.float32
     _chunk_kernel[(index.tiles.shape[0] * shape.num_v_heads,)](
         mixed,

@@ -104,8 +104,16 @@ def _within_chunks(tokens: _Tokens, rows: Tensor, num_chunks: int, shape: GDNSha
     return _Chunks(q * grown, k * left, qk * decays, u, w, grown[:, :, -1:])
 
 
-def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: SegmentIndex) -> Tensor:
-    """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`.
+def gdn_prefill(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    pool: Tensor,
+    index: SegmentIndex,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gated delta rule over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`, in `out` if given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Everything inside chunks is batched over segments,
     heads and chunks; only the pass over a segment's chunks is serial.
@@ -115,14 +123,14 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
     chunks = _within_chunks(_prepare(mixed, a, b, params), rows, first[-1], shape)
     states = read_slots(pool, index.src).float().transpose(-1, -2).contiguous()  # [N, HV, K, V]
     exports = _exports_by_chunk(index)
-    out = torch.empty_like(chunks.u)
+    answers = torch.empty_like(chunks.u)
     for step in range(max(-(-length // CHUNK) for length in index.lens)):
         live = [n for n in range(len(index)) if first[n] + step < first[n + 1]]
         at = torch.tensor([first[n] + step for n in live], device=mixed.device)
         everyone = len(live) == len(index)
         before = states if everyone else states[live]
         fresh = chunks.u[at] - chunks.w[at] @ before
-        out[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
+        answers[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
         after = before * chunks.decay[at] + chunks.k_decayed[at].transpose(-1, -2) @ fresh
         if everyone:
             states = after
@@ -131,7 +139,8 @@ def gdn_prefill(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Te
         for n, dst in exports.get(step, ()):
             pool[dst] = states[n].transpose(-1, -2).to(pool.dtype)
     write_slots(pool, index.dst, states.transpose(-1, -2))
-    return out.transpose(1, 2).reshape(-1, shape.num_v_heads, shape.value_dim)[rows].to(mixed.dtype)
+    answer = answers.transpose(1, 2).reshape(-1, shape.num_v_heads, shape.value_dim)[rows]
+    return answer.to(mixed.dtype) if out is None else out.copy_(answer)
 
 
 def _exports_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
@@ -145,8 +154,16 @@ def _exports_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def gdn_decode(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Tensor, index: DecodeIndex) -> Tensor:
-    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`.
+def gdn_decode(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    pool: Tensor,
+    index: DecodeIndex,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`, in `out` if given.
 
     The old state is read once, for `S k` and `S q` together: `o = e^g S q + u (k . q)`.
     """
@@ -161,4 +178,5 @@ def gdn_decode(mixed: Tensor, a: Tensor, b: Tensor, params: GDNParams, pool: Ten
     overlap = (tokens.k * tokens.q).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
     states.mul_(decay.unsqueeze(-1)).add_(u.unsqueeze(-1) * kq[..., 0].unsqueeze(-2))
     write_slots(pool, index.dst, states)
-    return (decay * read[..., 1] + u * overlap).to(mixed.dtype)
+    answer = decay * read[..., 1] + u * overlap
+    return answer.to(mixed.dtype) if out is None else out.copy_(answer)

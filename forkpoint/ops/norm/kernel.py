@@ -55,12 +55,8 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)
 
 
-def _norm(
-    x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bool, add: bool, out: Tensor | None = None
-) -> Tensor:
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    assert out.is_contiguous(), f"the result must be dense; strides are {out.stride()}"
+def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bool, add: bool) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * heads
     if num_rows:
@@ -96,6 +92,6 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return _norm(x, residual, weight, eps, False, True), residual
 
 
-def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; in `out`, or new in x's dtype."""
-    return _norm(x, gate, weight, eps, True, False, out)
+def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    return _norm(x, gate, weight, eps, True, False)

@@ -25,7 +25,6 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return rmsnorm(total, weight, eps), total
 
 
-def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; in `out`, or new in x's dtype."""
-    result = _normalised(x, eps) * weight * silu(gate.float())
-    return result.to(x.dtype) if out is None else out.copy_(result)
+def gated_rmsnorm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    return (_normalised(x, eps) * weight * silu(gate.float())).to(x.dtype)

@@ -1,0 +1,110 @@
+"""One recurrent step of the gated delta rule in Triton; reference.py has the formulas."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.gated_delta.gates import L2_EPS, check_layout, gates, sizes
+from forkpoint.ops.metadata import DecodeIndex
+from forkpoint.ops.table import GDNParams
+
+VALUES = 8  # value rows of a state that one program takes
+
+
+@triton.jit
+def _decode_kernel(
+    mixed,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    pool,
+    out,
+    src,
+    dst,
+    mixed_stride,
+    a_stride,
+    b_stride,
+    slot_stride,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TILES_V: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+):
+    """BLOCK_V value rows of one head of one sequence: the state is read once and written once."""
+    pid = tl.program_id(0)
+    head = (pid // TILES_V) % HV
+    row = (pid // (TILES_V * HV)).to(tl.int64)
+    col, at = tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    inside = (at < V)[:, None] & (col < K)[None, :]
+    slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
+    state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    if source >= 0:
+        state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
+    tokens = mixed + row * mixed_stride
+    key_at = tokens + (head // (HV // H)) * K + col
+    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
+    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
+    v = tl.load(tokens + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+    raw_a, raw_b = tl.load(a + row * a_stride + head), tl.load(b + row * b_stride + head)
+    g, beta = gates(raw_a, raw_b, tl.load(a_log + head), tl.load(dt_bias + head), DOUBLE_BETA)
+    decay = tl.exp(g)
+    fresh = beta * (v - decay * tl.sum(state * k[None, :], axis=1))
+    answer = decay * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
+    tl.store(out + (row * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
+    if target >= 0:
+        state = decay * state + fresh[:, None] * k[None, :]
+        tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+
+
+def gdn_decode(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: GDNParams,
+    pool: Tensor,
+    index: DecodeIndex,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`, in `out` if given."""
+    check_layout(mixed, a, b, pool)
+    shape = params.shape
+    block_v = min(VALUES, triton.next_power_of_2(shape.value_dim))
+    tiles_v = triton.cdiv(shape.value_dim, block_v)
+    if out is None:
+        out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
+    assert out.is_contiguous(), "the result must be dense"
+    _decode_kernel[(mixed.shape[0] * shape.num_v_heads * tiles_v,)](
+        mixed,
+        a,
+        b,
+        params.A_log,
+        params.dt_bias,
+        pool,
+        out,
+        index.src,
+        index.dst,
+        mixed.stride(0),
+        a.stride(0),
+        b.stride(0),
+        pool.stride(0),
+        shape.key_dim**-0.5,
+        **sizes(shape),
+        BLOCK_K=triton.next_power_of_2(shape.key_dim),
+        BLOCK_V=block_v,
+        TILES_V=tiles_v,
+        DOUBLE_BETA=shape.allow_neg_eigval,
+        num_warps=1,
+        num_stages=1,
+    )
+    return out
