@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from forkpoint.cli.bench import add_offline_benches
 from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options, add_server_options
 from forkpoint.errors import ForkpointError
 
@@ -68,6 +69,9 @@ def build_parser() -> Parser:
     demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
     add_engine_options(demo, model_required=False)
     demo.set_defaults(command=_demo)
+
+    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
+    add_offline_benches(bench.add_subparsers(title="benches", required=True, metavar="BENCH"))
 
     env = commands.add_parser("collect-env", help="print what a bug report needs")
     env.set_defaults(command=_collect_env)

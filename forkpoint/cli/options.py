@@ -95,6 +95,12 @@ def sampling_params(arguments: argparse.Namespace, **extra: Any) -> SamplingPara
     return SamplingParams(**given, **extra)
 
 
+def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """The options of the dataclass `kind` given on the command line, by field name."""
+    names = {field.name for field in fields(kind) if field.metadata}
+    return {name: value for name, value in vars(arguments).items() if name in names}
+
+
 def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> None:
     flag = "--" + field.name.replace("_", "-")
     choices = get_args(hint) if get_origin(hint) is Literal else None

@@ -16,7 +16,7 @@ from forkpoint.bench.gpu_9b.first_token import ChildFailedError, measure_first_t
 from forkpoint.bench.gpu_9b.floor import Floor, decode_work, prefill_work
 from forkpoint.bench.gpu_9b.measures import Client, ProtocolError, Sizes
 from forkpoint.bench.gpu_9b.options import engine_options
-from forkpoint.bench.gpu_9b.profile import Profiler, covered
+from forkpoint.bench.gpu_9b.profile import Profiler
 from forkpoint.bench.gpu_9b.shape import (
     SHAPE_9B,
     attention_flops_per_pair,
@@ -27,6 +27,7 @@ from forkpoint.bench.gpu_9b.shape import (
 )
 from forkpoint.bench.gpu_9b.table import Goal, Line
 from forkpoint.bench.model131m import HybridShape
+from forkpoint.bench.step_profile import covered
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.engine.llm import LLM
 from forkpoint.models.flops import flops_per_pair, flops_per_token
