@@ -1,8 +1,8 @@
 """Times the Triton kernels, but attention, on the shapes of the 9B model: `python -m forkpoint.bench.gpu_ops`.
 
 Each line gives the median time of a call inside a CUDA graph, the floor (bytes over the measured copy rate, or
-operations over the measured bfloat16 matrix rate, whichever is more) and what share of that ceiling is reached. Where
-the inputs of one call would stay in the cache, calls take turns over more of them than the cache holds.
+operations over the measured bfloat16 matrix rate, whichever is more) and what share of that ceiling is reached. States
+and what attention reads come from memory: calls take turns over more of them than the cache holds.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class Case:
     make: Callable[[], list[Call]]
 
 
-def median_seconds(calls: list[Call]) -> float:
-    """Of one call, all of them captured in one graph."""
+def median_seconds(calls: list[Call], least: int = 16) -> float:
+    """Of one call, all of them captured in one graph; repeated, so that a graph holds `least` calls."""
     for call in calls:
         call()
+    calls = calls * -(-least // len(calls))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -106,7 +107,7 @@ def decode_cases() -> Iterator[Case]:
 
 def prefill_cases() -> Iterator[Case]:
     heads, key, value = SHAPE.num_v_heads, SHAPE.key_dim, SHAPE.value_dim
-    for lens in ([512], [2048], [8192], [32768], [1024] * 8):
+    for lens in ([64], [128], [512], [2048], [8192], [32768], [1024] * 8, [704] * 32):
         total = sum(lens)
 
         def make(lens: list[int] = lens, total: int = total) -> list[Call]:
@@ -122,7 +123,7 @@ def prefill_cases() -> Iterator[Case]:
 
 def conv_cases() -> Iterator[Case]:
     dim = SHAPE.mixed_dim
-    for total in (2048, 8192):
+    for total in (128, 2048, 8192):
 
         def prefill(total: int = total) -> list[Call]:
             x, weight, pool, index = randn(total, dim), randn(dim, WIDTH), randn(1, WIDTH - 1, dim), segments([total])
