@@ -23,6 +23,7 @@ from forkpoint.errors import (
     ServerRefusedError,
     ServerUnreachableError,
     StepFailedError,
+    StructuredOutputError,
     TraceError,
     UnsupportedModelError,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "ServerRefusedError",
     "ServerUnreachableError",
     "StepFailedError",
+    "StructuredOutputError",
     "StructuredOutputsParams",
     "TraceError",
     "UnsupportedModelError",

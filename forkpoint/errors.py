@@ -12,6 +12,7 @@ ForkpointError
   + RequestFailedError      a request failed while it ran
     + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
     + StepFailedError         the forward pass that carried this request raised
+    + StructuredOutputError   no token can go on with what the request has to match
   + EngineStoppedError      the engine was closed or died
   + EngineNotReadyError     the engine is still loading its model
   + ServerError             a client's trouble with a server
@@ -71,6 +72,10 @@ class NonFiniteLogitsError(RequestFailedError):
 
 class StepFailedError(RequestFailedError):
     """The forward pass that carried this request raised."""
+
+
+class StructuredOutputError(RequestFailedError):
+    """The output cannot be brought to match what the request asked for."""
 
 
 class EngineStoppedError(ForkpointError):

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.sched.plan import LAST_SAMPLED, NO_BLOCK, ZERO_STATE, AddedRow, MoveKind, StepPlan, StepResult
+from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.rolling_hash import MASK, HashArray, RollingHash
 
 _GARBAGE = -1
@@ -144,12 +145,10 @@ class HashRunner:
             return _Pending(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self)
         for work in works:
             self._write(work)
-        token_ids = [self._sample(work) for work in works if work.samples]
-        failed = [
-            work.row
-            for work in works
-            if work.samples and self._rows[work.row].added.request_id in self.non_finite_requests
-        ]
+        sampled, allowed = [work for work in works if work.samples], allowed_ids(plan.masks)
+        token_ids = [self._sample(work, allowed.get(i)) for i, work in enumerate(sampled)]
+        broken = self.non_finite_requests
+        failed = [work.row for work in sampled if self._rows[work.row].added.request_id in broken]
         self.num_tokens += plan.num_tokens
         self.num_steps += 1
         ids = np.asarray(token_ids, np.int32)
@@ -160,7 +159,6 @@ class HashRunner:
         self.closed = True
 
     # -- for tests
-
     def failure_seen(self) -> None:
         self._failed = False
 
@@ -169,7 +167,9 @@ class HashRunner:
         """Request ids by occupied row."""
         return {row: state.added.request_id for row, state in self._rows.items()}
 
-    def expected(self, prompt: Sequence[int], num_outputs: int, seed: int | None = None) -> list[int]:
+    def expected(
+        self, prompt: Sequence[int], num_outputs: int, seed: int | None = None, grammar: HashGrammar | None = None
+    ) -> list[int]:
         """The outputs of an uncached run; `seed` is the row's seed where the request is not greedy."""
         rolls = self._hasher.rolls(np.asarray(prompt, np.int32))
         self._hasher.reserve(len(prompt) + num_outputs + 1)
@@ -177,12 +177,14 @@ class HashRunner:
         state, digest = int(rolls[-1]), int((rolls[1:] * weights[: len(prompt)]).sum(dtype=np.uint64))
         outputs: list[int] = []
         for position in range(len(prompt), len(prompt) + num_outputs):
-            token = self._hasher.next_token(
-                state if self.layout.has_states else 0,
-                digest if self.layout.has_kv else 0,
-                0 if seed is None else seed + 1,
-            )
+            seen = (state if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
+            token = self._hasher.next_token(*seen, 0 if seed is None else seed + 1)
+            if grammar is not None:
+                token = grammar.allowed[token % len(grammar.allowed)]
+                grammar.accept(token)
             outputs.append(token)
+            if grammar is not None and grammar.mask is None:
+                break
             state = self._hasher.extend(state, token)
             digest = (digest + state * int(weights[position])) & MASK
         return outputs
@@ -426,7 +428,7 @@ class HashRunner:
                 if slot != _NO_SLOT:
                     self._slot_position[slot] = _GARBAGE
 
-    def _sample(self, work: _Work) -> int:
+    def _sample(self, work: _Work, allowed: list[int] | None) -> int:
         """The next token, from the state as stored and the blocks as stored."""
         state = self._rows[work.row]
         roll, digest = 0, 0
@@ -437,6 +439,7 @@ class HashRunner:
             rolls = self._block_roll[blocks].ravel()[: work.end]
             digest = int((rolls * self._hasher.weights[: work.end]).sum(dtype=np.uint64))
         token = self._hasher.next_token(roll, digest, state.seed)
+        token = allowed[token % len(allowed)] if allowed is not None else token
         state.append_token(token, self._hasher)
         state.has_sampled = True
         return token

@@ -22,6 +22,7 @@ from forkpoint.sched.plan import (
     ReplacedPrefix,
     StateSave,
     StepPlan,
+    TokenMasks,
 )
 
 
@@ -81,7 +82,7 @@ class PlanBuilder:
         for planned in self._chunks:
             self._manager.publish(planned.entry.lease, planned.end, Provenance.PREFILL)
         issued.made = self._manager.drain_filed()
-        plan = StepPlan(self.step, removed, moves, added, replaced, decodes, chunks)
+        plan = StepPlan(self.step, removed, moves, added, replaced, decodes, chunks, _token_masks(issued.sampled))
         return plan, issued
 
     def _make_row(self, entry: Entry) -> AddedRow:
@@ -158,6 +159,17 @@ class PlanBuilder:
         reading = self._manager.advance(entry.lease, end, provenance)
         if reading is not None:
             issued.readers.append(reading)
+
+
+def _token_masks(sampled: list[Entry]) -> TokenMasks | None:
+    """The masks of the sampled rows, given in the order of `StepPlan.sampled_rows`, that have a grammar."""
+    masks = [(i, entry.request.grammar.mask) for i, entry in enumerate(sampled) if entry.request.grammar is not None]
+    if not masks:
+        return None
+    rows = np.asarray([i for i, _ in masks], np.int32)
+    bits = [mask for _, mask in masks if mask is not None]
+    assert len(bits) == len(masks), "a request whose output is whole was planned"
+    return TokenMasks(rows, np.stack(bits))
 
 
 def _told_blocks(entry: Entry) -> IntArray:

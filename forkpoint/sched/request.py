@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from forkpoint.errors import StructuredOutputError
 from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
@@ -20,13 +21,24 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class Grammar(Protocol):
+    """What the outputs of one request must match. It has followed exactly the outputs that the request has."""
+
+    @property
+    def mask(self) -> IntArray | None:
+        """The ids that may come next, `[ceil(V / 32)]` as in TokenMasks; None: the output is whole, nothing may."""
+
+    def accept(self, token_id: int) -> None:
+        """Follow one more output. Raises StructuredOutputError if it cannot be followed, or nothing can follow it."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence: `n` completions of one prompt are `n` requests. Written by the scheduler alone.
 
     `max_tokens` is the output length at which it ends. `stop_token_ids` end it once `min_tokens` are out (the
     end-of-sequence ids are among them unless `ignore_eos`). `breakpoints` are declared boundaries, in tokens.
-    A smaller `priority` runs first.
+    A smaller `priority` runs first. A request with a `grammar` samples only once its earlier outputs are known.
     """
 
     id: str
@@ -38,6 +50,7 @@ class Request:
     breakpoints: tuple[int, ...] = ()
     priority: int = 0
     arrival_s: float = 0.0
+    grammar: Grammar | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -61,6 +74,29 @@ class Request:
 
     def all_token_ids(self) -> IntArray:
         return np.concatenate([self.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
+
+
+class Ending(NamedTuple):
+    """Why a request ends with its newest output, and which stop token or failure it was."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error: Exception | None = None
+
+
+def follow(request: Request, token_id: int) -> Ending | None:
+    """Whether the request ends with `token_id`, its newest output, which its grammar now follows."""
+    num_outputs = len(request.output_token_ids)
+    if token_id in request.stop_token_ids and num_outputs > request.params.min_tokens:
+        return Ending(FinishReason.STOP, token_id)
+    if request.grammar is not None:
+        try:
+            request.grammar.accept(token_id)
+        except StructuredOutputError as error:
+            return Ending(FinishReason.ERROR, error=error)
+        if request.grammar.mask is None:
+            return Ending(FinishReason.STOP)
+    return Ending(FinishReason.LENGTH) if num_outputs >= request.max_tokens else None
 
 
 class RequestUpdate(NamedTuple):

@@ -22,7 +22,7 @@ from forkpoint.sched.builder import PlanBuilder, replay_token
 from forkpoint.sched.entry import NO_ROW, Entry, IssuedStep, Leaving
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
-from forkpoint.sched.request import Request, RequestStatus, RequestUpdate
+from forkpoint.sched.request import Request, RequestStatus, RequestUpdate, follow
 from forkpoint.sched.running import RunningSet
 
 MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
@@ -176,8 +176,11 @@ class Scheduler:
                 continue
             if self._preempted_now and (entry.leaving is not None or entry.row == NO_ROW):
                 continue
-            if entry.num_planned_outputs >= entry.request.max_tokens:
+            request = entry.request
+            if entry.num_planned_outputs >= request.max_tokens:
                 continue  # its last token is in flight
+            if request.grammar is not None and entry.num_planned_outputs > len(request.output_token_ids):
+                continue  # which ids may come next depends on the one in flight
             if start % size and start > entry.num_known and not entry.lease.has_duplicates:
                 entry.planned_step = step
                 steady.append(entry)
@@ -408,10 +411,14 @@ class Scheduler:
                 continue
             outputs, row = request.output_token_ids, entry.row
             outputs.append(token)
-            reason = stop = None
-            if len(outputs) >= request.max_tokens or token in request.stop_token_ids:
-                reason, stop = self._end_by_token(request, token)
-            updates.append(RequestUpdate(request, token, logprobs.get(row) if logprobs else None, (), reason, stop))
+            reason = stop = error = None
+            if len(outputs) >= request.max_tokens or token in request.stop_token_ids or request.grammar is not None:
+                ending = follow(request, token)
+                if ending is not None:
+                    self._end(request.id)
+                    reason, stop, error = ending
+            found = logprobs.get(row) if logprobs else None
+            updates.append(RequestUpdate(request, token, found, (), reason, stop, error))
         self._settle_all_leaving()
         return updates
 
@@ -423,18 +430,6 @@ class Scheduler:
     def _settle_all_leaving(self) -> None:
         for entry in self._running.take_ready():
             self._settle_leaving(entry)
-
-    def _end_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
-        """Whether the token just appended ends the request: the reason, and the stop token if it was one."""
-        num_outputs = len(request.output_token_ids)
-        reason: FinishReason | None = None
-        if token in request.stop_token_ids and num_outputs > request.params.min_tokens:
-            reason = FinishReason.STOP
-        elif num_outputs >= request.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._end(request.id)
-        return reason, token if reason is FinishReason.STOP else None
 
     def _take_prompt_logprobs(self, issued: IssuedStep, result: StepResult) -> list[RequestUpdate]:
         updates = []

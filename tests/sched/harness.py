@@ -14,6 +14,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
+from tests.hash_grammar import HashGrammar
 from tests.hash_runner import HashRunner
 
 VOCAB = 5000
@@ -51,6 +52,7 @@ class Harness:
     computed: dict[str, int] = field(default_factory=dict)  # tokens that entered the model, by request
     in_flight: list[tuple[StepPlan, PendingStep]] = field(default_factory=list)
     largest_gap: int = 0
+    grammar_lengths: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.max_num_seqs)
@@ -65,8 +67,14 @@ class Harness:
         self.runner = HashRunner(self.layout, self.num_pages, VOCAB)
         self.rows: dict[int, str] = {}
 
-    def add(self, name: str, prompt: np.ndarray, max_tokens: int = 1, **options: object) -> Request:
+    def add(
+        self, name: str, prompt: np.ndarray, max_tokens: int = 1, grammar_length: int = 0, **options: object
+    ) -> Request:
+        """`grammar_length`: outputs after which the request's grammar is whole; 0: no grammar."""
         known = {key: options.pop(key) for key in ("priority", "breakpoints", "stop_token_ids") if key in options}
+        if grammar_length:
+            known["grammar"] = HashGrammar(VOCAB, grammar_length)
+            self.grammar_lengths[name] = grammar_length
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
         request = Request(name, prompt, params, max_tokens, seed=0, **known)  # type: ignore[arg-type]
         self.sched.add(request)
@@ -126,10 +134,14 @@ class Harness:
     def output(self, name: str) -> list[int]:
         return [u.token_id for u in self.updates[name] if u.token_id is not None]
 
+    def expected(self, name: str) -> list[int]:
+        """The outputs of an uncached run."""
+        request, length = self.requests[name], self.grammar_lengths.get(name)
+        grammar = HashGrammar(VOCAB, length) if length is not None else None
+        return self.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens, grammar=grammar)
+
     def check_output(self, name: str) -> None:
-        request = self.requests[name]
-        expected = self.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens)
-        assert self.output(name) == expected, f"{name}: cached and uncached outputs differ"
+        assert self.output(name) == self.expected(name), f"{name}: cached and uncached outputs differ"
 
     def ask(self, name: str, prompt: np.ndarray, max_tokens: int = 1, **options: object) -> Request:
         """Add one request, run to the end, check its outputs and its accounting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
@@ -73,7 +74,7 @@ class Serving(RuleBasedStateMachine):
         self.count = 0
         self.spoiled: set[str] = set()  # aborted, failed or made to fail
 
-    def new_request(self, prompt: np.ndarray, outputs: int, **options: object) -> None:
+    def new_request(self, prompt: np.ndarray, outputs: int, **options: Any) -> None:
         name = f"r{self.count}"
         self.count += 1
         try:
@@ -91,8 +92,11 @@ class Serving(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "b"]),
         breakpoints=st.lists(st.integers(0, 1000), max_size=2),
         logprobs=st.sampled_from([None, None, None, 0]),
+        grammar_length=st.sampled_from([0, 0, 0, 1, 40, 200]),
     )
-    def arrive(self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs) -> None:  # type: ignore[no-untyped-def]
+    def arrive(  # type: ignore[no-untyped-def]
+        self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs, grammar_length
+    ) -> None:
         prompt = np.concatenate([TRUNK[:shared], tokens(seed, own)])
         for _ in range(copies):
             self.new_request(
@@ -102,6 +106,7 @@ class Serving(RuleBasedStateMachine):
                 cache_salt=salt,
                 breakpoints=tuple(breakpoints),
                 prompt_logprobs=logprobs,
+                grammar_length=grammar_length,
             )
 
     @rule(pick=st.integers(0, 10**6), more=LENGTHS, outputs=st.integers(1, 150))
@@ -181,13 +186,13 @@ class Serving(RuleBasedStateMachine):
         harness, request = self.harness, self.harness.requests[name]
         failed = any(u.finish_reason is FinishReason.ERROR for u in harness.updates[name])
         output = harness.output(name)
-        expected = harness.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens)
+        expected = harness.expected(name)
         if failed or name in self.spoiled:
             assert output == expected[: len(output)], f"{name}: wrong before it ended early"
             return
         assert output == expected, f"{name}: cached and uncached outputs differ"
         if not request.num_preemptions and not harness.look_ahead:
-            computed = harness.computed[name] - (request.max_tokens - 1)
+            computed = harness.computed[name] - (len(expected) - 1)
             assert computed == request.num_prompt_tokens - request.cache.num_cached_tokens
 
 
