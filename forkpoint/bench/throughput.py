@@ -116,8 +116,12 @@ def draw_requests(options: ThroughputOptions, dataset: DatasetOptions, engine: d
     if options.prefix_len is not None:
         dataset = replace(dataset, random_prefix_len=options.prefix_len)
     if options.output_len is not None:
-        names = ("random_output_len", "sharegpt_output_len", "prefix_repetition_output_len")
-        dataset = replace(dataset, **dict.fromkeys(names, options.output_len))
+        dataset = replace(
+            dataset,
+            random_output_len=options.output_len,
+            sharegpt_output_len=options.output_len,
+            prefix_repetition_output_len=options.output_len,
+        )
     seed = engine.get("seed", 0)
     if dataset.dataset_name == "sharegpt":
         tokenizer = Tokenizer.load(engine.get("tokenizer") or engine["model"])

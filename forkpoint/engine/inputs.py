@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -150,11 +151,20 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
     allowed = "a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
     if not isinstance(given, Sequence | np.ndarray):
         raise InvalidPromptError(f"a prompt of type {type(given).__name__} is not understood; give {allowed}")
-    kinds = set(map(type, given))
-    if any(issubclass(kind, bool) or not issubclass(kind, int | np.integer) for kind in kinds):
-        bad = next(value for value in given if isinstance(value, bool) or not isinstance(value, int | np.integer))
-        raise InvalidPromptError(f"{bad!r} is no token id; give {allowed}")
     try:
-        return np.asarray(given, np.int64)
-    except OverflowError:
-        return np.asarray([min(max(int(value), -1), 2**62) for value in given], np.int64)
+        # This refuses what is no integer, bools apart, and is several times as fast as numpy on a list.
+        ids = np.frombuffer(struct.pack(f"{len(given)}q", *given), np.int64)
+    except struct.error:
+        return _checked_integers(given, allowed)
+    small = np.flatnonzero((ids == 0) | (ids == 1)).tolist()
+    if any(isinstance(given[i], bool | np.bool_) for i in small):
+        return _checked_integers(given, allowed)
+    return ids
+
+
+def _checked_integers(given: Sequence[Any] | npt.NDArray[Any], allowed: str) -> npt.NDArray[np.int64]:
+    """One by one, to name the first value that is no integer; too large ones become an id that no model has."""
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise InvalidPromptError(f"{value!r} is no token id; give {allowed}")
+    return np.asarray([min(max(int(value), -1), 2**62) for value in given], np.int64)
