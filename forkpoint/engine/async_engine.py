@@ -87,9 +87,11 @@ class OpenRequest:
 
     async def finish(self) -> RequestState:
         """Wait for the end. Raises as `deltas` does."""
-        while not self.state.finished:
-            await self.first_news()
+        while not self.state.finished and self._error is None:
+            await self._news.wait()
             self._news.clear()
+        if self._error is not None:
+            raise self._error
         return self.state
 
 
@@ -166,7 +168,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """End open requests with an error and the process with them; harmless a second time."""
         self._end_all(EngineStoppedError("the server is shutting down"))
-        await self._process.stop()
+        await self._process.stop(gently=self._inputs is not None)
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     # --- texts

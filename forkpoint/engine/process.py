@@ -48,7 +48,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
 
     encode = msgspec.msgpack.Encoder().encode
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
-        inbox.connect(commands)
+        inbox.bind(commands)
         outbox.connect(reports)
         try:
             engine, stats = build_engine(config)

@@ -50,11 +50,11 @@ class EngineProcess:
             raise ConfigError(f"no folder for the engine's sockets: {error}; set TMPDIR to a writable one") from error
         self._context = zmq.Context()
         self._commands, self._reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        names = []
-        for socket, name in ((self._commands, "commands"), (self._reports, "reports")):
-            socket.set_hwm(0)
-            names.append(f"ipc://{self._folder}/{name}")
-            socket.bind(names[-1])
+        self._commands.set_hwm(0)
+        self._reports.set_hwm(0)
+        names = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
+        self._commands.connect(names[0])  # not bind: a bound socket cannot send before the other side is there
+        self._reports.bind(names[1])
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=run_engine, args=(self._config, *names), name="engine")
         with _interrupts_ignored():  # inherited: Ctrl-C is for this process to handle, from the first moment on
@@ -67,14 +67,15 @@ class EngineProcess:
     def send(self, command: Command) -> None:
         self._commands.send(self._encode(command))
 
-    async def stop(self) -> None:
-        """End the process and remove the sockets; harmless a second time, and before `start`."""
+    async def stop(self, *, gently: bool) -> None:
+        """End the process and remove the sockets; harmless a second time, and before `start`. `gently`: let it give
+        its memory back, which it cannot while it is loading."""
         if self._stopped or self._process is None or self._loop is None:
             return
         self._stopped = True
         self._loop.remove_reader(self._reports.FD)
         self._loop.remove_reader(self._process.sentinel)
-        if self._process.is_alive():
+        if gently and self._process.is_alive():
             self.send(Stop())
             await asyncio.to_thread(self._process.join, STOP_TIMEOUT_S)
         if self._process.is_alive():

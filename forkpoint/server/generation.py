@@ -54,6 +54,7 @@ class Generation:
 
     async def finish(self) -> list[RequestState]:
         """Wait for all completions. Raises where one fails, and ends all then."""
+        await self.first_news()
         try:
             states = [await opened.finish() for opened in self.requests]
             for state in states:

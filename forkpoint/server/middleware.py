@@ -6,6 +6,7 @@ import hmac
 import time
 import uuid
 
+from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forkpoint.obs.logs import LOGGER
@@ -79,7 +80,7 @@ class Gate:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_bytes:
-                    raise self._too_large()
+                    raise HTTPException(413, self._too_large().message)  # FastAPI turns any other kind into a 400
             return message
 
         return limited

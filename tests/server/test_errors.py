@@ -1,0 +1,160 @@
+"""Requests that are refused: the status, and a body that says what was given and what is allowed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.running import RunningServer, start_server
+
+KEY = "a secret"
+MAX_BODY_BYTES = 20_000
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with keys and small limits."""
+    flags = ["--api-key", KEY, "another", "--max-body-bytes", str(MAX_BODY_BYTES), "--max-open-requests", "4"]
+    flags += ["--max-queue-len", "1", "--max-num-seqs", "1", "--shutdown-timeout-s", "0.1"]
+    running = start_server(tiny_model, tmp_path_factory.mktemp("guarded"), *flags)
+    try:
+        yield running.wait_ready()
+    finally:
+        assert running.stop() == 0, running.log
+
+
+def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
+    return http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p=0"),
+        ({"top_k": -7}, "top_k=-7"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "only text parts"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "99999"),
+        ({"min_tokens": 5}, "min_tokens=5"),
+        ({"cache_breakpoints": [9999]}, "9999"),
+        ({"stop": [""]}, "stop"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
+    ],
+)
+def test_wrong_values(http: httpx2.Client, fields: dict[str, Any], said: str) -> None:
+    reply = chat(http, **fields)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"null", b'{"messages": 1e999}', b"[" * 100_000])
+def test_bodies_that_are_no_request(http: httpx2.Client, body: bytes) -> None:
+    reply = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"]
+
+
+def test_the_client_raises_its_typed_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist") as missing:
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    with pytest.raises(openai.BadRequestError, match="token id 70000 is unknown"):
+        client.completions.create(model="tiny", prompt=[70000])
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    with pytest.raises(openai.BadRequestError, match="best_of=3"):
+        client.completions.create(model="tiny", prompt="x", best_of=3)
+    with pytest.raises(openai.BadRequestError, match="is empty"):
+        client.completions.create(model="tiny", prompt=[])
+
+
+def test_unknown_paths_and_methods(http: httpx2.Client) -> None:
+    missing = http.get("/v1/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
+    assert http.get("/v1/completions").status_code == 405
+
+
+def test_a_key_is_asked_for(guarded: RunningServer) -> None:
+    with guarded.client() as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            reply = http.get("/v1/models", headers=headers)
+            assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            assert http.post("/tokenize", json={"prompt": "x"}, headers=headers).status_code == 401
+        for path in ("/health", "/metrics", "/version", "/"):
+            assert http.get(path).status_code == 200
+        assert http.get("/v1/models", headers={"Authorization": "Bearer another"}).status_code == 200
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong").models.list()
+    assert openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY).models.list().data
+    assert KEY not in guarded.log
+
+
+def test_large_bodies_are_refused_with_and_without_a_length(guarded: RunningServer) -> None:
+    large = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with guarded.client() as http:
+        declared = http.post("/v1/completions", content=large, headers=headers)
+        streamed = http.post("/v1/completions", content=iter([large[:9000], large[9000:]]), headers=headers)
+    for reply in (declared, streamed):
+        assert reply.status_code == 413
+        assert f"max_body_bytes={MAX_BODY_BYTES}" in reply.json()["error"]["message"]
+
+
+def test_beyond_the_limits_requests_are_told_to_come_back(guarded: RunningServer) -> None:
+    body = {"prompt": "x", "max_tokens": 700, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def ask(_: int) -> httpx2.Response:
+        with guarded.client() as http:
+            return http.post("/v1/completions", json=body, headers=headers)
+
+    with ThreadPoolExecutor(9) as pool:
+        replies = list(pool.map(ask, range(9)))
+    refused = [reply for reply in replies if reply.status_code == 429]
+    served = [reply for reply in replies if reply.status_code == 200]
+    assert refused and served and len(refused) + len(served) == 9
+    assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+    said = " ".join(reply.json()["error"]["message"] for reply in refused)
+    assert "max_open_requests=4" in said or "max_queue_len=1" in said
+    assert all(reply.json()["usage"]["completion_tokens"] == 700 for reply in served)
+
+
+def test_requests_for_several_prompts_are_refused_as_a_whole(guarded: RunningServer) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with guarded.client() as http:
+        reply = http.post("/v1/completions", json={"prompt": ["x"] * 4, "max_tokens": 50}, headers=headers)
+        assert reply.status_code == 429 and "max_queue_len" in reply.json()["error"]["message"]
+        assert "forkpoint_num_requests_open{" in http.get("/metrics").text
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers).status_code == 200
+
+
+def test_what_does_not_end_in_time_is_cut_off(guarded: RunningServer) -> None:
+    """The last test with this server, which it stops."""
+    body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with guarded.client() as http, http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        guarded.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and "the server is shutting down" in rest[-2]
+    assert guarded.process.wait(30) == 0, guarded.log
+    assert "1 requests did not end in time" in guarded.log

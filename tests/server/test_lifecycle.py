@@ -1,0 +1,172 @@
+"""Starting, stopping, and everything that goes wrong in between: each time a clear message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.server.running import RunningServer, start_server
+
+MESSAGES: Any = [{"role": "user", "content": "Count to a thousand"}]
+LONG: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 16}
+
+
+def gone(pid: int, timeout_s: float = 15) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{pid}/status")
+        if not status.exists() or "\nState:\tZ" in status.read_text():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def metric(http: httpx2.Client, start: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
+
+
+def wait_for(http: httpx2.Client, start: str, value: float) -> None:
+    deadline = time.monotonic() + 15
+    while metric(http, start) != value:
+        assert time.monotonic() < deadline, f"{start} is {metric(http, start)}, not {value}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(http: httpx2.Client, server: RunningServer, stream: bool) -> None:
+    aborted = metric(http, 'forkpoint_request_success_total{engine="0",finished_reason="abort"')
+    if stream:
+        with server.client() as leaving, leaving.stream("POST", "/v1/chat/completions", json=LONG) as reply:
+            assert next(reply.iter_lines()).startswith("data: ")
+    else:
+        with server.client() as impatient, pytest.raises(httpx2.ReadTimeout):
+            impatient.post("/v1/chat/completions", json={**LONG, "stream": False}, timeout=0.15)
+    wait_for(http, "forkpoint_num_requests_open{", 0)
+    wait_for(http, "forkpoint_num_requests_running{", 0)
+    assert metric(http, 'forkpoint_request_success_total{engine="0",finished_reason="abort"') > aborted
+    assert http.post("/check_integrity").json() == {"done": True}
+
+
+def test_a_port_in_use(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        second = start_server(tiny_model, tmp_path, "--port", str(port))
+        assert second.process.wait(60) == 2
+    assert second.log.strip() == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --port or --host"
+    )
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    broken = start_server(tmp_path / "nothing", tmp_path)
+    assert broken.process.wait(60) == 2
+    assert broken.log.splitlines()[-1].startswith("error: there is no model folder")
+
+
+def test_interrupted_while_loading(tiny_model: Path, tmp_path: Path) -> None:
+    early = start_server(tiny_model, tmp_path)
+    deadline = time.monotonic() + 60
+    while not Path(f"/proc/{early.process.pid}/task/{early.process.pid}/children").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(early.process.pid, signal.SIGINT)  # as a terminal does: the engine gets it too
+    assert early.process.wait(60) == 0
+    assert "stopped while the model was loading" in early.log
+    assert "Traceback" not in early.log
+
+
+def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None:
+    """/health is 503 until the model is loaded; Ctrl-C lets open requests end and refuses new ones."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    running = start_server(tiny_model, tmp_path, "--port", str(port), "--max-model-len", "2048")
+    seen = set()
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        while 200 not in seen:
+            try:
+                reply = http.get("/health")
+            except httpx2.ConnectError:
+                continue
+            seen.add(reply.status_code)
+            if reply.status_code == 503:
+                assert "loading" in reply.json()["error"]["message"]
+                assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+                time.sleep(0.05)
+        assert seen == {200, 503}
+        engine = running.wait_ready().engine_pid
+        with http.stream("POST", "/v1/completions", json={"prompt": "x", **LONG, "max_tokens": 1500, "n": 1}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            os.killpg(running.process.pid, signal.SIGINT)
+            rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert running.process.wait(30) == 0, running.log
+    assert gone(engine)
+    assert running.log.splitlines()[-1].endswith("stopped") and "Traceback" not in running.log
+
+
+def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
+    """Open requests fail with the reason, /health turns 503, and the server ends with exit code 1."""
+    running = start_server(tiny_model, tmp_path).wait_ready()
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
+    stream = client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=2000, stream=True)  # type: ignore[call-overload]
+    next(iter(stream))
+    failed: list[Exception] = []
+
+    def wait_for_answer() -> None:
+        try:
+            client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=2000)  # type: ignore[call-overload]
+        except Exception as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait_for_answer)
+    waiting.start()
+    with running.client() as http:
+        wait_for(http, "forkpoint_num_requests_open{", 2)
+        os.kill(running.engine_pid, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="killed by SIGKILL"):
+            list(stream)
+        waiting.join(20)
+        assert isinstance(failed[0], openai.InternalServerError)
+        assert "killed by SIGKILL; the system may have run out of memory" in str(failed[0])
+        health = http.get("/health")
+        assert health.status_code == 503 and "SIGKILL" in health.json()["error"]["message"]
+    assert running.process.wait(30) == 1
+    assert "the engine process was killed by SIGKILL" in running.log and "Traceback" not in running.log
+
+
+def test_a_full_disk_for_the_log_and_a_killed_server(tiny_model: Path) -> None:
+    """Requests are served, and the metrics tell that lines were lost. The engine ends with its server."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(tiny_model), "--port", str(port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stderr=full, stdout=full, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            deadline = time.monotonic() + 90
+            while time.monotonic() < deadline:
+                try:
+                    if http.get("/health").status_code == 200:
+                        break
+                except httpx2.ConnectError:
+                    time.sleep(0.1)
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+            assert metric(http, "forkpoint_log_lines_lost_total{") >= 1
+        engine = RunningServer(process, Path("/dev/null")).engine_pid
+    finally:
+        process.kill()
+        process.wait(10)
+    assert gone(engine)
