@@ -160,6 +160,8 @@ class FileWeights:
             tensor: Tensor = self._files[shard].get_tensor(stored)
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
+        # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
+        tensor = tensor.to(self.device, copy=True)
         if not _is_finite(tensor):
             raise CheckpointError(
                 f"tensor {stored!r} in {self._folder / shard} holds NaN or infinite values; fetch the file again, "
@@ -168,8 +170,7 @@ class FileWeights:
         if name in self._unread:
             self._unread.remove(name)
             self._bar.update()
-        # A copy: the tensor otherwise keeps the whole file mapped.
-        return tensor.to(self.device, dtype or self.dtype, copy=True)
+        return tensor.to(dtype or self.dtype)
 
     def _find(self, name: str) -> tuple[str, str]:
         if name not in self._stored:
