@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from forkpoint.cli.options import engine_options, sampling_params
+from forkpoint.cli.options import engine_options, sampling_fields, sampling_params
 from forkpoint.cli.stats import cache_line
-from forkpoint.engine.llm import LLM
-from forkpoint.errors import RequestError
+from forkpoint.errors import ConfigError, RequestError
 from forkpoint.obs.logs import wants_color
-from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
 
 HELP = "/reset starts over, Ctrl-C stops an answer, Ctrl-D ends"
 
 
+class Show(Protocol):
+    """Prints a piece of an answer, and of the reasoning before it."""
+
+    def __call__(self, text: str, reasoning: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, and a line on how it came about. `refused`: there is no answer, and the question is taken back."""
+
+    text: str
+    statistics: str
+    error: str | None = None
+    refused: bool = False
+
+
+class Model(Protocol):
+    """What answers: a model loaded here, or a server."""
+
+    def reply(self, messages: Sequence[Mapping[str, Any]], show: Show) -> Reply: ...
+
+
 def chat(options: argparse.Namespace) -> int:
     """Read messages from standard input, a line each, and answer them; 1 if an answer failed."""
-    params = sampling_params(options)
-    engine = engine_options(options)
-    engine.setdefault("log_level", "warning")
-    with LLM(**engine) as llm:
-        conversation = Conversation(llm, params, options.system_prompt)
+    with ExitStack() as stack:
+        conversation = Conversation(_model(options, stack), options.system_prompt)
         for line in [options.quick] if options.quick is not None else _lines():
             if line == "/reset":
                 conversation.reset()
@@ -32,13 +52,52 @@ def chat(options: argparse.Namespace) -> int:
     return int(conversation.failed)
 
 
+def _model(options: argparse.Namespace, stack: ExitStack) -> Model:
+    engine = engine_options(options)
+    if (options.url is None) == ("model" not in engine):
+        raise ConfigError("chat needs either --model PATH, loaded here, or --url URL of a running server")
+    if options.url is not None:
+        from forkpoint.cli.chat_url import ServerModel
+        from forkpoint.cli.remote import Remote
+
+        remote = Remote(options.url, model_name=options.model_name, api_key=options.api_key)
+        return ServerModel(stack.enter_context(remote), sampling_fields(options))
+    from forkpoint.engine.llm import LLM
+
+    params = sampling_params(options)
+    engine.setdefault("log_level", "warning")
+    return LocalModel(stack.enter_context(LLM(**engine)), params)
+
+
+class LocalModel:
+    """Answers by a model loaded here."""
+
+    def __init__(self, llm: Any, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+
+    def reply(self, messages: Sequence[Mapping[str, Any]], show: Show) -> Reply:
+        shown = 0
+        last = None
+        try:
+            for last in self._llm.stream(self._llm.render_chat(messages), self._params):
+                text = last.outputs[0].text
+                show(text[shown:])
+                shown = len(text)
+        except RequestError as error:
+            return Reply("", "", str(error), refused=True)
+        assert last is not None
+        completion = last.outputs[0]
+        failed = completion.finish_reason is FinishReason.ERROR
+        return Reply(completion.text, cache_line(last), completion.error if failed else None)
+
+
 class Conversation:
     """The messages so far. An answer that was stopped is kept as far as it came."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system_prompt: str | None) -> None:
+    def __init__(self, model: Model, system_prompt: str | None) -> None:
         self.failed = False
-        self._llm = llm
-        self._params = params
+        self._model = model
         self._start = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._messages = list(self._start)
         self._dim = ("\033[2m", "\033[0m") if wants_color(sys.stdout) else ("", "")
@@ -50,32 +109,22 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Print the answer as it comes, then a line of statistics."""
         self._messages.append({"role": "user", "content": text})
-        try:
-            prompt = self._llm.render_chat(self._messages)
-            last = self._print_stream(self._llm.stream(prompt, self._params))
-        except RequestError as error:
+        reply = self._model.reply(self._messages, self._show)
+        if reply.error is not None:
             self.failed = True
+            print(f"error: {reply.error}", file=sys.stderr)
+        if reply.refused:
             self._messages.pop()
-            print(f"error: {error}", file=sys.stderr)
             return
-        completion = last.outputs[0]
-        if completion.finish_reason is FinishReason.ERROR:
-            self.failed = True
-            print(f"error: {completion.error}", file=sys.stderr)
-        self._messages.append({"role": "assistant", "content": completion.text})
-        on, off = self._dim
-        print(f"{on}{cache_line(last)}{off}", flush=True)
+        self._messages.append({"role": "assistant", "content": reply.text})
+        print(f"\n{self._dimmed(reply.statistics)}", flush=True)
 
-    def _print_stream(self, outputs: Iterator[RequestOutput]) -> RequestOutput:
-        shown = 0
-        last: RequestOutput | None = None
-        for last in outputs:
-            text = last.outputs[0].text
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-        print()
-        assert last is not None
-        return last
+    def _show(self, text: str, reasoning: str = "") -> None:
+        print(self._dimmed(reasoning) + text, end="", flush=True)
+
+    def _dimmed(self, text: str) -> str:
+        on, off = self._dim
+        return f"{on}{text}{off}" if text else ""
 
 
 def _lines() -> Iterator[str]:

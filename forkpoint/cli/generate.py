@@ -16,7 +16,7 @@ from forkpoint.params import FinishReason, SamplingParams
 def generate(options: argparse.Namespace) -> int:
     """Print completions on standard output and cache statistics on standard error; 1 if a completion failed."""
     params = sampling_params(options, n=options.n)
-    prompts = options.prompt or [_standard_input()]
+    prompts = options.prompt or [standard_input()]
     if options.stream and (len(prompts) > 1 or options.n > 1):
         raise ConfigError("--stream prints one completion; give one prompt and leave --n at 1")
     with LLM(**engine_options(options)) as llm:
@@ -30,7 +30,8 @@ def generate(options: argparse.Namespace) -> int:
     return int(any(_report_failures(output) for output in outputs))
 
 
-def _standard_input() -> str:
+def standard_input() -> str:
+    """All of standard input. Raises ConfigError where that is a terminal."""
     if sys.stdin.isatty():
         raise ConfigError("no prompt; give --prompt TEXT, or pipe it into standard input")
     return sys.stdin.read()

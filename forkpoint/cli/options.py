@@ -64,6 +64,7 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Add sampling parameters. Only those given, and max_tokens, end up in the namespace."""
     group = parser.add_argument_group("sampling options")
     for field in fields(SamplingParams):
         text = SAMPLING_HELP.get(field.name)
@@ -81,7 +82,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
             case _:
                 kind = float if isinstance(default, float) else int
                 shown = f"{text} (default: {default})" if default is not None else text
-                group.add_argument(flag, type=kind, default=default, help=shown, metavar=kind.__name__.upper())
+                kept = default if field.name == "max_tokens" else argparse.SUPPRESS
+                group.add_argument(flag, type=kind, default=kept, help=shown, metavar=kind.__name__.upper())
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,8 +93,12 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_params(arguments: argparse.Namespace, **extra: Any) -> SamplingParams:
-    given = {name: value for name, value in vars(arguments).items() if name in SAMPLING_HELP}
-    return SamplingParams(**given, **extra)
+    return SamplingParams(**sampling_fields(arguments), **extra)
+
+
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters given on the command line, by field name."""
+    return {name: value for name, value in vars(arguments).items() if name in SAMPLING_HELP}
 
 
 def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from forkpoint.client.answer import Answer
 from forkpoint.outputs import RequestOutput
 
 
 def cache_line(output: RequestOutput) -> str:
     """Cached tokens, the reason where more was not cached, time to first token, decode speed."""
     report, timings = output.cache, output.metrics
-    parts = [f"{report.num_cached_tokens:,} of {len(output.prompt_token_ids):,} prompt tokens cached"]
-    if report.miss is not None:
-        parts[0] += f" ({report.miss.value})"
-    first = timings.time_to_first_token_s
-    if first is not None:
-        parts.append(f"first token after {first * 1000:.0f} ms")
+    rate = None
     if timings.first_token_s is not None and timings.finished_s is not None:
         later = sum(max(0, len(completion.token_ids) - 1) for completion in output.outputs)
-        elapsed = timings.finished_s - timings.first_token_s
-        if later and elapsed > 0:
-            parts.append(f"{later / elapsed:.1f} tokens/s")
+        rate = _rate(later, timings.finished_s - timings.first_token_s)
+    miss = None if report.miss is None else report.miss.value
+    cached = _cached(report.num_cached_tokens, len(output.prompt_token_ids), miss)
+    return _line(cached, timings.time_to_first_token_s, rate)
+
+
+def answer_line(answer: Answer) -> str:
+    """The same of a server's answer, with times as they were met here."""
+    usage, rate = answer.usage, None
+    if answer.first_token_s is not None:
+        rate = _rate(answer.num_completion_tokens - 1, answer.last_s - answer.first_token_s)
+    cached = None
+    if usage is not None and usage.num_cached_tokens is not None:
+        cached = _cached(usage.num_cached_tokens, usage.num_prompt_tokens, usage.miss)
+    return _line(cached, answer.time_to_first_token_s, rate)
+
+
+def _cached(num_cached: int, num_prompt: int, miss: str | None) -> str:
+    return f"{num_cached:,} of {num_prompt:,} prompt tokens cached" + (f" ({miss})" if miss is not None else "")
+
+
+def _rate(num_later_tokens: int, elapsed_s: float) -> float | None:
+    return num_later_tokens / elapsed_s if num_later_tokens > 0 and elapsed_s > 0 else None
+
+
+def _line(cached: str | None, first_token_s: float | None, rate: float | None) -> str:
+    parts = [cached] if cached is not None else []
+    if first_token_s is not None:
+        parts.append(f"first token after {first_token_s * 1000:.0f} ms")
+    if rate is not None:
+        parts.append(f"{rate:.1f} tokens/s")
     return f"[{', '.join(parts)}]"

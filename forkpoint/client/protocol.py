@@ -43,9 +43,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one streamed chunk adds to the choice `index` of an answer; `usage` comes with the last chunk."""
+    """What one streamed chunk adds to an answer; `usage` comes with the last chunk."""
 
-    index: int = 0
     text: str = ""
     reasoning: str = ""
     has_tool_call: bool = False
@@ -90,7 +89,6 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
     # A streamed chat has `delta`, a whole chat `message`, a plain completion its text at the top.
     part = choice.get("delta") or choice.get("message") or {}
     return Delta(
-        index=choice.get("index") or 0,
         text=choice.get("text") or part.get("content") or "",
         reasoning=part.get("reasoning_content") or part.get("reasoning") or "",
         has_tool_call=bool(part.get("tool_calls")),

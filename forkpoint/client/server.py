@@ -16,6 +16,7 @@ from forkpoint.client.sse import EventDecoder
 from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
 
 API_KEY_VARIABLE: Final = "FORKPOINT_API_KEY"
+HEALTH_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 DONE: Final = "[DONE]"
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Final[Endpoint] = "/v1/chat/completions"
@@ -29,6 +30,20 @@ class ServedModel:
     id: str
     root: str | None = None
     max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer, whatever its status. `body` is the JSON value, or the text where it is none."""
+
+    status: int
+    body: Any
+    request_id: str | None
+
+    def raise_for_status(self) -> None:
+        """Raises ServerRefusedError for an error status."""
+        if self.status >= 400:
+            raise refusal(self.status, self.body)
 
 
 class Server:
@@ -66,9 +81,13 @@ class Server:
             self._session = None
 
     async def models(self) -> list[ServedModel]:
-        document = await self._json("GET", "/v1/models")
-        entries = document.get("data") or []
-        return [ServedModel(entry["id"], entry.get("root"), entry.get("max_model_len")) for entry in entries]
+        reply = await self.exchange("GET", "/v1/models")
+        reply.raise_for_status()
+        try:
+            entries = reply.body["data"]
+            return [ServedModel(entry["id"], entry.get("root"), entry.get("max_model_len")) for entry in entries]
+        except (TypeError, KeyError) as error:
+            raise BrokenAnswerError(f"{self.url}/v1/models does not list models; is this an OpenAI server?") from error
 
     async def model(self, name: str | None = None) -> ServedModel:
         """The served model called `name`; without a name the first one. Raises ConfigError if there is none."""
@@ -80,26 +99,31 @@ class Server:
         raise ConfigError(f"{self.url} does not serve model {name!r}; it serves {served}")
 
     async def is_healthy(self) -> bool:
-        """Whether /health answers 200; False too while nothing listens."""
+        """Whether /health answers 200 soon; False too while nothing listens."""
         try:
-            async with self._opened.get(self.url + "/health") as response:
+            async with self._opened.get(self.url + "/health", timeout=HEALTH_TIMEOUT) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON answer to `body`."""
-        return await self._json("POST", path, body)
+    async def exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
+        """The whole answer to `body`; an error status is returned, not raised."""
+        try:
+            async with self._opened.request(method, self.url + path, json=body) as response:
+                return await _read(response)
+        except aiohttp.ClientConnectorError as error:
+            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._broken(error) from error
 
-    async def stream(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Delta, None]:
         """The deltas of a streamed answer as they come; leaving the iteration closes the connection."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         decoder, done = EventDecoder(), False
         try:
-            async with self._opened.post(self.url + path, json=body, headers=headers) as response:
-                await _raise_for_status(response)
+            async with self._opened.post(self.url + path, json=body) as response:
+                if response.status >= 400:
+                    (await _read(response)).raise_for_status()
                 async for received in response.content.iter_any():
                     for data in decoder.feed(received):
                         done = done or data == DONE
@@ -108,7 +132,7 @@ class Server:
         except aiohttp.ClientConnectorError as error:
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}") from error
+            raise self._broken(error) from error
         if not done:
             raise BrokenAnswerError(f"the answer of {self.url} ended without {DONE}; the server may have died")
 
@@ -118,25 +142,13 @@ class Server:
             raise RuntimeError("use Server in an `async with` statement")
         return self._session
 
-    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        try:
-            async with self._opened.request(method, self.url + path, json=body) as response:
-                await _raise_for_status(response)
-                document = await response.json(content_type=None)
-        except aiohttp.ClientConnectorError as error:
-            raise self._unreachable(error) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}") from error
-        except ValueError as error:
-            raise BrokenAnswerError(f"the answer of {self.url}{path} is not JSON") from error
-        if not isinstance(document, dict):
-            raise BrokenAnswerError(f"the answer of {self.url}{path} is not a JSON object")
-        return document
-
     def _unreachable(self, error: Exception) -> ServerUnreachableError:
         return ServerUnreachableError(
             f"nothing answers at {self.url} ({_reason(error)}); start one with `forkpoint serve MODEL`, or give --url"
         )
+
+    def _broken(self, error: Exception) -> BrokenAnswerError:
+        return BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}")
 
 
 def base_url(url: str) -> str:
@@ -146,15 +158,13 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
-    if response.status < 400:
-        return
+async def _read(response: aiohttp.ClientResponse) -> Reply:
     text = await response.text(errors="replace")
     try:
-        document: object = json.loads(text)
+        body: Any = json.loads(text)
     except ValueError:
-        document = text
-    raise refusal(response.status, document)
+        body = text
+    return Reply(response.status, body, response.headers.get("X-Request-Id"))
 
 
 def _reason(error: Exception) -> str:

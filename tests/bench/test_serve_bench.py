@@ -324,7 +324,7 @@ def test_a_run_measures_what_the_server_does(
     assert printed[1] == "Successful requests:                     8         "
     assert "-----Time per Output Token (excl. 1st token)------" in printed
     assert "Share of input tokens cached (%):        75.00     " in printed
-    assert "Requests not reused in full, short:      8         " in printed
+    assert "Not cached in full (short):              8         " in printed
     [path] = tmp_path.iterdir()
     assert path.name.startswith("openai-20.0qps-fake-model-") and path.suffix == ".json"
     found = json.loads(path.read_text())

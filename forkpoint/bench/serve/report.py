@@ -63,7 +63,7 @@ def _cache_lines(figures: Figures) -> Iterator[str]:
     yield _count("Cached input tokens:", cached)
     yield _real("Share of input tokens cached (%):", 100 * cached / max(1, figures.num_input_tokens))
     for reason, count in figures.misses.items():
-        yield _count(f"Requests not reused in full, {reason}:", count)
+        yield _count(f"Not cached in full ({reason}):", count)
 
 
 def result(

@@ -1,0 +1,122 @@
+"""`forkpoint run-batch`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from tqdm import tqdm
+
+from forkpoint.cli.local_server import local_server
+from forkpoint.cli.options import engine_options
+from forkpoint.client.batch import BatchAnswer, BatchOutput, BatchRequest, read_batch, run_batch
+from forkpoint.client.server import Server
+from forkpoint.config import EngineConfig
+from forkpoint.errors import ConfigError
+
+INTERRUPTED = 130
+
+
+def run_batch_command(options: argparse.Namespace) -> int:
+    """Answer the requests that have no final answer yet; 1 if one failed, 130 after Ctrl-C."""
+    if options.max_concurrency < 1:
+        raise ConfigError(f"max_concurrency={options.max_concurrency} must be 1 or more")
+    engine = engine_options(options)
+    if (options.url is None) == ("model" not in engine):
+        raise ConfigError("run-batch needs either --model PATH, loaded here, or --url URL of a running server")
+    requests = read_batch(options.input_file)
+    output = BatchOutput(options.output_file, requests)
+    todo = [request for request in requests if request.custom_id not in output.done]
+    tally = Tally(output, num_requests=len(requests), num_before=len(requests) - len(todo))
+    try:
+        if todo:
+            asyncio.run(_run(options, engine, todo, tally))
+    finally:
+        output.close()
+        if not todo or tally.num_open < len(todo):
+            print(tally.summary(), file=sys.stderr)
+    if tally.num_open:
+        print("stopped before the end; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return int(tally.num_failed > 0)
+
+
+class Tally:
+    """Writes each answer and counts."""
+
+    def __init__(self, output: BatchOutput, *, num_requests: int, num_before: int) -> None:
+        """`num_before` of `num_requests` were answered in an earlier run."""
+        self.num_requests = num_requests
+        self.num_before = num_before
+        self.num_answered = 0
+        self.num_failed = 0
+        self._output = output
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+
+    @property
+    def num_open(self) -> int:
+        return self.num_requests - self.num_before - self.num_answered - self.num_failed
+
+    def add(self, answer: BatchAnswer) -> None:
+        self._output.write(answer)
+        if answer.error is not None:
+            self.num_failed += 1
+            return
+        self.num_answered += 1
+        if answer.usage is not None:
+            self._num_prompt_tokens += answer.usage.num_prompt_tokens
+            self._num_cached_tokens += answer.usage.num_cached_tokens or 0
+
+    def summary(self) -> str:
+        parts = [f"{self.num_answered:,} answered", f"{self.num_failed:,} failed"]
+        if self.num_before:
+            parts.append(f"{self.num_before:,} were answered before")
+        if self.num_open:
+            parts.append(f"{self.num_open:,} left")
+        if self._num_prompt_tokens:
+            parts.append(f"{self._num_cached_tokens:,} of {self._num_prompt_tokens:,} prompt tokens cached")
+        return ", ".join(parts)
+
+
+async def _run(
+    options: argparse.Namespace, engine: dict[str, Any], requests: Sequence[BatchRequest], tally: Tally
+) -> None:
+    async with AsyncExitStack() as stack:
+        url = options.url
+        if url is None:
+            engine.setdefault("log_level", "warning")
+            names = {str(request.body["model"]) for request in requests if request.body and request.body.get("model")}
+            config = EngineConfig.from_flat(**engine)
+            url = await stack.enter_async_context(local_server(config, sorted(names)))
+        server = await stack.enter_async_context(Server(url, api_key=options.api_key))
+        stop = _stop_at_interrupt()
+        shown = not options.disable_tqdm and sys.stderr.isatty()
+        with tqdm(total=tally.num_requests, initial=tally.num_before, unit="req", disable=not shown) as bar:
+
+            def on_answer(answer: BatchAnswer) -> None:
+                tally.add(answer)
+                bar.update()
+
+            await run_batch(server, requests, on_answer, max_concurrency=options.max_concurrency, stop=stop)
+
+
+def _stop_at_interrupt() -> asyncio.Event:
+    """Set by the first Ctrl-C, after which open requests may end; the second one cancels them."""
+    stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def on_interrupt() -> None:
+        if stop.is_set():
+            task.cancel()
+        else:
+            print("\nwaiting for open requests; Ctrl-C again drops them", file=sys.stderr)
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    return stop
