@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import EngineConfig, SchedulerConfig
+from forkpoint.config import SchedulerConfig
 from forkpoint.demo.model import DemoSpec, make_demo_model
 from forkpoint.engine import build
 from forkpoint.engine.llm import LLM
@@ -153,8 +153,3 @@ def test_the_longest_request_just_fits(layout: CacheLayout, pages: int) -> None:
 def _started(folder: Path, platform: CpuPlatform, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
     monkeypatch.setattr(build, "resolve_platform", lambda name: platform)
     return LLM(str(folder), **{"skip_tokenizer_init": True, "cpu_ops": "torch", "log_level": "error", **options})
-
-
-def test_utilization_is_checked() -> None:
-    with pytest.raises(ConfigError):
-        EngineConfig.from_flat(model="m", gpu_memory_utilization=2)
