@@ -1,0 +1,205 @@
+"""OpenAI's batch format: requests in one JSON-lines file, answers in another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from forkpoint.client.protocol import Usage, refusal
+from forkpoint.client.server import CHAT, COMPLETIONS, Reply, Server
+from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
+
+PATHS: Final = (CHAT, COMPLETIONS)
+BUSY: Final = (429, 503)
+MAX_TRIES: Final = 6
+FIRST_WAIT_S: Final = 0.5  # before the second try; doubled for each further one
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the input; `error` says what is wrong with it, and then nothing is sent."""
+
+    custom_id: str | None
+    path: str = CHAT
+    body: Mapping[str, Any] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """One line of the output, as written."""
+
+    custom_id: str | None
+    document: Mapping[str, Any]
+    usage: Usage | None = None
+
+    @property
+    def error(self) -> str | None:
+        error = self.document["error"]
+        return None if error is None else str(error["message"])
+
+
+def read_batch(path: Path) -> list[BatchRequest]:
+    """Every line of the input. A line that is wrong becomes a request with `error`. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"the batch {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the batch {path} is not UTF-8 text: {error}") from error
+    seen: set[str] = set()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            request = _read_line(line, f"line {number}", seen)
+            seen.update(() if request.custom_id is None else (request.custom_id,))
+            found.append(request)
+    if not found:
+        raise ConfigError(f"the batch {path} has no lines")
+    return found
+
+
+def _read_line(line: str, where: str, seen: set[str]) -> BatchRequest:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        return BatchRequest(None, error=f"{where} is not JSON: {error}")
+    if not isinstance(entry, dict) or not isinstance(entry.get("custom_id"), str):
+        return BatchRequest(None, error=f"{where} must be an object with a text 'custom_id'")
+    name, body = entry["custom_id"], entry.get("body")
+    if name in seen:
+        return BatchRequest(None, error=f"{where} has the custom_id {name!r} of a line before it")
+    if entry.get("method") != "POST" or entry.get("url") not in PATHS:
+        return BatchRequest(name, error=f"{where} must have method 'POST' and url {' or '.join(map(repr, PATHS))}")
+    if not isinstance(body, dict):
+        return BatchRequest(name, error=f"{where} must have an object 'body'")
+    if body.get("stream"):
+        return BatchRequest(name, error=f"{where} asks to stream, which a batch cannot")
+    return BatchRequest(name, entry["url"], body)
+
+
+class BatchOutput:
+    """The output file: appended to line by line, and read at the start so that a batch can be taken up again."""
+
+    def __init__(self, path: Path, requests: Sequence[BatchRequest]) -> None:
+        """Keep the lines of `path` that need no second try. Raises ConfigError if they answer other requests."""
+        self._path = path
+        kept = [entry for entry in self._read() if _is_final(entry)]
+        self.done = frozenset(entry["custom_id"] for entry in kept)
+        strange = self.done - {request.custom_id for request in requests}
+        if strange:
+            raise ConfigError(
+                f"{path} answers {len(strange)} requests that the input does not have, {sorted(strange)[0]!r} for one; "
+                "give another output file"
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(path.name + ".partial")
+            partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+            os.replace(partial, path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+    def write(self, answer: BatchAnswer) -> None:
+        """Raises ConfigError when the disk takes no more."""
+        try:
+            self._file.write(json.dumps(answer.document) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} cannot be written: {error.strerror}; run the same command again to go on"
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # cut off when the run before was killed
+            if not isinstance(entry, dict) or "custom_id" not in entry or "response" not in entry:
+                raise ConfigError(f"{self._path} exists and is no output of a batch; give another file")
+            yield entry
+
+
+def _is_final(entry: Mapping[str, Any]) -> bool:
+    """Whether asking again would bring the same: answers, and requests that the server refused as wrong."""
+    response = entry["response"]
+    status = response.get("status_code") if isinstance(response, Mapping) else None
+    return isinstance(status, int) and status < 500 and status not in BUSY and entry["custom_id"] is not None
+
+
+async def run_batch(
+    server: Server,
+    requests: Sequence[BatchRequest],
+    on_answer: Callable[[BatchAnswer], None],
+    *,
+    max_concurrency: int,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Send `requests`, `max_concurrency` at once, and hand over the answers as they come. `stop` ends the sending.
+
+    Raises ServerUnreachableError when no connection comes about, and what `on_answer` raises; the requests that
+    are open then have no answer.
+    """
+    waiting = iter(requests)
+
+    async def work() -> None:
+        for request in waiting:
+            if stop is not None and stop.is_set():
+                return
+            on_answer(await _answer(server, request))
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(max_concurrency, len(requests))):
+                workers.create_task(work())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def _answer(server: Server, request: BatchRequest) -> BatchAnswer:
+    if request.error is not None:
+        return _line(request, None, {"code": "invalid_line", "message": request.error})
+    try:
+        reply = await _exchange(server, request)
+    except ServerUnreachableError:
+        raise
+    except ServerError as error:
+        return _line(request, None, {"code": "no_answer", "message": str(error)})
+    if reply.status >= 400:
+        return _line(request, reply, {"code": "refused", "message": str(refusal(reply.status, reply.body))})
+    return _line(request, reply, None)
+
+
+async def _exchange(server: Server, request: BatchRequest) -> Reply:
+    """The answer, after waiting for a server that is busy."""
+    wait_s = FIRST_WAIT_S
+    for _ in range(MAX_TRIES - 1):
+        reply = await server.exchange("POST", request.path, request.body)
+        if reply.status not in BUSY:
+            return reply
+        await asyncio.sleep(wait_s)
+        wait_s *= 2
+    return await server.exchange("POST", request.path, request.body)
+
+
+def _line(request: BatchRequest, reply: Reply | None, error: Mapping[str, str] | None) -> BatchAnswer:
+    response = None
+    if reply is not None:
+        response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
+    name = f"batch_req_{uuid.uuid4().hex}"
+    document = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
+    usage = Usage.read(reply.body) if reply is not None and isinstance(reply.body, Mapping) else None
+    return BatchAnswer(request.custom_id, document, usage)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkpoint.cli.main import main
+from forkpoint.client import batch
+from tests.client.fake_server import FakeServer, Script
+
+
+def line(name: str, text: str = "hi", url: str = "/v1/chat/completions", **body: Any) -> str:
+    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in url else {"prompt": text}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": {"model": "m", **prompt, **body}})
+
+
+class Files:
+    def __init__(self, folder: Path, server: FakeServer) -> None:
+        self.input, self.output, self._server = folder / "in.jsonl", folder / "out.jsonl", server
+
+    def run(self, *lines: str, options: tuple[str, ...] = ()) -> int:
+        if lines:
+            self.input.write_text("\n".join(lines) + "\n")
+        given = ["run-batch", "-i", str(self.input), "-o", str(self.output), "--url", self._server.url]
+        return main([*given, *options])
+
+    def answers(self) -> dict[str | None, Any]:
+        found = [json.loads(text) for text in self.output.read_text().splitlines()]
+        assert len({entry["id"] for entry in found}) == len(found)
+        return {entry["custom_id"]: entry for entry in found}
+
+
+@pytest.fixture
+def files(tmp_path: Path, server: FakeServer) -> Files:
+    return Files(tmp_path, server)
+
+
+def test_every_line_is_answered_once(files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code = files.run(
+        *[line(f"r{n}", url=url) for n, url in enumerate(batch.PATHS * 20)], options=("--max-concurrency", "7")
+    )
+    assert code == 0 and server.max_open <= 7
+    found = files.answers()
+    assert set(found) == {f"r{n}" for n in range(40)}
+    assert all(entry["error"] is None and entry["response"]["status_code"] == 200 for entry in found.values())
+    assert found["r0"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello, world!"
+    assert found["r1"]["response"]["body"]["choices"][0]["text"] == "Hello, world!"
+    assert "40 answered, 0 failed, 2,560 of 4,000 prompt tokens cached" in capsys.readouterr().err
+
+
+def test_a_wrong_line_is_told_and_the_others_are_answered(files: Files, server: FakeServer) -> None:
+    wrong = [
+        "not json",
+        "[]",
+        json.dumps({"custom_id": 5}),
+        line("get").replace("POST", "GET"),
+        line("embed", url="/v1/embeddings"),
+        json.dumps({"custom_id": "bodiless", "method": "POST", "url": "/v1/completions"}),
+        line("stream", stream=True),
+        line("good"),
+        line("good"),
+    ]
+    assert files.run(*wrong, line("last")) == 1
+    assert len(server.requests) == 2
+    found = [json.loads(text) for text in files.output.read_text().splitlines()]
+    told = [entry["error"]["message"] for entry in found if entry["error"] is not None]
+    assert len(found) == 10 and len(told) == 8
+    for number, text in (
+        (1, "not JSON"),
+        (2, "custom_id"),
+        (4, "POST"),
+        (5, "/v1/completions"),
+        (7, "stream"),
+        (9, "'good'"),
+    ):
+        assert any(f"line {number} " in message and text in message for message in told)
+    assert files.answers()["good"]["error"] is None
+
+
+def test_a_refusal_is_an_answer_and_its_line_is_not_sent_again(files: Files, server: FakeServer) -> None:
+    server.choose = lambda body: (
+        Script(refuse=(400, {"error": {"message": "too long"}})) if body.get("bad") else Script()
+    )
+    assert files.run(line("a"), line("b", bad=True)) == 1
+    refused = files.answers()["b"]
+    assert refused["response"]["status_code"] == 400 and "too long" in refused["error"]["message"]
+    assert refused["response"]["body"]["error"]["message"] == "too long"
+    assert files.run() == 0
+    assert len(server.requests) == 2
+
+
+def test_it_goes_on_where_it_was_stopped(files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.choose = lambda body: Script(refuse=(500, "crash")) if body.get("bad") else Script()
+    assert files.run(line("a"), line("b", bad=True), line("c")) == 1
+    with files.output.open("a") as file:
+        file.write('{"id": "half a li')
+    server.choose = None
+    assert files.run(line("a"), line("b", bad=True), line("c"), line("d")) == 0
+    assert "2 answered, 0 failed, 2 were answered before" in capsys.readouterr().err
+    assert [entry["error"] for entry in files.answers().values()] == [None] * 4
+    assert len(files.output.read_text().splitlines()) == 4 and len(server.requests) == 5
+
+
+def test_a_busy_server_is_asked_again(files: Files, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "FIRST_WAIT_S", 0.01)
+    server.choose = lambda body: Script(refuse=(429, "busy")) if len(server.requests) < 3 else Script()
+    assert files.run(line("a")) == 0
+    assert len(server.requests) == 3
+
+
+def test_an_output_of_something_else_is_not_touched(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (
+        '{"some": "data"}\n',
+        json.dumps({"custom_id": "z", "response": {"status_code": 200}, "error": None}) + "\n",
+    ):
+        files.output.write_text(text)
+        assert files.run(line("a")) == 2
+        assert files.output.read_text() == text
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_nothing_answers(files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.url = "http://127.0.0.1:1"
+    assert files.run(line("a"), line("b")) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: nothing answers at http://127.0.0.1:1") and shown.count("\n") == 1
+    assert files.output.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-i", "/nowhere", "-o", "OUT", "--url", "http://x"], "cannot be read"),
+        (["-i", "IN", "-o", "OUT"], "either --model"),
+        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--model", "m"], "either --model"),
+        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--max-concurrency", "0"], "max_concurrency"),
+        (["-i", "EMPTY", "-o", "OUT", "--url", "http://x"], "no lines"),
+    ],
+)
+def test_wrong_options(arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "IN").write_text(line("a"))
+    (tmp_path / "EMPTY").write_text("\n")
+    given = [str(tmp_path / word) if word.isupper() else word for word in arguments]
+    assert main(["run-batch", *given]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and text in shown

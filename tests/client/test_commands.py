@@ -1,0 +1,119 @@
+"""`forkpoint chat --url` and `forkpoint complete`."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from forkpoint.cli.main import main
+from tests.client.fake_server import FakeServer, Script
+
+
+def test_chat_keeps_the_conversation(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = Script(
+        words=["fine", "."], reasoning=["hm "], num_prompt_tokens=4100, num_cached_tokens=3072, miss="evicted"
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand?\n/reset\nagain\n"))
+    options = ["chat", "--url", server.url, "--system-prompt", "be brief", "--temperature", "0.5", "--stop", "X"]
+    assert main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "hm fine."
+    assert lines[1].startswith("[3,072 of 4,100 prompt tokens cached (evicted), first token after ")
+    contents = [[message["content"] for message in body["messages"]] for body in server.requests]
+    assert contents == [["be brief", "hello"], ["be brief", "hello", "fine.", "and?"], ["be brief", "again"]]
+    body = server.requests[0]
+    assert (body["temperature"], body["stop"], body["max_tokens"], body["model"]) == (0.5, ["X"], 512, "fake-model")
+    assert "top_p" not in body
+
+
+def test_chat_goes_on_after_an_error(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(body: object) -> Script:
+        number = len(server.requests)
+        return [Script(refuse=(400, "too long")), Script(words=["half ", "way"], error_after=1), Script()][number - 1]
+
+    server.choose = choose
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\nthree\n"))
+    assert main(["chat", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert "error: the server answered 400: too long" in shown.err and "the engine died" in shown.err
+    assert "Hello, world!" in shown.out
+    contents = [message["content"] for message in server.requests[-1]["messages"]]
+    assert contents == ["two", "half ", "three"]  # a refused question is taken back, half an answer is kept
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_it(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def choose(body: object) -> Script:
+        return Script(words=["word "] * 1000, gap_s=0.01) if len(server.requests) == 1 else Script()
+
+    def interrupt() -> None:
+        while not server.open:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server.choose = choose
+    monkeypatch.setattr(sys, "stdin", io.StringIO("talk\nmore\n"))
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main(["chat", "--url", server.url]) == 0
+    thread.join()
+    assert server.aborted == 1
+    kept = server.requests[1]["messages"][1]["content"]
+    assert kept.startswith("word word") and "Hello, world!" in capsys.readouterr().out
+
+
+def test_complete_prints_text_and_figures_apart(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["complete", "--url", server.url + "/v1", "--prompt", "a", "--prompt", "b", "--model-name", "fake-model"]
+    assert main([*options, "--api-key", "k", "--ignore-eos"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Hello, world!\nHello, world!\n"
+    assert shown.err.count("64 of 100 prompt tokens cached (cold), first token after") == 2
+    assert [body["prompt"] for body in server.requests] == ["a", "b"]
+    assert server.requests[0]["ignore_eos"] is True and server.headers[0]["Authorization"] == "Bearer k"
+
+
+def test_complete_reads_standard_input_and_tells_of_errors(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = Script(break_after=2)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert main(["complete", "--url", server.url]) == 1
+    assert server.requests[0]["prompt"] == "from a pipe"
+    assert "error: the answer of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["chat"], "either --model"),
+        (["chat", "--url", "http://127.0.0.1:1", "--model", "x"], "either --model"),
+        (["chat", "--url", "http://127.0.0.1:1"], "nothing answers"),
+        (["complete", "--url", "127.0.0.1:1", "--prompt", "x"], "http://"),
+        (["complete", "--url", "SERVER", "--prompt", "x", "--model-name", "other"], "does not serve"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "nothing answers"),
+        (["bench", "serve", "--base-url", "SERVER"], "--tokenizer"),
+        (["bench", "serve", "--num-prompts", "-1"], "num_prompts"),
+        (["bench", "serve", "--dataset-name", "best"], "invalid choice"),
+    ],
+)
+def test_errors_are_one_line(
+    server: FakeServer, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main([server.url if argument == "SERVER" else argument for argument in arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    shown = capsys.readouterr().err
+    assert code == 2 and shown.startswith("error: ") and shown.count("\n") == 1 and text in shown
