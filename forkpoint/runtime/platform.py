@@ -203,6 +203,7 @@ class CudaPlatform:
 
     def arena_bytes(self, utilization: float) -> int | None:
         """What all programs hold now, loaded weights above all, counts against the share."""
+        torch.cuda.empty_cache()  # what loading left behind is in pieces, and the arena is one
         total = int(torch.cuda.mem_get_info(self.device)[1])
         return max(0, int(total * utilization) - (total - self.free_bytes()))
 
