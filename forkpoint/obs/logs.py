@@ -89,9 +89,11 @@ def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, 
         f"a page holds {_contents(layout)}, {layout.padding:.1%} padding at most"
     ]
     if layout.has_kv:
-        lines.append(f"block: {layout.block_size} tokens, {layout.block_bytes:,} bytes")
+        most = (num_pages - 1) * layout.blocks_per_page
+        lines.append(f"block: {layout.block_size} tokens, {layout.block_bytes:,} bytes; {most:,} at most")
     if layout.has_states:
-        lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes")
+        most = (num_pages - 1) * layout.slots_per_page
+        lines.append(f"slot: one state of any length, {layout.slot_bytes:,} bytes; {most:,} at most")
     room = num_pages // max(1, layout.num_pages_for(max_model_len, 1))
     lines.append(f"room for {room} requests of max_model_len={max_model_len} at once")
     return [*lines, _caching_line(layout, config)]

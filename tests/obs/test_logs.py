@@ -43,8 +43,8 @@ def test_the_cache_plan_names_sizes_and_policy() -> None:
     for part in (
         f"100 pages of {HYBRID.page_bytes:,} bytes",
         f"{HYBRID.blocks_per_page} blocks or {HYBRID.slots_per_page} slots",
-        f"block: 64 tokens, {HYBRID.block_bytes:,} bytes",
-        f"{HYBRID.slot_bytes:,} bytes",
+        f"block: 64 tokens, {HYBRID.block_bytes:,} bytes; {99 * HYBRID.blocks_per_page:,} at most",
+        f"{HYBRID.slot_bytes:,} bytes; {99 * HYBRID.slots_per_page:,} at most",
         "smallest reusable prefix 64 tokens",
         "every 1024 tokens",
         "eviction by lru",
