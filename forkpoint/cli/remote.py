@@ -49,5 +49,6 @@ class Remote:
         return (await self._server.model(self._model_name)).id
 
     async def _stream(self, path: str, body: Mapping[str, Any], answer: Answer, show: Callable[[Delta], None]) -> None:
-        async for delta in answer.read(self._server.stream(path, {"model": self._model, **body})):
+        deltas = self._server.stream(path, {"model": self._model, **body}, running_usage=True)
+        async for delta in answer.read(deltas):
             show(delta)

@@ -17,6 +17,7 @@ from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
 
 PATHS: Final = (CHAT, COMPLETIONS)
 BUSY: Final = (429, 503)
+WRONG_REQUEST: Final = (400, 413, 422)  # other refusals (no key, no such model) may be over next time
 MAX_TRIES: Final = 6
 FIRST_WAIT_S: Final = 0.5  # before the second try; doubled for each further one
 
@@ -137,7 +138,8 @@ def _is_final(entry: Mapping[str, Any]) -> bool:
     """Whether asking again would bring the same: answers, and requests that the server refused as wrong."""
     response = entry["response"]
     status = response.get("status_code") if isinstance(response, Mapping) else None
-    return isinstance(status, int) and status < 500 and status not in BUSY and entry["custom_id"] is not None
+    final = isinstance(status, int) and (status < 400 or status in WRONG_REQUEST)
+    return final and entry["custom_id"] is not None
 
 
 async def run_batch(

@@ -12,17 +12,14 @@ from forkpoint.errors import BrokenAnswerError, ServerRefusedError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one answer. `kv_num_tokens` and `miss` are forkpoint's extension; None from other servers.
+    """Token counts of one answer, as far as it has come.
 
-    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were not computed (None: the server does not say),
-    keys and values alone reached `kv_num_tokens`, and `miss` says why not more was reused.
+    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were not computed; None: the server does not say.
     """
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int | None = None
-    kv_num_tokens: int | None = None
-    miss: str | None = None
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Usage | None:
@@ -31,25 +28,37 @@ class Usage:
         if not isinstance(usage, Mapping):
             return None
         details = usage.get("prompt_tokens_details") or {}
-        cache = document.get("cache") or {}
         return cls(
             num_prompt_tokens=usage.get("prompt_tokens") or 0,
             num_completion_tokens=usage.get("completion_tokens") or 0,
             num_cached_tokens=details.get("cached_tokens"),
-            kv_num_tokens=cache.get("kv_num_tokens"),
-            miss=cache.get("miss"),
         )
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """forkpoint's extension: keys and values alone reached `kv_num_tokens`, `miss` says why not more was reused."""
+
+    kv_num_tokens: int
+    miss: str | None
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> CacheUse | None:
+        """The extension in a response or in a streamed chunk; None where it has none."""
+        cache = document.get("cache")
+        return cls(cache.get("kv_num_tokens") or 0, cache.get("miss")) if isinstance(cache, Mapping) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """What one streamed chunk adds to an answer; `usage` comes with the last chunk."""
+    """What one streamed chunk adds to an answer, or says about it."""
 
     text: str = ""
     reasoning: str = ""
     has_tool_call: bool = False
     finish_reason: str | None = None
     usage: Usage | None = None
+    cache: CacheUse | None = None
 
     @property
     def carries_tokens(self) -> bool:
@@ -67,9 +76,9 @@ def read_chunk(data: str) -> list[Delta]:
     if "error" in document:
         raise refusal(None, document)
     deltas = [_delta(choice) for choice in document.get("choices") or ()]
-    usage = Usage.read(document)
-    if usage is not None:
-        deltas.append(Delta(usage=usage))
+    usage, cache = Usage.read(document), CacheUse.read(document)
+    if usage is not None or cache is not None:
+        deltas.append(Delta(usage=usage, cache=cache))
     return deltas
 
 

@@ -116,9 +116,16 @@ class Server:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._broken(error) from error
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Delta, None]:
-        """The deltas of a streamed answer as they come; leaving the iteration closes the connection."""
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async def stream(
+        self, path: str, body: Mapping[str, Any], *, running_usage: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of a streamed answer as they come; leaving the iteration closes the connection.
+
+        With `running_usage` servers that can (forkpoint, vLLM) tell the usage all along, so that it is known of an
+        answer that is left.
+        """
+        options = {"include_usage": True, **({"continuous_usage_stats": True} if running_usage else {})}
+        body = {**body, "stream": True, "stream_options": options}
         decoder, done = EventDecoder(), False
         try:
             async with self._opened.post(self.url + path, json=body) as response:

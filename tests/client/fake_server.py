@@ -151,8 +151,12 @@ def _error(status: int, message: str) -> web.Response:
 
 def _events(script: Script, chat: bool, body: dict[str, Any]) -> Iterator[tuple[dict[str, Any] | str | None, float]]:
     """(event, seconds to wait before it); None cuts the connection."""
+    options = body.get("stream_options") or {}
+    running = _usage(script) if options.get("continuous_usage_stats") else {}
+    running.pop("cache", None)
     if chat:
-        yield _chunk(chat, {"role": "assistant", "content": ""}), 0.0
+        cache = _usage(script).get("cache")
+        yield {**_chunk(chat, {"role": "assistant", "content": ""}), **({"cache": cache} if cache else {})}, 0.0
     wait_s = script.first_token_s
     for word in script.reasoning:
         yield _chunk(chat, {"reasoning_content": word}), wait_s
@@ -164,10 +168,10 @@ def _events(script: Script, chat: bool, body: dict[str, Any]) -> Iterator[tuple[
         if script.break_after == number:
             yield None, 0.0
             return
-        yield _chunk(chat, {"content": word}), wait_s
+        yield {**_chunk(chat, {"content": word}), **running}, wait_s
         wait_s = script.gap_s
     yield _chunk(chat, {}, script.finish_reason), 0.0
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if options.get("include_usage"):
         yield {**_chunk(chat, None), **_usage(script)}, 0.0
     yield "[DONE]", 0.0
 

@@ -71,7 +71,9 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(
     thread.join()
     assert server.aborted == 1
     kept = server.requests[1]["messages"][1]["content"]
-    assert kept.startswith("word word") and "Hello, world!" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert kept.startswith("word word") and "Hello, world!" in shown
+    assert shown.count("64 of 100 prompt tokens cached (cold)") == 2
 
 
 def test_complete_prints_text_and_figures_apart(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> N
     figures = page.locator(".figures")
     expect(answers(page)).to_contain_text("one two three")
     seen = page.evaluate("seen")
-    assert seen[0] == "(waiting)" and ["one", "one two"] == [text for text in seen if text in ("one", "one two")]
+    assert seen[0] == "(waiting)" and [text for text in seen if text in ("one", "one two")] == ["one", "one two"]
     expect(figures).to_contain_text("3,072 of 4,100 prompt tokens cached")
     expect(page.get_by_role("img", name="75 % of the prompt cached")).to_be_visible()
     first = re.search(r"first token (\d+) ms", figures.inner_text())
@@ -132,6 +132,7 @@ def test_stopping_keeps_what_came_and_ends_the_request(page: Page, server: FakeS
     expect(answers(page)).to_contain_text("word word")
     page.keyboard.press("Escape")
     expect(page.locator(".figures")).to_contain_text("stopped")
+    expect(page.locator(".figures")).to_contain_text("64 of 100 prompt tokens cached")
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
     told(server, "fine")
     say(page, "go on")

@@ -54,7 +54,7 @@ class RequestFigures:
             num_prompt=usage.num_prompt_tokens if usage is not None else outcome.request.num_content_tokens,
             num_output=answer.num_completion_tokens,
             num_cached=usage.num_cached_tokens if usage is not None else None,
-            miss=usage.miss if usage is not None else None,
+            miss=answer.cache.miss if answer.cache is not None else None,
         )
 
     @property
