@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -30,6 +31,7 @@ from forkpoint.server.tokens import (
     tokenize,
 )
 
+MAX_SHOWN = 80  # characters of a wrong value, in an error message
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply, "description": text}
     for status, text in {
@@ -80,7 +82,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        told = HTTPError(400, f"{place or 'the body'}: {first['msg']}", param=place or None)
+        told = HTTPError(400, f"{place or 'the body'}: {first['msg']}; given {_shown(first)}", param=place or None)
         return JSONResponse(told.body(), told.status)
 
     @app.exception_handler(HTTPException)
@@ -152,6 +154,11 @@ def _add_dev_routes(app: FastAPI, service: Service) -> None:
     async def check_integrity() -> DoneReply:
         """Check that all pages, blocks, slots and checkpoints of the cache add up; 500 says what does not."""
         return DoneReply(done=bool(await service.engine.call("check_integrity")))
+
+
+def _shown(error: Mapping[str, Any]) -> str:
+    text = repr(error.get("input"))
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def _json(answer: Any) -> Any:

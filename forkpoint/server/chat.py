@@ -14,7 +14,7 @@ from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.outputs import CompletionDelta, RequestState
 from forkpoint.errors import ConfigError
 from forkpoint.outputs import Logprob
-from forkpoint.params import SamplingParams
+from forkpoint.params import MAX_LOGPROBS, SamplingParams
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Piece, Reasoning
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation, cache_info, usage
@@ -44,7 +44,7 @@ class ChatBody(SamplingBody, StructuredBody):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     add_generation_prompt: bool | None = None

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from forkpoint.engine.inputs import Prompt, PromptInput
 from forkpoint.engine.outputs import CompletionDelta, RequestState
 from forkpoint.outputs import Logprob
-from forkpoint.params import SamplingParams
+from forkpoint.params import MAX_LOGPROBS, SamplingParams
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation, cache_info, usage
 from forkpoint.server.logprobs import TextLogprobs, text_logprobs
-from forkpoint.server.protocol import CacheInfo, Reply, SamplingBody, Usage
+from forkpoint.server.protocol import CacheInfo, Reply, SamplingBody, TokenId, Usage
 from forkpoint.server.sampling import sampling_params
 from forkpoint.server.service import Service
 from forkpoint.server.sse import EventStream, event, unless_disconnected
@@ -29,10 +29,10 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionBody(SamplingBody, StructuredBody):
     """Complete a prompt, or each of several: texts or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = Field(None, ge=0)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = None
     suffix: str | None = None
 

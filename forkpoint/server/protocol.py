@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,9 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
+TokenId = Annotated[int, Field(ge=0)]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -25,25 +28,25 @@ class SamplingBody(Body):
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: float | None = Field(None, ge=0, le=1e6, description="0 takes the most likely token")
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: int | None = Field(None, ge=-1, description="0 or -1 takes all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(None, description="prompts share cached prefixes only under the same salt")
-    cache_breakpoints: list[int] | None = Field(
+    cache_breakpoints: list[TokenId] | None = Field(
         None, description="prompt positions, in tokens, at which other prompts are expected to part from this one"
     )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a smaller value runs first")

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from forkpoint.errors import InvalidPromptError
 from forkpoint.server.chat import ChatMessage
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Reply
+from forkpoint.server.protocol import Body, Reply, TokenId
 from forkpoint.server.service import Service
 from forkpoint.server.tools import ToolSpec, conversation
 
@@ -43,7 +43,7 @@ class TokenizeReply(Reply):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class DetokenizeReply(Reply):

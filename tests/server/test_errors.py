@@ -38,10 +38,10 @@ def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0; given -1"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p=0"),
-        ({"top_k": -7}, "top_k=-7"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -7}, "given -7"),
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
@@ -52,6 +52,7 @@ def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
         ({"min_tokens": 5}, "min_tokens=5"),
         ({"cache_breakpoints": [9999]}, "9999"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ""}, "stop"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
     ],
