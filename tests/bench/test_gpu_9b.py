@@ -12,6 +12,7 @@ import torch
 
 from forkpoint.bench.gpu_9b import lines, measures
 from forkpoint.bench.gpu_9b.__main__ import main
+from forkpoint.bench.gpu_9b.copies import CopySizes, Load, loads
 from forkpoint.bench.gpu_9b.first_token import ChildFailedError, measure_first_token
 from forkpoint.bench.gpu_9b.floor import Floor, decode_work, prefill_work
 from forkpoint.bench.gpu_9b.measures import Client, ProtocolError, Sizes
@@ -178,12 +179,54 @@ def test_a_goal_has_a_direction() -> None:
 
 def test_a_profile_accounts_for_the_time_of_a_step(client: Client) -> None:
     profiles = list(Profiler(client._llm, client.ids, SIZES).run())
-    assert [found.name for found in profiles] == ["decode, 1 rows", "decode, 4 rows", "cold prompt", "warm prompt"]
+    assert [found.name for found in profiles] == [
+        "decode, 1 rows of 64 tokens",
+        "decode, 4 rows of 64 tokens",
+        "decode, 3 rows of 274 tokens",
+        "cold prompt",
+        "warm prompt",
+        "chat turn",
+    ]
     for found in profiles:
         assert found.phases_s["submit"] > 0 and found.phases_s["schedule"] > 0
         assert sum(found.phases_s.values()) <= found.wall_s * 1.5
         assert found.lines(3)[0].startswith(found.name)
     client.ask([client.ids(70)], 2)  # the engine is as it was
+
+
+def test_copies_are_counted_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = CopySizes(
+        trunk=200,
+        branches=3,
+        branch_new=20,
+        branch_answer=2,
+        conversations=2,
+        first=100,
+        turns=2,
+        turn_new=8,
+        turn_answer=4,
+        rows=2,
+        decode_prompt=60,
+        decode_tokens=8,
+        repeats=1,
+    )
+    assert main(["--device", "cpu", "--copies"], SHAPE, SIZES, sizes) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| load | copy-free |") and len(lines) == 2 + 3
+    assert lines[2].startswith("| 3 branches of 20 tokens off a 200-token prompt |")
+    assert Load("a", 0.5, 0.6, 2 * 10**9).cells == "| a | 500.0 ms | 600.0 ms | +20.0% | 2.00 GB |"
+
+
+def test_every_load_copies_states_when_told_to(model: Path) -> None:
+    """Each fork, each turn and each boundary starts from a state that somebody else keeps."""
+    small = CopySizes(trunk=200, branches=3, branch_new=20, conversations=2, first=100, turns=2, rows=2)
+    small = replace(small, decode_prompt=60, decode_tokens=8)
+    with LLM(str(model), **engine_options("cpu", False), force_state_copy=True) as llm:
+        client = Client(llm, SHAPE.vocab_size, copies=True)
+        for name, run in loads(small).items():
+            before = client.slot_bytes_copied
+            assert run(client) > 0
+            assert client.slot_bytes_copied - before >= 2 * state_bytes(SHAPE), name
 
 
 def test_time_covered_by_kernels() -> None:

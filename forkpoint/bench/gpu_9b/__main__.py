@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from forkpoint.bench import machine
+from forkpoint.bench.gpu_9b import copies
+from forkpoint.bench.gpu_9b.copies import CopySizes
 from forkpoint.bench.gpu_9b.first_token import measure_first_token
 from forkpoint.bench.gpu_9b.floor import Floor, measure_floor
 from forkpoint.bench.gpu_9b.lines import PARTS, Plan, measure
@@ -53,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", action="store_true", help="print where the time of each kind of step goes, and end"
     )
+    parser.add_argument("--copies", action="store_true", help="print what copying states first would cost, and end")
     parser.add_argument("--num-kernels", type=int, default=14, help="lines for each kind of step with --profile")
     parser.add_argument(
         "--kernel-cache", type=Path, default=None, help="folder of compiled kernels (default: Triton's)"
@@ -111,6 +114,20 @@ def profile(args: argparse.Namespace, shape: HybridShape, sizes: Sizes, folder: 
             print("\n".join(found.lines(args.num_kernels)), flush=True)
 
 
+def compare_copies(args: argparse.Namespace, shape: HybridShape, sizes: CopySizes, folder: Path) -> None:
+    """Print the table of loads with states read where they lie, and copied first."""
+    model = write_config(folder / "model", shape)
+
+    def started(copied: bool) -> tuple[Client, Callable[[], None]]:
+        options = {**engine_options(args.device, args.enforce_eager), "force_state_copy": copied}
+        llm = LLM(str(model), **options)
+        return Client(llm, shape.vocab_size, copies=copied), llm.close
+
+    print(copies.HEAD)
+    for load in copies.compare(started, sizes):
+        print(load.cells, flush=True)
+
+
 def about(args: argparse.Namespace) -> dict[str, Any]:
     """What was run, where, when; the command without the paths of this machine."""
     flags = ["--only", args.only, "--repeats", str(args.repeats)]
@@ -127,7 +144,12 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None, shape: HybridShape = SHAPE_9B, sizes: Sizes | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    shape: HybridShape = SHAPE_9B,
+    sizes: Sizes | None = None,
+    copy_sizes: CopySizes | None = None,
+) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     unknown = set(args.only.split(",")) - {*PARTS, STARTUP}
@@ -137,6 +159,9 @@ def main(argv: Sequence[str] | None = None, shape: HybridShape = SHAPE_9B, sizes
     with tempfile.TemporaryDirectory() as temporary:
         if args.kernel_cache is not None:
             os.environ["TRITON_CACHE_DIR"] = str(args.kernel_cache)
+        if args.copies:
+            compare_copies(args, shape, copy_sizes or CopySizes(), Path(temporary))
+            return 0
         if args.profile:
             profile(args, shape, sizes, Path(temporary))
             return 0

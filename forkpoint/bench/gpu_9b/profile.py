@@ -19,13 +19,20 @@ class Profiler:
         self._llm, self._engine, self._ids, self._sizes = llm, llm._engine, ids, sizes
 
     def run(self) -> Iterator[Profile]:
-        """Decode steps of every batch size, then a warm and a cold prompt."""
-        for batch in self._sizes.decode_batches:
-            yield self._decode(batch)
-        prompt = self._ids(self._sizes.prompt)
-        yield self._prefill("cold prompt", lambda: self._ids(self._sizes.prompt), NUM_STEPS // 4)
+        """Decode steps of all batch sizes and amid the agent loop, a cold and a warm prompt, a chat turn."""
+        sizes = self._sizes
+        for batch in sizes.decode_batches:
+            yield self._decode(batch, sizes.decode_prompt)
+        middle = sizes.shared + sizes.own + sizes.turns // 2 * (sizes.turn_new + sizes.turn_answer)
+        yield self._decode(sizes.conversations, middle)
+        yield self._prefill("cold prompt", lambda: self._ids(sizes.prompt), NUM_STEPS // 4)
+        yield self._warm("warm prompt", sizes.prompt, sizes.extension)
+        yield self._warm("chat turn", (sizes.chat_start + sizes.chat_end) // 2, sizes.chat_new)
+
+    def _warm(self, name: str, start: int, extension: int) -> Profile:
+        prompt = self._ids(start)
         self._ask(prompt)
-        yield self._prefill("warm prompt", lambda: prompt + self._ids(self._sizes.extension), NUM_STEPS)
+        return self._prefill(name, lambda: prompt + self._ids(extension), NUM_STEPS)
 
     def _add(self, prompt: Ids, max_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -36,12 +43,14 @@ class Profiler:
         while self._engine.has_unfinished():
             self._engine.advance()
 
-    def _decode(self, batch: int) -> Profile:
+    def _decode(self, batch: int, prompt_len: int) -> Profile:
+        num_steps = 8 + batch * prompt_len // 2048
         for _ in range(batch):
-            self._add(self._ids(self._sizes.decode_prompt), 4 * NUM_STEPS + 64)
-        for _ in range(8 + batch * self._sizes.decode_prompt // 1024):
+            self._add(self._ids(prompt_len), num_steps + 2 * NUM_STEPS + 8)
+        for _ in range(num_steps):
             self._engine.advance()
-        profile = profile_steps(self._llm, f"decode, {batch} rows", self._engine.advance, NUM_STEPS)
+        name = f"decode, {batch} rows of {prompt_len:,} tokens"
+        profile = profile_steps(self._llm, name, self._engine.advance, NUM_STEPS)
         self._engine.abort_all()
         return profile
 
