@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -79,6 +79,23 @@ def test_kept_tokens(dtype: torch.dtype, scale: float) -> None:
     ids, finite = choose_kernel.sample_rows(logits.to(DEVICE), on_device(values))
     assert finite.all()
     assert ids.tolist() == expected
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_min_p_between_two_values_of_the_dtype(dtype: torch.dtype, sign: float) -> None:
+    """Many logits lie just above and just below the smallest that min_p keeps."""
+    top, near = (8.0, 5.0) if sign > 0 else (-2.0, -5.0)
+    above = torch.tensor(near, dtype=dtype)
+    below = torch.nextafter(above, torch.tensor(-torch.inf, dtype=dtype))
+    logits = torch.full((2, VOCAB), -30.0, dtype=dtype)
+    logits[:, 5], logits[:, 100:500], logits[:, 600:900] = top, below, above
+    reach = (float(above) + float(below)) / 2 - top
+    values = columns([Cut()] * 2, [0.9, 0.35])
+    values = replace(values, reach=torch.full((2,), reach))
+    expected = reference.sample_rows(logits, values)[0].tolist()
+    assert all(600 <= token < 900 for token in expected)
+    assert choose_kernel.sample_rows(logits.to(DEVICE), on_device(values))[0].tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

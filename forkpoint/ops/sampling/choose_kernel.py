@@ -18,6 +18,9 @@ TILE = 2048
 GROUP = 4  # tiles that a program reads at once
 FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
+BLOCK = 8192  # logits that a pass over a row reads at once
+STAGES = 3  # reads in flight
+WARPS = 8
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in the fp32 form of the dtype
@@ -119,49 +122,58 @@ def _few_threshold(key, weight, low_key, top_key, total, k, p, CLOSED: tl.conste
 
 
 @triton.jit
-def _count_from(line, key, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many logits of the row have this key or a larger one."""
-    count = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        count += ((_key(x, SHIFT) >= key) & (at < vocab)).to(tl.int32)
-    return tl.sum(count)
+def _row_boundary(
+    line, low, high, limit, top, scale, vocab,
+    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The smallest key in (low, high] from which on fewer than `limit` logits of the row are left (COUNT), or behind
+    which less than `limit` of their weight is. Each pass over the row leaves a quarter of the range."""
+    while high - low > 1:
+        step = tl.maximum((high - low) >> 2, 1)
+        first, second, third = low + step, low + 2 * step, low + 3 * step
+        one, two, three = first.to(tl.int32), second.to(tl.int32), third.to(tl.int32)
+        in_one = tl.zeros((BLOCK,), tl.float32)
+        in_two = tl.zeros((BLOCK,), tl.float32)
+        in_three = tl.zeros((BLOCK,), tl.float32)
+        for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            key = _key(x, SHIFT)
+            if COUNT:
+                in_one += tl.where(key >= one, 1.0, 0.0)
+                in_two += tl.where(key >= two, 1.0, 0.0)
+                in_three += tl.where(key >= three, 1.0, 0.0)
+            else:
+                weight = _weights(x, top, scale)
+                in_one += tl.where(key > one, weight, 0.0)
+                in_two += tl.where(key > two, weight, 0.0)
+                in_three += tl.where(key > three, weight, 0.0)
+        below_one, below_two, below_three = tl.sum(in_one) < limit, tl.sum(in_two) < limit, tl.sum(in_three) < limit
+        high = tl.where(below_one, first, tl.where(below_two, second, tl.where(below_three, third, high)))
+        low = tl.where(below_one, low, tl.where(below_two, first, tl.where(below_three, second, third)))
+    return high
 
 
 @triton.jit
-def _mass_from(line, key, top, scale, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of the row's logits that have this key or a larger one."""
-    mass = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        mass += tl.where(_key(x, SHIFT) >= key, _weights(x, top, scale), 0.0)
-    return tl.sum(mass)
-
-
-@triton.jit
-def _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _row_threshold(
+    line, floor_key, top_key, top, scale, k, p, vocab,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The smallest key kept, from passes over the whole row."""
     low = floor_key
     if k > 0:
-        # Where fewer than k are left, none is enough and `low` stays.
-        high = top_key + 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            enough = _count_from(line, middle, vocab, SHIFT, BLOCK) >= k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
+        # Where fewer than k are left, `low` stays.
+        end = _row_boundary(line, low, top_key + 1, k.to(tl.float32), top, scale, vocab, True, SHIFT, BLOCK, STAGES)
+        low = end - 1
     if p < 1.0:
-        share = p * _mass_from(line, low, top, scale, vocab, SHIFT, BLOCK)
-        low -= 1
-        high = top_key
-        while high - low > 1:
-            middle = (low + high) >> 1
-            short = _mass_from(line, middle + 1, top, scale, vocab, SHIFT, BLOCK) < share
-            high = tl.where(short, middle, high)
-            low = tl.where(short, low, middle)
-        low = high
+        mass = tl.zeros((BLOCK,), tl.float32)
+        smallest = low.to(tl.int32)
+        for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            mass += tl.where(_key(x, SHIFT) >= smallest, _weights(x, top, scale), 0.0)
+        share = p * tl.sum(mass)
+        low = _row_boundary(line, low - 1, top_key, share, top, scale, vocab, False, SHIFT, BLOCK, STAGES)
     return low
 
 
@@ -170,7 +182,7 @@ def _choose_kernel(
     logits, temperature, reach, top_k, top_p, uniform, tops, masses, lists, few_x, few_id, token_ids, finite,
     stride, vocab, num_tiles,
     SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
@@ -191,7 +203,9 @@ def _choose_kernel(
     threshold = _key(float("-inf") + tl.zeros((1,), tl.float32), SHIFT).to(tl.int64)
     threshold = tl.max(threshold)
     top_key = tl.max(_key(tile_top, SHIFT)).to(tl.int64)
-    floor_key = tl.max(_key(floor + tl.zeros((1,), tl.float32), SHIFT)).to(tl.int64)
+    # The first key whose logits are not below `floor`, which need not be a value of their dtype.
+    floor_bits = tl.max(_key(floor + tl.zeros((1,), tl.float32), 0))
+    floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT).to(tl.int64)
     chosen = tl.min(tl.where(tile_top == top, tile_at, num_tiles - 1)) * TILE
     searching = at_random & ((k > 0) | (p < 1.0) | (floor > float("-inf")))
     choosing = at_random
@@ -223,13 +237,14 @@ def _choose_kernel(
                     searching = known & False
                     choosing = known & False
     if searching:
-        threshold = _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT, GROUP * TILE)
-        mass = tl.zeros((TILES,), tl.float32)
-        for first in range(num_tiles):
-            at = first * TILE + tl.arange(0, TILE)
-            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-            kept = tl.sum(tl.where(_key(x, SHIFT) >= threshold, _weights(x, top, scale), 0.0))
-            mass = tl.where(tile_at == first, kept, mass)
+        threshold = _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT, BLOCK, STAGES)
+        for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
+            tiles = first + tl.arange(0, GROUP)
+            at, x, inside = _load_tiles(line, tl.where(tiles < num_tiles, tiles, -1), vocab, TILE)
+            kept = tl.where(inside & (_key(x, SHIFT) >= threshold.to(tl.int32)), _weights(x, top, scale), 0.0)
+            tl.store(masses + row * num_tiles + tiles, tl.sum(kept, axis=1), mask=tiles < num_tiles)
+        tl.debug_barrier()
+        mass = tl.load(masses + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=0.0)
     if choosing:
         exact = mass.to(tl.float64)
         target = share * tl.sum(exact)
@@ -270,6 +285,7 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
     _choose_kernel[(num_rows,)](
         logits, c.temperature, c.reach, c.top_k, c.top_p, c.uniform, tops, masses, lists, few_x, few_id, token_ids,
         finite, stride, vocab, num_tiles,
-        SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=GROUP, FEW=FEW, WIDE=WIDE, num_warps=8,
+        SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=GROUP, FEW=FEW, WIDE=WIDE,
+        BLOCK=BLOCK, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return token_ids, finite
