@@ -41,10 +41,8 @@ def see(
     key, at, at_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     keys_at = key_at + key[None, :] * D + at[:, None]
     values_at = value_at + key[:, None] * DV + at_v[None, :]
-    if MASKED:
-        stored = first_key + key < kv_len
-        keys = tl.load(keys_at, mask=(at < D)[:, None] & stored[None, :], other=0.0)
-    elif BLOCK_D == D:
+    # Keys behind the last stored one may be anything: their scores are masked.
+    if BLOCK_D == D:
         keys = tl.load(keys_at)
     else:
         keys = tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
@@ -60,6 +58,7 @@ def see(
     shrink = tl.exp2(top - high)
     weight = weight * shrink + tl.sum(parts, axis=1)
     if MASKED:
+        stored = first_key + key < kv_len
         values = tl.load(values_at, mask=stored[:, None] & (at_v < DV)[None, :], other=0.0)
     elif BLOCK_DV == DV:
         values = tl.load(values_at)
