@@ -20,7 +20,14 @@ from forkpoint.bench.gpu_ops import ceilings, median_seconds, randn, turns
 from forkpoint.bench.machine import commit_hash, today
 from forkpoint.ops.activation.kernel import silu_mul
 from forkpoint.ops.linear.reference import PackedLinear
-from forkpoint.ops.linear.tiles import Tile, fastest_tile, fixed_tile
+from forkpoint.ops.linear.tiles import (
+    GatedTile,
+    Tile,
+    fastest_gated_tile,
+    fastest_tile,
+    fixed_gated_tile,
+    fixed_tile,
+)
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
@@ -79,10 +86,20 @@ def ours(product: Product, table: OpTable) -> Callable[[Tensor, PackedLinear], o
     return table.linear_silu_mul if product.gated else table.linear
 
 
-def show(tile: Tile | None) -> str:
-    """`rows x outputs x width`, `/ splits`; `library` for none."""
+def chosen(product: Product, rows: int) -> list[Tile | GatedTile | None]:
+    """The tiles of the default and of the deterministic mode."""
+    if product.gated:
+        return [choose(rows, torch.bfloat16) for choose in (fastest_gated_tile, fixed_gated_tile)]
+    shape = rows, product.num_outputs, product.width, torch.bfloat16
+    return [fastest_tile(*shape), fixed_tile(*shape)]
+
+
+def show(tile: Tile | GatedTile | None) -> str:
+    """`rows x outputs x width`, `/ splits`; `-` for none."""
     if tile is None:
-        return "library"
+        return "-"
+    if isinstance(tile, GatedTile):
+        return f"{tile.rows}x({tile.wide}+{tile.narrow})x{tile.width}"
     return f"{tile.rows}x{tile.outputs}x{tile.width}" + (f" / {tile.splits}" if tile.splits > 1 else "")
 
 
@@ -92,17 +109,13 @@ def print_products(rows_of: Iterable[int], copy: float, rate: float) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     totals: dict[int, list[float]] = {}
     for product in PRODUCTS:
-        outputs = product.num_outputs // (2 if product.gated else 1)
         for rows in rows_of:
             if product.name == "head" and rows > DECODE_ROWS[-1]:
                 continue
             floor = max(product.num_bytes / copy, 2 * rows * product.num_outputs * product.width / rate)
             calls = library(product), ours(product, fast), ours(product, fixed)
             took = [times_of(product, rows, call) for call in calls]
-            shape = rows, outputs, product.width, torch.bfloat16, product.gated
-            tiles = [show(choose(*shape)) for choose in (fastest_tile, fixed_tile)]
-            if product.gated and tiles[1] == "library":
-                tiles[1] = "unfused"
+            tiles = [show(tile) for tile in chosen(product, rows)]
             cells = [f"{product.name} [{product.num_outputs}, {product.width}]", str(rows), f"{floor * 1e6:.1f}"]
             cells += [f"{took[0] * 1e6:.1f}", f"{took[1] * 1e6:.1f}", f"{floor / took[1]:.0%}", tiles[0]]
             print("| " + " | ".join([*cells, f"{took[2] * 1e6:.1f}", tiles[1]]) + " |", flush=True)

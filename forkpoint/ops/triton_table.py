@@ -14,7 +14,6 @@ from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.gated_delta.decode_kernel import gdn_decode
 from forkpoint.ops.gated_delta.prefill_kernel import gdn_prefill
 from forkpoint.ops.linear.device_linear import DeviceLinear
-from forkpoint.ops.linear.tiles import fastest_tile, fixed_tile
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.route_kernel import route
 from forkpoint.ops.norm import kernel as norm
@@ -30,7 +29,7 @@ def triton_table(base: OpTable) -> OpTable:
     Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so that
     they serve deterministic tables as they are; attention, which would spread few queries over the device, is told.
     """
-    product = DeviceLinear(fixed_tile if base.deterministic else fastest_tile, activation.silu_mul)
+    product = DeviceLinear(base.deterministic, activation.silu_mul)
     replaced: dict[str, Any] = {
         "linear": product.linear,
         "linear_silu_mul": product.linear_silu_mul,

@@ -8,13 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.linear.reference import ComposedLinearSiluMul, PackedLinear, linear
-from forkpoint.ops.linear.tiles import LARGEST, Tile, fastest_tile, fixed_tile
+from forkpoint.ops.linear.tiles import (
+    LARGEST,
+    GatedTile,
+    Tile,
+    fastest_gated_tile,
+    fastest_tile,
+    fixed_gated_tile,
+    fixed_tile,
+)
 from forkpoint.ops.select import torch_table
 from tests.ops.triton_cases import DEVICE, ON_GPU, sized, triton_ops
 
 OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
-# Of the result's scale. fp32: a chain of K roundings; bf16: up to three roundings, and the interpreter cuts off instead.
+# Of the result's scale. fp32: a chain of K roundings; bf16: up to three, and the interpreter cuts off instead.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2 if ON_GPU else 2.4e-2}
 TILES = [
     Tile(16, 32, 64, 4, 3),
@@ -83,18 +91,31 @@ def test_one_row(outputs: int, width: int, bias: bool, dtype: torch.dtype) -> No
         close(multiply(x, packed, tile, gated=True), F.silu(gate) * up, dtype)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", [GatedTile(16, 32, 4, 2), GatedTile(16, 64, 4, 2, wide=16, narrow=32)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inner", "width"), sized([(3, 96, 64), (18, 70, 40)], [(64, 12288, 4096), (130, 1000, 520)])
+)
+def test_gated_products_in_two_parts(rows: int, inner: int, width: int, tile: GatedTile) -> None:
+    from forkpoint.ops.linear.gated_kernel import multiply_gated
+
+    x, packed = operands(rows, 2 * inner, width, torch.bfloat16, False)
+    gate, up = (x.double() @ packed.weight.double().T).chunk(2, -1)
+    got = multiply_gated(x, packed.weight, tile)
+    close(got, F.silu(gate) * up, torch.bfloat16)
+    assert torch.equal(got, multiply(x, packed, Tile(16, 32, 64, 4, 2), gated=True))
+
+
 @pytest.mark.parametrize(("outputs", "width"), [(257, 2048), (4096, 4096), (4096, 12288), (12352, 4096), (151936, 64)])
-def test_choices(outputs: int, width: int, gated: bool) -> None:
-    bf16 = torch.bfloat16
+def test_choices(outputs: int, width: int) -> None:
     for rows in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 4096):
-        fast, fixed = (choose(rows, outputs, width, bf16, gated) for choose in (fastest_tile, fixed_tile))
-        for tile in (fast, fixed):
-            assert tile is None or tile.rows in (1, 16, 32, 64, 128, 256)
+        fast, fixed = (choose(rows, outputs, width, torch.bfloat16) for choose in (fastest_tile, fixed_tile))
         assert fast is None or rows <= fast.rows
-        assert (fixed is None) == (gated and rows > LARGEST)
-        assert fixed is None or (fixed.splits == 1 and fixed.rows > 1)
-        assert fastest_tile(rows, outputs, width, torch.float32, gated) is None
+        assert fixed.splits == 1 and fixed.rows > 1 and (rows <= fixed.rows or rows > LARGEST)
+        gated, fixed_gated = (choose(rows, torch.bfloat16) for choose in (fastest_gated_tile, fixed_gated_tile))
+        assert (gated is None) == (fixed_gated is None) == (rows > LARGEST)
+        assert gated is None or rows <= gated.rows
+        assert fixed_gated is None or fixed_gated.rows > 1
+    assert fastest_tile(1, outputs, width, torch.float32) is fastest_gated_tile(1, torch.float32) is None
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -119,7 +140,7 @@ def test_rows_do_not_see_their_neighbours(dtype: torch.dtype) -> None:
     from forkpoint.ops.linear.device_linear import DeviceLinear
 
     x, packed = operands(70, 40, 130, dtype, True)
-    fixed = DeviceLinear(fixed_tile, OURS.silu_mul)
+    fixed = DeviceLinear(True, OURS.silu_mul)
     whole, gated = fixed.linear(x, packed), fixed.linear_silu_mul(x, packed._replace(bias=None))
     for rows in (33, 1):
         order = torch.randperm(70)[:rows].to(DEVICE)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,8 @@ class Tile:
     the weights are the left operand of the matrix instruction, which has at least 64 rows on its left: few rows of x
     then waste no work. Programs of `group` row tiles take turns over the same weights before the next group's do.
 
-    Over the matrix units every tile without splits adds up K in the same order, 16 at a time, so that the bits of a
-    row depend on the splits alone.
+    Over the matrix units every tile without splits, a GatedTile too, adds up K in the same order, 16 at a time, so
+    that the bits of a row depend on the splits alone.
     """
 
     rows: int
@@ -36,74 +38,110 @@ class Tile:
     group: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class GatedTile:
+    """As `Tile`, of a gated product: each program computes `wide + narrow` outputs in two parts."""
+
+    rows: int
+    width: int
+    num_warps: int
+    num_stages: int
+    wide: int = 64
+    narrow: int = 32
+
+
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 
-# Rows up to which -> tile, by kind of shape, for bfloat16; beyond the last the vendor's library.
-Choices = Mapping[int, Tile]
-_FEW: Final[Choices] = MappingProxyType(
-    {
-        1: Tile(1, 8, 512, 4, 3),
-        16: Tile(16, 32, 256, 4, 6),
-        32: Tile(32, 64, 128, 4, 6, turned=True),
-    }
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """For one kind of shape, bfloat16: rows up to which -> tile. Beyond the last of `fast` the vendor's library is
+    faster; `more` go on to LARGEST where it is no choice."""
+
+    fast: Mapping[int, Tile]
+    more: Mapping[int, Tile]
+
+
+_FEW: Final = Choices(
+    MappingProxyType(
+        {
+            1: Tile(1, 8, 512, 4, 3),
+            16: Tile(16, 32, 256, 4, 6),
+            32: Tile(32, 64, 128, 4, 6, turned=True),
+        }
+    ),
+    MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(128, 32, 128, 8, 5)}),
 )
-_FEW_WIDE: Final[Choices] = MappingProxyType(
-    {
-        1: Tile(1, 8, 512, 4, 3),
-        16: Tile(16, 32, 256, 4, 6),
-        32: Tile(32, 64, 128, 4, 5, splits=2, turned=True),
-        64: Tile(64, 64, 128, 4, 5, splits=2, turned=True),
-    }
+_FEW_WIDE: Final = Choices(
+    MappingProxyType(
+        {
+            1: Tile(1, 8, 512, 4, 3),
+            16: Tile(16, 32, 256, 4, 6),
+            32: Tile(32, 64, 128, 4, 5, splits=2, turned=True),
+            64: Tile(64, 32, 256, 4, 4),
+        }
+    ),
+    MappingProxyType({128: Tile(128, 32, 128, 8, 5)}),
 )
-_MANY: Final[Choices] = MappingProxyType(
-    {
-        1: Tile(1, 16, 256, 4, 3),
-        16: Tile(16, 64, 128, 4, 4, turned=True),
-        32: Tile(32, 128, 128, 8, 4, turned=True),
-        64: Tile(64, 128, 128, 4, 4),
-    }
+_MANY: Final = Choices(
+    MappingProxyType(
+        {
+            1: Tile(1, 16, 256, 4, 3),
+            16: Tile(16, 64, 128, 4, 4, turned=True),
+            32: Tile(32, 128, 128, 8, 4, turned=True),
+            64: Tile(64, 128, 128, 4, 4),
+        }
+    ),
+    MappingProxyType({128: Tile(128, 128, 64, 8, 5)}),
 )
-_GATED: Final[Choices] = MappingProxyType(
+_GATED: Final[Mapping[int, Tile | GatedTile]] = MappingProxyType(
     {
         1: Tile(1, 4, 2048, 4, 3),
         16: Tile(16, 32, 128, 4, 3),
-        32: Tile(32, 64, 64, 4, 4, turned=True),
-        64: Tile(64, 64, 64, 4, 4, turned=True),
-        128: Tile(128, 128, 64, 8, 4, turned=True),
+        32: GatedTile(32, 128, 4, 3),
+        64: GatedTile(64, 128, 4, 3),
+        128: GatedTile(128, 64, 8, 5),
     }
 )
 
 
-def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype, gated: bool) -> Tile | None:
-    """The tile for a product of this shape, `num_outputs` of each half if gated; None for the vendor's library."""
-    if dtype != torch.bfloat16 or num_rows > LARGEST:
+def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
+    """The tile for a product of this shape; None for the vendor's library."""
+    if dtype != torch.bfloat16:
         return None
-    return _of_bucket(_choices(num_outputs, width, gated), num_rows)
+    return _of_bucket(_choices(num_outputs, width).fast, num_rows)
 
 
-def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype, gated: bool) -> Tile | None:
-    """A tile that gives a row the same bits, whatever the number of rows; None if gated: take the halves together."""
+def fastest_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
+    """The tile for a gated product; None: take the halves together by the vendor's library."""
+    return _of_bucket(_GATED, num_rows) if dtype == torch.bfloat16 else None
+
+
+def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
+    """A tile that gives a row the same bits, whatever the number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
-    if num_rows <= LARGEST:
-        tile = _of_bucket(_choices(num_outputs, width, gated), max(num_rows, 2))
-        if tile is not None:
-            return replace(tile, splits=1)
-    if gated:
-        return None
+    choices = _choices(num_outputs, width)
+    # A single row goes through the matrix units as others do.
+    tile = _of_bucket({**choices.fast, **choices.more}, max(num_rows, 2))
+    if tile is not None:
+        return replace(tile, splits=1)
     if num_rows <= 512:
         return Tile(128, 128, 64, 8, 4)
     return Tile(256, 128, 64, 8, 3, turned=True, group=4)
 
 
-def _choices(num_outputs: int, width: int, gated: bool) -> Choices:
-    if gated:
-        return _GATED
+def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
+    """The same for a gated product; None: take the halves together by `fixed_tile`."""
+    return _of_bucket(_GATED, max(num_rows, 2)) if dtype == torch.bfloat16 else None
+
+
+def _choices(num_outputs: int, width: int) -> Choices:
     if num_outputs > FEW_OUTPUTS:
         return _MANY
     return _FEW_WIDE if width > FEW_OUTPUTS else _FEW
 
 
-def _of_bucket(choices: Choices, num_rows: int) -> Tile | None:
+def _of_bucket(choices: Mapping[int, T], num_rows: int) -> T | None:
     return next((tile for most, tile in choices.items() if num_rows <= most), None)
