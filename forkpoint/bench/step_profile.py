@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,37 +83,60 @@ def timed_phases(llm: LLM) -> Iterator[HostClock]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """All launches of one kernel: their number and seconds of device time, per step."""
+class Launch:
+    """One kernel or copy on the device, in microseconds of its clock."""
 
     name: str
-    num_launches: float
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """All launches of one kernel, or all pauses after it: their number and seconds, per step."""
+
+    name: str
+    count: float
     seconds: float
+
+    def line(self, whole_s: float) -> str:
+        share = self.seconds / whole_s if whole_s else 0.0
+        return f"  {self.seconds * 1e6:9.1f} us {share:6.1%} {self.count:7.1f} x  {self.name[:90]}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """Seconds per step: with something running, and from the first start to the last end."""
+
+    busy_s: float
+    span_s: float
+    kernels: tuple[Total, ...]
+    pauses: tuple[Total, ...]  # by the kernel before them
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of step. Seconds are per step; `wall_s` without the profiler, `busy_s` and `span_s` on the device."""
+    """One kind of step. `wall_s` and `phases_s` are seconds per step without the profiler."""
 
     name: str
     wall_s: float
     phases_s: dict[str, float]
-    busy_s: float
-    span_s: float
-    kernels: tuple[Kernel, ...]
+    device: DeviceTime
 
     def lines(self, num_kernels: int) -> list[str]:
-        rest = self.wall_s - sum(self.phases_s.values())
+        device, rest = self.device, self.wall_s - sum(self.phases_s.values())
         phases = ", ".join(f"{phase} {_ms(spent)}" for phase, spent in {**self.phases_s, "rest": rest}.items())
-        out = [
-            f"{self.name}: {_ms(self.wall_s)} ms a step; host: {phases}; device: busy {_ms(self.busy_s)} of "
-            f"{_ms(self.span_s)} (gaps {_ms(self.span_s - self.busy_s)}), {len(self.kernels)} kernels"
-        ]
-        for kernel in self.kernels[:num_kernels]:
-            share = kernel.seconds / self.busy_s if self.busy_s else 0.0
+        paused = device.span_s - device.busy_s
+        out = [f"{self.name}: {_ms(self.wall_s)} ms a step; host: {phases}"]
+        if device.kernels:
+            launches = sum(kernel.count for kernel in device.kernels)
             out.append(
-                f"  {kernel.seconds * 1e6:9.1f} us {share:6.1%} {kernel.num_launches:7.1f} x  {kernel.name[:90]}"
+                f"  device: busy {_ms(device.busy_s)} of {_ms(device.span_s)} ms in {launches:.0f} launches of "
+                f"{len(device.kernels)} kernels"
             )
+            out += [kernel.line(device.busy_s) for kernel in device.kernels[:num_kernels]]
+            out.append(f"  pauses: {_ms(paused)} ms, by the kernel before them")
+            out += [pause.line(paused) for pause in device.pauses[: max(1, num_kernels // 3)]]
         return out
 
 
@@ -127,9 +150,8 @@ def profile_steps(llm: LLM, name: str, step: Callable[[], object], count: int) -
             step()
             walls.append(time.perf_counter() - start)
             phases.append(clock.drain())
-    kernels, busy, span = profile_kernels(step, count)
     medians = {phase: statistics.median(spent[phase] for spent in phases) for phase in PHASES}
-    return Profile(name, statistics.median(walls), medians, busy, span, kernels)
+    return Profile(name, statistics.median(walls), medians, account(record_launches(step, count), count))
 
 
 def profile_call(llm: LLM, name: str, call: Callable[[], object], num_kernels: int = 20) -> list[str]:
@@ -137,37 +159,46 @@ def profile_call(llm: LLM, name: str, call: Callable[[], object], num_kernels: i
     return profile_steps(llm, name, call, 1).lines(num_kernels)
 
 
-def profile_kernels(step: Callable[[], object], count: int) -> tuple[tuple[Kernel, ...], float, float]:
-    """(kernels by time, seconds with a kernel running, seconds from the first to the last), per call of `step`."""
+def record_launches(step: Callable[[], object], count: int) -> list[Launch]:
+    """What `count` calls of `step` run on a CUDA device; nothing where there is none."""
     if not torch.cuda.is_available():
-        return (), 0.0, 0.0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
-    spans: list[tuple[float, float]] = []
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in profiler.events() or []:
-        if event.device_type.name == "CUDA":
-            spans.append((event.time_range.start, event.time_range.end))
-            totals[event.name][0] += 1
-            totals[event.name][1] += event.time_range.end - event.time_range.start
-    kernels = [Kernel(name, n / count, us / 1e6 / count) for name, (n, us) in totals.items()]
-    kernels.sort(key=lambda kernel: -kernel.seconds)
-    busy, span = covered(spans)
-    return tuple(kernels), busy / 1e6 / count, span / 1e6 / count
+    return [
+        Launch(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events() or []
+        if event.device_type.name == "CUDA"
+    ]
 
 
-def covered(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """(length of the union of half-open intervals, from the first start to the last end)."""
-    if not spans:
-        return 0.0, 0.0
-    spans = sorted(spans)
-    total, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total, reached - spans[0][0]
+def account(launches: Sequence[Launch], count: int) -> DeviceTime:
+    """Sum up the launches of `count` steps. Where launches overlap, a pause begins after the last of them to end."""
+    if not launches:
+        return DeviceTime(0.0, 0.0, (), ())
+    ordered = sorted(launches, key=lambda launch: launch.start_us)
+    kernels: dict[str, list[float]] = defaultdict(list)
+    pauses: dict[str, list[float]] = defaultdict(list)
+    last = ordered[0]
+    for launch in ordered:
+        kernels[launch.name].append(launch.end_us - launch.start_us)
+        if launch.start_us > last.end_us:
+            pauses[last.name].append(launch.start_us - last.end_us)
+        if launch.end_us >= last.end_us:
+            last = launch
+    span_us = last.end_us - ordered[0].start_us
+    paused_us = sum(sum(lengths) for lengths in pauses.values())
+    per_step_s = 1e-6 / count
+    return DeviceTime(
+        (span_us - paused_us) * per_step_s, span_us * per_step_s, _totals(kernels, count), _totals(pauses, count)
+    )
+
+
+def _totals(lengths_us: Mapping[str, Sequence[float]], count: int) -> tuple[Total, ...]:
+    found = [Total(name, len(own) / count, sum(own) / 1e6 / count) for name, own in lengths_us.items()]
+    return tuple(sorted(found, key=lambda total: -total.seconds))
 
 
 def _ms(seconds: float) -> str:

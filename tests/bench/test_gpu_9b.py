@@ -28,7 +28,6 @@ from forkpoint.bench.gpu_9b.shape import (
 )
 from forkpoint.bench.gpu_9b.table import Goal, Line
 from forkpoint.bench.model131m import HybridShape
-from forkpoint.bench.step_profile import covered
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.engine.llm import LLM
 from forkpoint.models.flops import flops_per_pair, flops_per_token
@@ -227,11 +226,6 @@ def test_every_load_copies_states_when_told_to(model: Path) -> None:
             before = client.slot_bytes_copied
             assert run(client) > 0
             assert client.slot_bytes_copied - before >= 2 * state_bytes(SHAPE), name
-
-
-def test_time_covered_by_kernels() -> None:
-    assert covered([(0, 2), (1, 3), (5, 6)]) == (4, 6)
-    assert covered([]) == (0.0, 0.0)
 
 
 @pytest.mark.slow
