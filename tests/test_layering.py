@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"ops", "cache.layout"} | VALUES,
     "runtime": {"models", "ops", "cache.layout", "sched.plan"} | VALUES,
     "obs": {"cache.layout", "cache.events"} | VALUES,
-    "engine": {"sched", "cache", "runtime", "models", "ops", "obs"} | VALUES,
+    "engine": {"sched", "cache", "runtime", "models", "ops", "obs", "sim.shape"} | VALUES,
     "server": {"engine", "obs"} | VALUES,
     "client": VALUES,
     "demo": {"engine"} | VALUES,

@@ -33,7 +33,9 @@ class EntryFacts(NamedTuple):
 
     `saved` is the recompute cost from the nearest surviving ancestor checkpoint, `num_bytes` the slot plus
     the keys and values that only this entry makes useful, `last_used` a reading of the cache's clock (bytes
-    ever handed out, in arenas).
+    ever handed out, in arenas). `superseded`: a later checkpoint of the same conversation exists; `num_turns` is how
+    often the conversation that it ends was continued before; `reuse_distance` the median of the new data, in
+    arenas, between two uses of an entry (the same for all entries).
     """
 
     origin: Origin
@@ -43,6 +45,8 @@ class EntryFacts(NamedTuple):
     num_hits: int
     num_expected: int
     superseded: bool
+    num_turns: int = 0
+    reuse_distance: float = 0.25
 
 
 class EvictionPolicy(Protocol):
@@ -76,33 +80,37 @@ class LFUPolicy:
 class CostPolicy:
     """Chance of reuse x recompute cost saved / bytes gives way from the small end.
 
-    The chance starts at a prior by origin, grows with hits, and halves with every `half_life` arenas of new
-    data since the last use. That decay is common to all entries, so the order of two entries never changes
-    between uses and the logarithm of the value needs no refresh as time goes by.
+    The chance starts at a prior by origin; that of a conversation's end rises with every turn (the rule of
+    succession, for conversations that stop after their first turn three times in four), all grow with hits. It
+    decays with the new data since the last use, at a rate that the median reuse distance sets: where times until
+    reuse are exponential and most entries are never reused, it halves with every median. That decay is common to
+    all entries, so the order of two entries changes only when one is used (or the median is learnt anew), and the
+    logarithm of the value needs no refresh as time goes by.
     """
 
     name = "cost"
     PRIORS: ClassVar[dict[Origin, float]] = {
         Origin.JUNCTION: 0.6,
-        Origin.DECODE: 0.5,
-        Origin.PROMPT_END: 0.5,
         Origin.DECLARED: 0.4,
         Origin.INTERVAL: 0.02,
     }
+    TURNS_CONTINUED, TURNS_ENDED = 1, 3  # what is taken as seen before the first turn
     SUPERSEDED_FACTOR = 0.2
+    HALF_LIFE = 0.6  # median reuse distances; the simulator's best, and 0.4 to 1 come close
     EXPECTED_FACTOR = 1e6  # a waiting request is known to resume there
 
-    def __init__(self, half_life: float = 0.25) -> None:
-        self._decay = math.log(2) / half_life
-
     def key(self, entry: EntryFacts) -> float:
-        prior = self.PRIORS[entry.origin]
+        prior = self.PRIORS.get(entry.origin)
+        if prior is None:
+            continued = self.TURNS_CONTINUED + entry.num_turns
+            prior = continued / (continued + self.TURNS_ENDED)
         chance = 1 - (1 - prior) * 0.5**entry.num_hits
         if entry.superseded and entry.num_hits < 2:
             chance *= self.SUPERSEDED_FACTOR
         if entry.num_expected:
             chance *= self.EXPECTED_FACTOR
-        return math.log(max(chance * entry.saved / max(entry.num_bytes, 1), 1e-300)) + entry.last_used * self._decay
+        value = math.log(max(chance * entry.saved / max(entry.num_bytes, 1), 1e-300))
+        return value + entry.last_used * math.log(2) / (self.HALF_LIFE * entry.reuse_distance)
 
 
 _POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType(
@@ -155,6 +163,12 @@ class EvictionQueue(Generic[Entry]):
                 return now, entry
             heapq.heapreplace(self._heap, (now, ticket, entry))
         return None
+
+    def refresh(self) -> None:
+        """Every key may have changed, either way."""
+        live = [entry for _, ticket, entry in self._heap if entry.queue_entry == ticket and not entry.dropped]
+        self._heap = [(self._key(entry), entry.queue_entry, entry) for entry in live]
+        heapq.heapify(self._heap)
 
     def clear(self) -> None:
         self._heap.clear()

@@ -17,8 +17,9 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import Lease, RunningSlot
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.store import PendingSave, PrefixStore
-from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import NO_UNIT, TURN_ENDS, Checkpoint, Node, Origin, Provenance
 from forkpoint.config import CacheConfig
+from forkpoint.outputs import MissReason
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -146,6 +147,8 @@ class CacheManager:
         lease.provenance = hit.checkpoint.provenance
         lease.touched.append(hit.checkpoint)
         hit.checkpoint.num_hits += 1
+        if hit.checkpoint.origin in TURN_ENDS:
+            self.store.note_return(hit.checkpoint.last_used)
         self.store.counters.checkpoint_hits[hit.checkpoint.origin] += 1
         self._start_reading(hit.checkpoint)
         self.store.refile(hit.checkpoint, used=True)
@@ -213,7 +216,7 @@ class CacheManager:
     def _take_candidate_slot(self, save: PendingSave, lease: Lease, displaces: bool) -> int | None:
         if not displaces:
             return self.arena.take_slot(save, compact=False)
-        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node)
+        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, _num_turns(lease))
         return self.store.take_slot(save, below=key)
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
@@ -266,7 +269,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        key = self.store.candidate_key(start, Origin.DECODE, node)
+        key = self.store.candidate_key(start, Origin.DECODE, node, _num_turns(lease))
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -350,7 +353,11 @@ class CacheManager:
         lease.touched.append(checkpoint)
         self._note_filed(lease, checkpoint)
         hit = lease.hit
-        if hit is not None and checkpoint.origin in (Origin.PROMPT_END, Origin.DECODE) and not hit.superseded:
+        if checkpoint.origin not in TURN_ENDS:
+            return
+        checkpoint.num_turns = _num_turns(lease)
+        self.store.refile(checkpoint)
+        if hit is not None and not hit.superseded:
             hit.superseded = True
             self.store.refile(hit)
 
@@ -449,15 +456,32 @@ class CacheManager:
         self._num_own_blocks -= len(lease.own_blocks)
         lease.own_blocks.clear()
 
-    def count_query(self, num_tokens: int, hit: PrefixHit) -> None:
-        """Record one prompt of `num_tokens` tokens that asked, and what it got."""
+    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> None:
+        """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got."""
         counters = self.store.counters
         counters.query_tokens += num_tokens
         counters.hit_tokens += hit.num_tokens
         if hit.miss is not None:
             lost = max((hit.kv_num_tokens, *hit.junctions)) - hit.num_tokens
             counters.lost_tokens[hit.miss] += lost
+        if hit.miss is MissReason.EVICTED:
+            self._note_return(lease, hit.num_tokens, self.layout.usable_prefix(num_tokens))
+
+    def _note_return(self, lease: Lease, start: int, end: int) -> None:
+        """A history came back whose deepest checkpoint in `(start, end]` had given way."""
+        size = self.layout.block_size
+        for block_hash in reversed(lease.chain.hashes[start // size : end // size]):
+            last_used = self.ghosts.take_last_use(block_hash)
+            if last_used is not None:
+                self.store.note_return(last_used)
+                return
 
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""
         return self.store.stats()
+
+
+def _num_turns(lease: Lease) -> int:
+    """How often the conversation of a request was continued before, as far as checkpoints tell."""
+    hit = lease.hit
+    return hit.num_turns + 1 if hit is not None and hit.origin in TURN_ENDS else 0

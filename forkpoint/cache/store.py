@@ -11,7 +11,8 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, EvictionQueue, 
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Origin, PrefixTree, Provenance
+from forkpoint.cache.reuse import ReuseDistance
+from forkpoint.cache.tree import NO_UNIT, TURN_ENDS, Checkpoint, Node, Origin, PrefixTree, Provenance
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,7 @@ class PrefixStore:
         self.ghosts = ghosts
         self.counters = CacheCounters()
         self.num_checkpoints = 0
+        self._reuse = ReuseDistance()
         self._policy = policy
         self._cost = cost
         self._dead: deque[Node] = deque()
@@ -73,12 +75,13 @@ class PrefixStore:
                 return None
         return slot
 
-    def candidate_key(self, num_tokens: int, origin: Origin, parent: Node | None) -> float:
+    def candidate_key(self, num_tokens: int, origin: Origin, parent: Node | None, num_turns: int = 0) -> float:
         """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor."""
         ancestor = _nearest_checkpoint(parent)
         start = ancestor.num_tokens if ancestor else 0
         saved, num_bytes = self._worth(start, num_tokens)
-        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, False))
+        facts = EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, False, num_turns, self._reuse.median)
+        return self._policy.key(facts)
 
     def _evict_one(self, below: float | None) -> bool:
         if self._evict_dead():
@@ -94,7 +97,8 @@ class PrefixStore:
             return False
         checkpoint = found[1]
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
-        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT)
+        last_used = checkpoint.last_used if checkpoint.origin in TURN_ENDS else None
+        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT, last_used)
         self.drop_checkpoint(checkpoint)
         return True
 
@@ -185,6 +189,12 @@ class PrefixStore:
         else:
             self._checkpoints.push(checkpoint)
 
+    def note_return(self, last_used: float) -> None:
+        """A conversation whose end was last used then goes on now, whether the entry was still there or not."""
+        if self._reuse.observe(self.arena.turnover - last_used):
+            self._checkpoints.refresh()
+            self._leaves.refresh()
+
     def pin(self, node: Node) -> None:
         self.tree.pin(node)
 
@@ -247,7 +257,19 @@ class PrefixStore:
         ancestor = _nearest_checkpoint(c.node.parent)
         start = ancestor.num_tokens if ancestor else 0
         saved, num_bytes = self._worth(start, c.num_tokens)
-        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, c.superseded)
+        if c.node.children:  # what is below keeps its keys and values
+            num_bytes = self.layout.slot_bytes
+        return EntryFacts(
+            origin=c.origin,
+            saved=saved,
+            num_bytes=num_bytes,
+            last_used=c.last_used,
+            num_hits=c.num_hits,
+            num_expected=c.num_expected,
+            superseded=c.superseded,
+            num_turns=c.num_turns,
+            reuse_distance=self._reuse.median,
+        )
 
     def _worth(self, start: int, end: int) -> tuple[float, int]:
         """What a checkpoint at `end` saves if the nearest one before it is at `start`, and the bytes it takes."""
@@ -265,6 +287,7 @@ class PrefixStore:
                 num_hits=node.num_hits,
                 num_expected=0,
                 superseded=False,
+                reuse_distance=self._reuse.median,
             )
         )
 

@@ -32,6 +32,9 @@ class Origin(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, and these are counted a lot
 
 
+TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One block of the tree. Written by PrefixTree alone (`block` also by compaction).
@@ -87,6 +90,7 @@ class Checkpoint:
     num_hits: int = 0
     num_expected: int = 0  # waiting requests known to resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists
+    num_turns: int = 0  # how often the conversation that it ends was continued before
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current
     dropped: bool = False

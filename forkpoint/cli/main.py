@@ -12,6 +12,7 @@ from importlib.metadata import version
 from forkpoint.cli.bench import add_offline_benches
 from forkpoint.cli.client_options import add_batch_options, add_bench_serve, add_complete_options, add_url_options
 from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options, add_server_options
+from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -93,6 +94,15 @@ def build_parser() -> Parser:
     add_engine_options(demo, model_required=False)
     demo.set_defaults(command=_demo)
 
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay request traces without a model",
+        description="Replay request traces through the engine's scheduler and cache, or through emulations of others, "
+        "with a cost model of a model and a device in place of both.",
+    )
+    add_simulate_options(simulate)
+    simulate.set_defaults(command=_simulate)
+
     env = commands.add_parser("collect-env", help="print what a bug report needs")
     env.set_defaults(command=_collect_env)
     return parser
@@ -141,6 +151,12 @@ def _demo(options: argparse.Namespace) -> int:
     from forkpoint.cli.demo import demo
 
     return demo(options)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from forkpoint.cli.simulate import simulate
+
+    return simulate(options)
 
 
 def _collect_env(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from forkpoint.cache.layout import KVSpec, StateSpec
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.layers import Build, Projection, RMSNorm
+from forkpoint.models.specs import kv_specs, state_specs
 
 Mixer = Callable[[Tensor, ForwardContext], Tensor]
 
@@ -57,14 +58,8 @@ class Model(ABC):
     def __init__(self, build: Build, state_dtype: str) -> None:
         config, weights = build.config, build.weights
         self.config: ModelConfig = config
-        self.kv_specs: tuple[KVSpec, ...] = tuple(
-            KVSpec(config.num_kv_heads, config.head_dim, config.head_dim, config.dtype, self.window(kind))
-            for kind in config.layer_types
-            if kind != "linear_attention"
-        )
-        self.state_specs: tuple[StateSpec, ...] = tuple(
-            _state_spec(config, state_dtype) for kind in config.layer_types if kind == "linear_attention"
-        )
+        self.kv_specs: tuple[KVSpec, ...] = kv_specs(config)
+        self.state_specs: tuple[StateSpec, ...] = state_specs(config, state_dtype)
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
         self._layers = self._build_layers(build)
@@ -100,14 +95,3 @@ class Model(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""
         return self._head(hidden)
-
-
-def _state_spec(config: ModelConfig, state_dtype: str) -> StateSpec:
-    shape = config.gdn
-    assert shape is not None
-    return StateSpec(
-        conv_shape=(config.conv_width - 1, shape.mixed_dim),
-        conv_dtype=config.dtype,
-        matrix_shape=(shape.num_v_heads, shape.value_dim, shape.key_dim),
-        matrix_dtype=state_dtype,
-    )

@@ -340,7 +340,7 @@ class Scheduler:
         entry.num_planned_outputs = len(request.output_token_ids)
         entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
-        self.cache.count_query(request.num_tokens, hit)
+        self.cache.count_query(entry.lease, request.num_tokens, hit)
         entry.record_hit(hit)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()

@@ -55,6 +55,7 @@ class Device:
     name: str
     flops: float
     bandwidth: float
+    memory_bytes: float
     linear: float = 1.0
     attention: float = 0.72
     decode_attention: float = 0.8
@@ -69,8 +70,8 @@ class Device:
             raise ConfigError(f"device {self.name} has {bad or 'no ceilings'}; rates and shares must be positive")
 
 
-H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12)  # docs/benchmarks/gpu_ops.md
-H100: Final = Device("NVIDIA H100", flops=650e12, bandwidth=3.0e12)
+H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12, memory_bytes=141e9)  # docs/benchmarks/gpu_ops.md
+H100: Final = Device("NVIDIA H100", flops=650e12, bandwidth=3.0e12, memory_bytes=80e9)
 DEVICES: Final[Mapping[str, Device]] = MappingProxyType({"h200": H200, "h100": H100})
 
 

@@ -12,7 +12,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.params import SamplingParams
-from forkpoint.sched.plan import IntArray, StepPlan, StepResult
+from forkpoint.sched.plan import IntArray, MoveKind, StepPlan, StepResult
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cost import StepLoad
@@ -112,26 +112,15 @@ class EngineSystem:
         for added in plan.added:
             self._row_ids[added.row] = added.request_id
             self._tape.start(added.row, added.request_id, len(added.token_ids) - added.num_prompt_tokens)
-        return self._load(plan)
+        load = load_of(plan, self.options.layout)
+        self._count(load)
+        return load
 
-    def _load(self, plan: StepPlan) -> StepLoad:
-        layout, decodes = self.options.layout, plan.decodes
-        num_decodes = len(decodes)
-        num_saves = sum(len(chunk.saves) for chunk in plan.chunks)
-        prefill = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        unit = {True: layout.slot_bytes, False: layout.block_bytes}
-        self._counters.kv_written_bytes += (prefill + num_decodes) * layout.block_bytes // layout.block_size
-        self._counters.state_written_bytes += num_saves * layout.slot_bytes
-        return StepLoad(
-            prefill_tokens=prefill,
-            prefill_pairs=sum((c.end - c.start) * (c.start + c.end) / 2 for c in plan.chunks),
-            num_segments=len(plan.chunks),
-            num_decodes=num_decodes,
-            decode_kv_tokens=int(decodes.starts.sum()) + num_decodes,
-            num_saves=num_saves,
-            num_sampled=int(np.count_nonzero(decodes.samples)) + sum(chunk.samples for chunk in plan.chunks),
-            copied_bytes=sum(unit[move.kind.value == "slot"] for move in plan.moves),
-        )
+    def _count(self, load: StepLoad) -> None:
+        layout, counters = self.options.layout, self._counters
+        tokens = load.prefill_tokens + load.num_decodes
+        counters.kv_written_bytes += tokens * layout.block_bytes // layout.block_size
+        counters.state_written_bytes += load.num_saves * layout.slot_bytes
 
     def finish(self, now_s: float) -> StepNews:
         """The planned step has ended: its rows get their tokens from the trace."""
@@ -171,6 +160,21 @@ class EngineSystem:
         counters.num_preemptions = stats.num_preemptions
         counters.lost_tokens = dict(cache.lost_tokens)
         return counters
+
+
+def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
+    """What a plan has the model compute."""
+    num_decodes, bytes_of = len(plan.decodes), {MoveKind.SLOT: layout.slot_bytes, MoveKind.BLOCK: layout.block_bytes}
+    return StepLoad(
+        prefill_tokens=sum(chunk.end - chunk.start for chunk in plan.chunks),
+        prefill_pairs=sum((c.end - c.start) * (c.start + c.end) / 2 for c in plan.chunks),
+        num_segments=len(plan.chunks),
+        num_decodes=num_decodes,
+        decode_kv_tokens=int(plan.decodes.starts.sum()) + num_decodes,
+        num_saves=sum(len(chunk.saves) for chunk in plan.chunks),
+        num_sampled=int(np.count_nonzero(plan.decodes.samples)) + sum(chunk.samples for chunk in plan.chunks),
+        copied_bytes=sum(bytes_of[move.kind] for move in plan.moves),
+    )
 
 
 def _has_one_token(request: Request) -> bool:

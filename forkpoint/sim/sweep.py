@@ -69,7 +69,7 @@ class CaseResult:
 
     @property
     def hit_rate(self) -> float:
-        """Reused tokens as a share of the prompt tokens served."""
+        """Reused tokens as a share of all prompt tokens, those of refused requests included."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_json(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
         for reason, tokens in counters.lost_tokens.items():
             lost[reason] = lost.get(reason, 0) + tokens
     outputs = sum(record.request.num_output_tokens for record in served)
-    prompts = sum(record.request.num_prompt_tokens for record in served)
+    prompts = sum(record.request.num_prompt_tokens for record in result.records)
     return CaseResult(
         trace=case.trace.name,
         model=case.shape.name,

@@ -74,6 +74,26 @@ class Trace:
         drawn = {session: rng.random() < share for session in dict.fromkeys(r.session for r in self.requests)}
         return Trace(self.name, tuple(r for r in self.requests if drawn[r.session]))
 
+    def by_arrival(self) -> list[TraceRequest]:
+        """Requests in the order in which they would arrive if each took no time."""
+        when: dict[str, float] = {}
+        for request in self.requests:
+            before = when[request.after] + request.think_s if request.after is not None else 0.0
+            when[request.id] = max(request.arrival_s, before)
+        return sorted(self.requests, key=lambda request: when[request.id])
+
+    def within(self, max_tokens: int) -> Trace:
+        """Without requests longer than `max_tokens` with their output, and without what follows them."""
+        dropped: set[str] = set()
+        kept = []
+        for request in self.requests:
+            length = request.num_prompt_tokens + request.num_output_tokens
+            if length > max_tokens or request.after in dropped:
+                dropped.add(request.id)
+            else:
+                kept.append(request)
+        return Trace(self.name, tuple(kept))
+
     def open_loop(self, order: Sequence[str]) -> Trace:
         """The requests in the given order, one a second: for replays in which timing must not matter."""
         by_id = {request.id: request for request in self.requests}

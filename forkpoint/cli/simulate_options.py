@@ -1,0 +1,48 @@
+"""Options of `forkpoint simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from forkpoint.sim.routing import ROUTERS
+from forkpoint.sim.shape import SHAPES
+from forkpoint.sim.systems import ENGINE, PEERS
+from forkpoint.sim.workload import WORKLOADS
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    what = parser.add_argument_group("what is replayed")
+    what.add_argument(
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help=f"a trace file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)})",
+    )
+    what.add_argument("--limit", type=int, metavar="INT", help="read so many requests (or conversations) only")
+    what.add_argument("--sessions", type=float, default=1.0, metavar="SHARE", help="replay a share of the sessions")
+    what.add_argument("--max-tokens", type=int, metavar="INT", help="leave out longer requests, and what follows them")
+    what.add_argument("--arrival-scale", type=float, default=1.0, metavar="X", help="2: arrivals twice as far apart")
+    what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="2: think times twice as long")
+    where = parser.add_argument_group("what serves it")
+    where.add_argument("--model", default="qwen3.5-9b", help=f"{', '.join(SHAPES)}, or a model folder")
+    where.add_argument("--device", default="h200", help="h200 (default) or h100")
+    where.add_argument("--memory", default="32", metavar="GIB", help="for keys, values and states; several: 8,16,32")
+    where.add_argument(
+        "--systems",
+        default=ENGINE,
+        help=f"separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME, {', '.join(PEERS)} (default: {ENGINE})",
+    )
+    where.add_argument("--replicas", type=int, default=1, metavar="INT", help="each with that memory (default: 1)")
+    where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
+    where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
+    where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="INT", help="processes (default: all CPUs)"
+    )
+    how.add_argument("--bound", action="store_true", help="add what no policy can exceed")
+    how.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+    how.add_argument("--report", type=Path, metavar="FOLDER", help="write tables and plots of all models there")

@@ -1,0 +1,42 @@
+"""Plots, where matplotlib is installed (`pip install forkpoint[plots]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One line of a plot."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequence[Curve]]) -> bool:
+    """Panels side by side, by the name of their y axis, over one x axis; False where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    for number, (y_name, curves) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(1, len(panels), number)
+        for rank, curve in enumerate(curves):
+            line, color = ("--", "black") if curve.dashed else ("-", f"C{rank}")
+            axes.plot(curve.x, curve.y, marker="o", markersize=3, label=curve.name, linestyle=line, color=color)
+        axes.set_xlabel(x_name)
+        axes.set_ylabel(y_name)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if number == 1:
+            axes.legend(fontsize=7)
+    figure.savefig(path, dpi=100, metadata={"Software": ""})
+    return True
