@@ -11,7 +11,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 
-MAX_PAIRED = 64  # (token, choice) pairs: up to here most experts are read by one pair
+MAX_PAIRED = 72  # (token, choice) pairs: up to here most experts are read by one pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
     """For the products into and out of experts that serve `mean_rows` pairs each. All give a row the same bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
-    if mean_rows <= 16:
+    if mean_rows <= 12:
         return Tile(16, 64, 128, 4, 3, turned=True), Tile(16, 64, 128, 4, 3, turned=True)
-    return Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)
+    if mean_rows <= 96:
+        return Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)
+    return Tile(128, 128, 64, 8, 4, turned=True), Tile(128, 256, 64, 8, 4)

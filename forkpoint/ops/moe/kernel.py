@@ -13,8 +13,8 @@ from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 
 BLOCK = 1024
-PAIR_IN = Tile(1, 8, 512, 4, 1)
-PAIR_OUT = Tile(1, 8, 512, 4, 1)
+PAIR_IN = Tile(1, 8, 512, 4, 3)
+PAIR_OUT = Tile(1, 2, 512, 8, 1)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -109,6 +109,7 @@ def _pair_in_kernel(
     pieces,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     pair = (pid // pieces).to(tl.int64)
@@ -123,7 +124,7 @@ def _pair_in_kernel(
     at = outputs[:, None] * width + columns[None, :]
     acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     up = acc
-    for k in range(0, width, WIDTH):
+    for k in tl.range(0, width, WIDTH, num_stages=STAGES):
         left = columns < width - k
         valid = inside[:, None] & left[None, :]
         value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)[None, :]
@@ -144,27 +145,35 @@ def _pair_out_kernel(
     size,
     inner,
     pieces,
+    CHOICES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
+    choices = tl.arange(0, CHOICES)
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
-    inside = outputs < size - start
-    at = outputs[:, None] * inner + columns[None, :]
-    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
-    for choice in range(top_k):
-        pair = token * top_k + choice
-        weight = tl.load(weights + pair)
-        down_at = down + (tl.load(ids + pair).to(tl.int64) * size + start) * inner
-        for k in range(0, inner, WIDTH):
-            left = columns < inner - k
-            value = weight * tl.load(hidden + pair * inner + k + columns, mask=left, other=0.0).to(tl.float32)
-            tile = tl.load(down_at + k + at, mask=inside[:, None] & left[None, :], other=0.0)
-            acc += tile.to(tl.float32) * value[None, :]
-    tl.store(out + token * size + start + outputs, tl.sum(acc, 1).to(out.dtype.element_ty), mask=inside)
+    chosen = choices < top_k
+    pairs = token * top_k + choices
+    weight = tl.load(weights + pairs, mask=chosen, other=0.0)
+    matrix = tl.load(ids + pairs, mask=chosen, other=0).to(tl.int64)
+    rows = (matrix * size + start)[:, None] + outputs[None, :]
+    valid = chosen[:, None] & (outputs < size - start)[None, :]
+    # All experts at once, so that their loads do not wait for each other.
+    acc = tl.zeros((CHOICES, OUTPUTS, WIDTH), tl.float32)
+    for k in range(0, inner, WIDTH):
+        left = columns < inner - k
+        value = tl.load(
+            hidden + pairs[:, None] * inner + k + columns[None, :], mask=chosen[:, None] & left[None, :], other=0.0
+        )
+        value = value.to(tl.float32) * weight[:, None]
+        at = rows[:, :, None] * inner + k + columns[None, None, :]
+        tile = tl.load(down + at, mask=valid[:, :, None] & left[None, None, :], other=0.0)
+        acc += tile.to(tl.float32) * value[:, None, :]
+    total = tl.sum(tl.sum(acc, 2), 0)
+    tl.store(out + token * size + start + outputs, total.to(out.dtype.element_ty), mask=outputs < size - start)
 
 
 def grouped_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor, into: Tile, out_of: Tile) -> Tensor:
@@ -234,6 +243,7 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         pieces,
         OUTPUTS=PAIR_IN.outputs,
         WIDTH=PAIR_IN.width,
+        STAGES=PAIR_IN.num_stages,
         num_warps=PAIR_IN.num_warps,
     )
     pieces = triton.cdiv(size, PAIR_OUT.outputs)
@@ -247,6 +257,7 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         size,
         inner,
         pieces,
+        CHOICES=triton.next_power_of_2(top_k),
         OUTPUTS=PAIR_OUT.outputs,
         WIDTH=PAIR_OUT.width,
         num_warps=PAIR_OUT.num_warps,
