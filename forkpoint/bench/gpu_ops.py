@@ -158,14 +158,9 @@ def row_cases() -> Iterator[Case]:
             x = randn(tokens, 2 * INNER)
             return [lambda: OPS.silu_mul(x)]
 
-        def sigmoid(tokens: int = tokens) -> list[Call]:
-            x, gate = randn(tokens, HEADS * DIM), randn(tokens, HEADS * DIM)
-            return [lambda: OPS.sigmoid_mul(x, gate)]
-
         yield Case(f"add_rmsnorm, {tokens} tokens", 8 * tokens * HIDDEN, 0, norms)
         yield Case(f"gated_rmsnorm, {tokens} tokens", 6 * tokens * heads * value, 0, gated)
         yield Case(f"silu_mul, {tokens} tokens", 6 * tokens * INNER, 0, silu)
-        yield Case(f"sigmoid_mul, {tokens} tokens", 6 * tokens * HEADS * DIM, 0, sigmoid)
 
 
 def copy_cases() -> Iterator[Case]:

@@ -45,7 +45,6 @@ def torch_table(deterministic: bool = False) -> OpTable:
         add_rmsnorm=norm.add_rmsnorm,
         gated_rmsnorm=norm.gated_rmsnorm,
         silu_mul=activation.silu_mul,
-        sigmoid_mul=activation.sigmoid_mul,
         qk_norm_rope_write=ComposedInputs(norm.rmsnorm, rope.rope, attention.kv_write),
         paged_attention=attention.paged_attention_fixed if deterministic else attention.paged_attention,
         conv_prefill=conv1d.conv_prefill,

@@ -68,11 +68,6 @@ class SiluMul(Protocol):
         """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`."""
 
 
-class SigmoidMul(Protocol):
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x * sigmoid(gate)`, same shapes."""
-
-
 @dataclass(frozen=True, slots=True)
 class QKNorm:
     """RMSNorm over each head of queries and keys, fp32 weights `[D]`."""
@@ -232,7 +227,6 @@ class OpTable:
     add_rmsnorm: AddRMSNorm
     gated_rmsnorm: GatedRMSNorm
     silu_mul: SiluMul
-    sigmoid_mul: SigmoidMul
     qk_norm_rope_write: QKNormRopeWrite
     paged_attention: PagedAttention
     conv_prefill: ConvPrefill

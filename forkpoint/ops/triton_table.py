@@ -39,7 +39,6 @@ def triton_table(base: OpTable) -> OpTable:
         "add_rmsnorm": norm.add_rmsnorm,
         "gated_rmsnorm": norm.gated_rmsnorm,
         "silu_mul": activation.silu_mul,
-        "sigmoid_mul": activation.sigmoid_mul,
         "qk_norm_rope_write": qk_norm_rope_write,
         "paged_attention": PagedAttention(base.deterministic),
         "conv_prefill": conv1d.conv_prefill,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.kernel import MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork
 from tests.ops.triton_cases import DEVICE, gpu_only, relative_error, sized, triton_ops
@@ -156,11 +157,11 @@ def test_padding_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_is_that_of_the_single_operator(dtype: torch.dtype) -> None:
+def test_gate_multiplies_what_would_be_stored(dtype: torch.dtype) -> None:
     batch = Batch([300, 330], [1, 9], 1, SMALL, dtype)
     got = OURS.paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None, batch.gate)
-    want = OURS.sigmoid_mul(batch.run(None).flatten(1), batch.gate)
-    assert torch.equal(got.flatten(1), want)
+    want = sigmoid_mul(batch.run(None).flatten(1), batch.gate)
+    assert relative_error(got.flatten(1), want) <= {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
 
 
 @pytest.mark.parametrize("heads", sized([SMALL], [Heads(16, 4, 256, 256), Heads(8, 8, 128, 128)]))

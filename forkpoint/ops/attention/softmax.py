@@ -42,10 +42,7 @@ def see(
     keys_at = key_at + key[None, :] * D + at[:, None]
     values_at = value_at + key[:, None] * DV + at_v[None, :]
     # Keys behind the last stored one may be anything: their scores are masked.
-    if BLOCK_D == D:
-        keys = tl.load(keys_at)
-    else:
-        keys = tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
+    keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
     scores = tl.dot(q, keys, input_precision="ieee")
     if MASKED:
         back = position[:, None] - (first_key + key)[None, :]

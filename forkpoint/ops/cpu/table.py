@@ -135,7 +135,6 @@ _PLAIN = (
     "add_rmsnorm",
     "gated_rmsnorm",
     "silu_mul",
-    "sigmoid_mul",
     "prepare_experts",
     "experts",
     "state_copy",
