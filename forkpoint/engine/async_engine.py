@@ -142,7 +142,9 @@ class AsyncEngine:
             "blocks_per_page": ready.stats["blocks_per_page"],
             "slots_per_page": ready.stats["slots_per_page"],
         }
-        self._inputs = InputProcessor(tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed)
+        self._inputs = InputProcessor(
+            tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed, starts_grammars=False
+        )
 
     async def ended(self) -> ForkpointError:
         """Wait until the engine process is gone; why it went."""

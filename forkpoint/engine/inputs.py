@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from forkpoint.engine.grammar import GrammarCompiler
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
 from forkpoint.params import MAX_SEED, SamplingParams
@@ -42,13 +43,21 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """Knows the model's vocabulary, its length limit and its end-of-sequence ids."""
+    """Knows the model's vocabulary, its length limit and its end-of-sequence ids.
+
+    `starts_grammars`: requests get their grammars here; False where another process runs them, which starts them.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     seed: int
+    starts_grammars: bool = True
+    grammars: GrammarCompiler = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grammars", GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids))
 
     def prompt(self, given: PromptInput, breakpoints: Sequence[int] = ()) -> Prompt:
         """Tokenise and check. Raises InvalidPromptError with what was given and what is allowed."""
@@ -91,6 +100,7 @@ class InputProcessor:
                 breakpoints=breakpoints,
                 priority=priority,
                 arrival_s=arrival_s,
+                grammar=self.grammars.start(params, stops) if self.starts_grammars else None,
             )
             for index in range(params.n)
         ]

@@ -14,6 +14,7 @@ import zmq
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.core import EngineCore
+from forkpoint.engine.grammar import GrammarCompiler
 from forkpoint.engine.messages import (
     AddSequence,
     Call,
@@ -54,7 +55,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
             engine, stats = build_engine(config)
             try:
                 outbox.send(encode(Ready(engine.inputs.vocab_size, engine.inputs.max_model_len, stats())))
-                EngineLoop(engine.core, stats, inbox, outbox).run()
+                EngineLoop(engine.core, engine.inputs.grammars, stats, inbox, outbox).run()
             finally:
                 engine.core.close()
         except Exception as error:
@@ -82,11 +83,13 @@ class EngineLoop:
     def __init__(
         self,
         core: EngineCore,
+        grammars: GrammarCompiler,
         stats: Callable[[], dict[str, Any]],
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
     ) -> None:
         self._core = core
+        self._grammars = grammars
         self._stats = stats
         self._inbox = inbox
         self._outbox = outbox
@@ -130,7 +133,9 @@ class EngineLoop:
 
     def _add(self, command: AddSequence) -> None:
         try:
-            self._core.add(command.request())
+            request = command.request()
+            request.grammar = self._grammars.start(request.params, request.stop_token_ids)
+            self._core.add(request)
         except RequestError as error:
             self._refused.append((command.key, Failure.of(error)))
             return

@@ -1,0 +1,207 @@
+"""What outputs have to match, as masks over the vocabulary. xgrammar does the work; it is loaded when first needed."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.engine.json_schema import checked_schema
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import InvalidParamsError, StructuredOutputError
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.sched.plan import IntArray
+
+MAX_DESCRIPTION_LENGTH = 128 * 1024  # characters of a schema, a grammar or all choices
+MAX_COMPILED_BYTES = 512 << 20  # compiled grammars that are kept
+MAX_TOKEN_S = 2.0  # what following one token may take; ambiguous grammars take longer with every token
+COMPILE_THREADS = 4
+
+Bits = npt.NDArray[np.uint32]
+
+
+class GrammarCompiler:
+    """Starts grammars for one tokenizer and vocabulary. Threads may share it; what was compiled is kept."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._compiler: Any = None
+        self._control_ids: frozenset[int] = frozenset()
+
+    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenGrammar | None:
+        """A grammar that has followed nothing yet; None if `params` ask for none.
+
+        `stop_token_ids` end the request: of the end-of-sequence ids only these may follow a whole output. Raises
+        InvalidParamsError for what cannot be compiled, and for what no token can begin.
+        """
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self._tokenizer is None:
+            raise InvalidParamsError("structured_outputs need a tokenizer; start without skip_tokenizer_init")
+        compiled = self._compile(wanted)
+        ends = frozenset(compiled.tokenizer_info.stop_token_ids)
+        forbidden = ends - set(stop_token_ids)
+        if not wanted.structural_tag:  # which may name special tokens; other texts do not show them
+            forbidden |= frozenset(self._tokenizer.hf.all_special_ids) - ends
+        if wanted.json or wanted.json_object:
+            forbidden |= self._control_ids
+        try:
+            grammar = TokenGrammar(
+                compiled,
+                self._vocab_size,
+                ends=ends,
+                forbidden=forbidden,
+                stop_token_ids=frozenset(stop_token_ids),
+                min_tokens=params.min_tokens,
+            )
+        except StructuredOutputError as error:
+            raise InvalidParamsError(f"structured_outputs cannot be met: {error}") from error
+        if grammar.mask is None:
+            raise InvalidParamsError("structured_outputs match only the empty text; ask for at least one character")
+        return grammar
+
+    def _compile(self, wanted: StructuredOutputsParams) -> Any:
+        name, text = _description(wanted)
+        if len(text) > MAX_DESCRIPTION_LENGTH:
+            raise InvalidParamsError(
+                f"structured_outputs.{name} has {len(text)} characters; give at most {MAX_DESCRIPTION_LENGTH}"
+            )
+        if name == "json":
+            checked_schema(text)
+        compiler = self._loaded()
+        try:
+            match name:
+                case "json":
+                    return compiler.compile_json_schema(text)
+                case "json_object":
+                    return compiler.compile_json_schema('{"type": "object"}')
+                case "regex":
+                    return compiler.compile_regex(text)
+                case "structural_tag":
+                    return compiler.compile_structural_tag(text)
+                case _:
+                    return compiler.compile_grammar(text)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise InvalidParamsError(f"structured_outputs.{name} cannot be compiled: {_reason(error)}") from error
+
+    def _loaded(self) -> Any:
+        with self._lock:
+            if self._compiler is None:
+                import xgrammar
+
+                assert self._tokenizer is not None
+                ends = self._eos_token_ids or None  # None: those that the tokenizer knows
+                info = xgrammar.TokenizerInfo.from_huggingface(
+                    self._tokenizer.hf, vocab_size=self._vocab_size, stop_token_ids=ends
+                )
+                # Where strings have a minimal or maximal length, xgrammar allows control characters in them.
+                control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]").search
+                self._control_ids = frozenset(i for i, text in enumerate(info.decoded_vocab) if control(text))
+                self._compiler = xgrammar.GrammarCompiler(
+                    info, max_threads=COMPILE_THREADS, cache_limit_bytes=MAX_COMPILED_BYTES
+                )
+            return self._compiler
+
+
+class TokenGrammar:
+    """Implements `sched.request.Grammar`: follows one output, and knows after each token what may come next.
+
+    The output is whole when no token but an end can follow. Before `min_tokens`, no stop token may come unless
+    nothing else can: the grammar wins.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        vocab_size: int,
+        *,
+        ends: Collection[int],
+        forbidden: Collection[int],
+        stop_token_ids: Collection[int],
+        min_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_words = -(-vocab_size // 32)
+        self._no_ends = ~self._bits(ends)
+        self._permitted = ~self._bits(forbidden)
+        self._no_stops = ~self._bits(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._clock = clock
+        self._mask = self._next()
+
+    @property
+    def mask(self) -> IntArray | None:
+        """The ids that may come next, `[ceil(V / 32)]`; None: the output is whole."""
+        return self._mask
+
+    def accept(self, token_id: int) -> None:
+        """Follow one more token. Raises StructuredOutputError if it may not come, or nothing can come after it."""
+        started = self._clock()
+        if not self._matcher.accept_token(token_id):
+            raise StructuredOutputError(f"token {token_id} does not go on with what structured_outputs ask for")
+        self._num_tokens += 1
+        self._mask = self._next()
+        elapsed = self._clock() - started
+        if elapsed > MAX_TOKEN_S:
+            raise StructuredOutputError(
+                f"following one token took {elapsed:.1f} s, the limit is {MAX_TOKEN_S}; make structured_outputs less "
+                "ambiguous (nested repetitions, long alternatives that begin alike)"
+            )
+
+    def _next(self) -> IntArray | None:
+        filled = np.zeros((1, self._num_words), np.int32)
+        self._matcher.fill_next_token_bitmask(filled, 0)
+        bits: Bits = filled[0].view(np.uint32) & self._permitted
+        if not (bits & self._no_ends).any():
+            if self._matcher.is_completed():
+                return None
+            raise StructuredOutputError(
+                f"after {self._num_tokens} tokens no token of the vocabulary goes on with what is asked for"
+            )
+        if self._num_tokens < self._min_tokens and (bits & self._no_stops).any():
+            bits &= self._no_stops
+        mask: IntArray = bits.view(np.int32)
+        return mask
+
+    def _bits(self, token_ids: Collection[int]) -> Bits:
+        bits = np.zeros(self._num_words, np.uint32)
+        known = np.asarray([token for token in token_ids if token < 32 * self._num_words], np.int64)
+        np.bitwise_or.at(bits, known // 32, np.left_shift(np.uint32(1), (known % 32).astype(np.uint32)))
+        return bits
+
+
+def _description(wanted: StructuredOutputsParams) -> tuple[str, str]:
+    """(what kind it is, its text)."""
+    if wanted.choice is not None:
+        return "choice", "root ::= " + " | ".join(_literal(text) for text in wanted.choice)
+    if wanted.json_object:
+        return "json_object", ""
+    for name in ("json", "regex", "grammar", "structural_tag"):
+        text = getattr(wanted, name)
+        if text is not None:
+            return name, text
+    raise AssertionError("StructuredOutputsParams checks that something is given")
+
+
+def _literal(text: str) -> str:
+    """A text as a literal of the grammar's notation."""
+    return '"' + re.sub(r'[\x00-\x1f"\\\x7f]', lambda found: f"\\x{ord(found[0]):02x}", text) + '"'
+
+
+def _reason(error: Exception) -> str:
+    """The message without the time, the source line and the failed check that xgrammar puts before it."""
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
+    return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

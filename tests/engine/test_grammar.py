@@ -1,0 +1,252 @@
+"""Masks of compiled grammars, token by token, against what the texts themselves say."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkpoint.engine.grammar import GrammarCompiler, TokenGrammar
+from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import InvalidParamsError, StructuredOutputError
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from tests.engine.tokenizers import byte_level, metaspace
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+}
+
+
+class Setup:
+    def __init__(self, tokenizer: Tokenizer, padding: int = 7) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = int(tokenizer.backend.get_vocab_size()) + padding
+        self.eos = tokenizer.eos_token_id or 0
+        self.compiler = GrammarCompiler(tokenizer, self.vocab_size, {self.eos})
+
+    def start(self, stops: Any = None, **options: Any) -> TokenGrammar:
+        own = {key: options.pop(key) for key in ("min_tokens", "max_tokens") if key in options}
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(**options), **own)
+        grammar = self.compiler.start(params, {self.eos} if stops is None else stops)
+        assert grammar is not None
+        return grammar
+
+    def allowed(self, grammar: TokenGrammar) -> list[int]:
+        assert grammar.mask is not None
+        bits = np.unpackbits(grammar.mask.view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits).tolist()
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def spell(self, text: str) -> list[int]:
+        """Byte by byte."""
+        names = self.tokenizer.hf.get_vocab()
+        ids = [names.get(f"<0x{byte:02X}>") for byte in text.encode()]
+        known = [token for token in ids if token is not None]
+        return known or [t for char in text for t in self.tokenizer.encode(char, add_special_tokens=False)]
+
+    def follow(self, grammar: TokenGrammar, text: str) -> None:
+        for token in self.spell(text):
+            assert token in self.allowed(grammar), (text, token)
+            grammar.accept(token)
+
+    def walk(self, grammar: TokenGrammar, seed: int, limit: int = 400) -> str | None:
+        """The text of random allowed tokens up to the end; None if the limit comes first."""
+        rng, ids = random.Random(seed), []
+        for _ in range(limit):
+            if grammar.mask is None:
+                return self.text(ids)
+            token = rng.choice(self.allowed(grammar))
+            if token == self.eos:
+                return self.text(ids)
+            ids.append(token)
+            grammar.accept(token)
+        return None
+
+
+@pytest.fixture(scope="module", params=[byte_level, metaspace], ids=["byte level", "metaspace"])
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return Setup(request.param())
+
+
+@pytest.mark.parametrize("pattern", [r"ab?c{2,3}", r"(yes|no)", r"[a-f]{3}-\d+", r"né+", r"(a|b)*c"])
+def test_walks_match_the_pattern(setup: Setup, pattern: str) -> None:
+    texts = [setup.walk(setup.start(regex=pattern), seed) for seed in range(12)]
+    found = [text for text in texts if text is not None]
+    assert found
+    assert all(re.fullmatch(pattern, text) for text in found), found
+
+
+def test_walks_under_a_schema_are_its_instances(setup: Setup) -> None:
+    found = [setup.walk(setup.start(json=SCHEMA), seed) for seed in range(8)]
+    values = [json.loads(text) for text in found if text is not None]
+    assert len(values) > 3
+    for value in values:
+        assert set(value) <= {"name", "age", "tags"}
+        assert isinstance(value["name"], str)
+        assert len(value["name"]) <= 8
+        assert 0 <= value["age"] <= 120
+        assert set(value.get("tags", [])) <= {"a", "b"}
+        assert len(value.get("tags", [])) <= 3
+
+
+def test_json_object_is_any_object(setup: Setup) -> None:
+    grammar = setup.start(json_object=True)
+    setup.follow(grammar, '{"a": [1, {"b": null}], "c": "x"')
+    assert grammar.mask is not None
+    setup.follow(grammar, "}")
+    assert grammar.mask is None
+    with pytest.raises(AssertionError):
+        setup.follow(setup.start(json_object=True), "[")
+
+
+@pytest.mark.parametrize("texts", [["yes", "no"], ['"q"', "back\\slash", "tab\there", "né"], ["a", "ab", "", "abc"]])
+def test_choices_are_taken_literally(setup: Setup, texts: list[str]) -> None:
+    found = {setup.walk(setup.start(choice=texts), seed) for seed in range(60)}
+    assert found == set(texts)
+
+
+def test_an_end_comes_only_after_a_whole_output() -> None:
+    setup = Setup(byte_level())
+    grammar = setup.start(regex="ab?")
+    assert setup.eos not in setup.allowed(grammar)
+    setup.follow(grammar, "a")
+    assert setup.allowed(grammar) == sorted([setup.eos, *setup.tokenizer.encode("b", add_special_tokens=False)])
+    setup.follow(grammar, "b")
+    assert grammar.mask is None
+
+
+def test_without_an_end_of_sequence_a_grammar_goes_on_while_it_can() -> None:
+    setup = Setup(byte_level())
+    grammar = setup.start(stops=(), regex="ab?")
+    setup.follow(grammar, "a")
+    assert setup.text(setup.allowed(grammar)) == "b"
+    setup.follow(grammar, "b")
+    assert grammar.mask is None
+
+
+def test_stop_tokens_wait_for_min_tokens_unless_nothing_else_can_come() -> None:
+    setup = Setup(byte_level())
+    (a,) = setup.tokenizer.encode("a", add_special_tokens=False)
+    (b,) = setup.tokenizer.encode("b", add_special_tokens=False)
+    grammar = setup.start(stops={setup.eos, b}, regex="[ab]{1,3}", min_tokens=2)
+    assert setup.allowed(grammar) == [a]
+    grammar.accept(a)
+    assert setup.allowed(grammar) == [a], "the end of the sequence waits too"
+    grammar.accept(a)
+    assert setup.allowed(grammar) == sorted([setup.eos, a, b])
+    grammar = setup.start(stops={setup.eos, b}, regex="bb", min_tokens=5)
+    assert setup.allowed(grammar) == [b]
+
+
+def test_special_tokens_and_padding_are_never_text(setup: Setup) -> None:
+    grammar = setup.start(regex=r"[\s\S]*<\|im_start\|>")
+    allowed = set(setup.allowed(grammar))
+    assert not allowed & set(setup.tokenizer.hf.all_special_ids)
+    assert not allowed & set(range(setup.vocab_size - 7, setup.vocab_size))
+    assert len(allowed) > 200
+
+
+def test_structural_tags_constrain_parts_of_free_text(setup: Setup) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<call>"],
+            "tags": [
+                {
+                    "type": "tag",
+                    "begin": "<call>",
+                    "content": {"type": "json_schema", "json_schema": {"enum": ["x"]}},
+                    "end": "</call>",
+                }
+            ],
+        },
+    }
+    grammar = setup.start(structural_tag=tag)
+    setup.follow(grammar, "free text ")
+    assert setup.eos in setup.allowed(grammar)
+    setup.follow(grammar, '<call>"x"')
+    assert setup.eos not in setup.allowed(grammar)
+    setup.follow(grammar, "</call>")
+    assert setup.eos in setup.allowed(grammar)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "["},
+        {"regex": "(a"},
+        {"json": "{"},
+        {"json": "[" * 100_000},
+        {"json": "3"},
+        {"json": {"type": "strin"}},
+        {"json": {"$ref": "#/nowhere"}},
+        {"json": {"not": {"type": "string"}}},
+        {"json": {"properties": {"a": {"items": {"uniqueItems": True, "type": "array"}}}}},
+        {"json": {"anyOf": [{"type": "null"}, {"allOf": [{"type": "integer"}, {"minimum": 3}]}]}},
+        {"grammar": "root ::= x"},
+        {"grammar": 'start ::= "a"'},
+        {"structural_tag": "{}"},
+        {"regex": "a" * 200_000},
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(given: dict[str, Any]) -> None:
+    setup = Setup(byte_level())
+    with pytest.raises(InvalidParamsError, match="structured_outputs") as error:
+        setup.start(**given)
+    assert "/project/cpp" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_grammar_of_the_empty_text_is_refused() -> None:
+    setup = Setup(byte_level())
+    with pytest.raises(InvalidParamsError, match="only the empty text"):
+        setup.start(regex="()")
+    assert setup.eos in setup.allowed(setup.start(regex="a?"))
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    setup = Setup(byte_level())
+    setup.start(json={"type": "object", "properties": {"not": {"type": "null"}, "if": {"enum": ["uniqueItems"]}}})
+    setup.start(json={"type": "array", "uniqueItems": False, "items": {"allOf": [{"type": "null"}]}})
+
+
+def test_a_grammar_needs_a_tokenizer() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(InvalidParamsError, match="tokenizer"):
+        GrammarCompiler(None, 10, {1}).start(params, {1})
+    assert GrammarCompiler(None, 10, {1}).start(SamplingParams(), {1}) is None
+
+
+def test_tokens_that_may_not_come_and_dead_ends_are_errors() -> None:
+    setup = Setup(byte_level())
+    grammar = setup.start(regex="ab")
+    with pytest.raises(StructuredOutputError, match="does not go on"):
+        grammar.accept(setup.tokenizer.encode("b", add_special_tokens=False)[0])
+    # The compiled grammar knows more tokens than may be sampled: only "a" and "b" can come, then only "c" could.
+    setup.compiler._loaded()
+    only = {setup.spell(char)[0] for char in "ab"}
+    setup.compiler._control_ids = frozenset(range(setup.vocab_size)) - only
+    with pytest.raises(InvalidParamsError, match=r"structured_outputs cannot be met: after 0 tokens no token"):
+        setup.start(json={"type": "integer"})
+
+
+def test_a_token_that_takes_too_long_ends_the_request() -> None:
+    setup = Setup(byte_level())
+    grammar = setup.start(regex="a+")
+    times = iter([0.0, 5.0])
+    grammar._clock = lambda: next(times)
+    with pytest.raises(StructuredOutputError, match=r"5\.0 s"):
+        setup.follow(grammar, "a")
