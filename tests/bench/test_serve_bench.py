@@ -212,6 +212,25 @@ def test_a_trace_keeps_its_times_and_what_its_prompts_share(vocabulary: Vocabula
     assert len(trace_requests(options, vocabulary, 1, 0)) == 1
 
 
+def test_a_trace_shrinks_and_takes_sessions_turn_by_turn(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    for name in "ab":
+        turns = [
+            {"t": 0.0, "in": 640 + 128 * turn, "out": 60, "hash_ids": list(range(10 + 2 * turn)), "think_time": 2.0}
+            for turn in range(3)
+        ]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"id": name, "requests": turns}))
+    options = DatasetOptions(
+        dataset_name="trace", dataset_path=str(tmp_path), trace_shrink=4, trace_num_sessions=2, trace_speed=2.0
+    )
+    found = trace_requests(options, vocabulary, 5, 0)
+    assert [request.after for request in found] == [None, None, 0, 1, 2]
+    assert [request.num_content_tokens for request in found] == pytest.approx([160, 160, 192, 192, 224], abs=2)
+    assert {request.num_output_tokens for request in found} == {15} and found[2].think_s == 1.0
+    shared = len(found[0].content)
+    assert np.array_equal(found[2].content[:shared], found[0].content)
+    assert not np.array_equal(found[0].content[:shared], found[1].content[:shared])
+
+
 def test_requests_too_long_are_left_out_of_their_chain() -> None:
     def request(length: int, after: int | None) -> BenchRequest:
         return BenchRequest("x", length, 1, after=after)

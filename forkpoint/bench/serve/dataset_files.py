@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from forkpoint.bench.serve.request import BenchRequest
 from forkpoint.bench.serve.vocabulary import Vocabulary
 from forkpoint.errors import ConfigError
 from forkpoint.sim.readers import read_trace
+from forkpoint.sim.trace import TraceRequest
 
 MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048  # which conversations vLLM's benchmark takes
 
@@ -37,21 +40,35 @@ def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: in
 def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
     """The first `count` requests of a trace at its own times; equal tokens of the trace are equal tokens here."""
     trace = read_trace(Path(options.dataset_path or ""), limit=count)
+    shrink = options.trace_shrink
     places: dict[str, int] = {}
     found: list[BenchRequest] = []
-    for request in trace.requests[:count]:
+    for request in _chosen(trace.requests, count, options.trace_num_sessions):
         places[request.id] = len(found)
+        names = request.prompt.array()
+        kept = names[names % shrink == 0] if shrink > 1 else names
+        content = vocabulary.of_names(kept if len(kept) else names[:1], seed)
         found.append(
             BenchRequest(
-                content=vocabulary.of_names(request.prompt.array(), seed),
-                num_content_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
+                content=content,
+                num_content_tokens=len(content),
+                num_output_tokens=-(-request.num_output_tokens // shrink),
                 arrival_s=request.arrival_s / options.trace_speed,
                 after=None if request.after is None else places[request.after],
                 think_s=request.think_s / options.trace_speed,
             )
         )
     return found
+
+
+def _chosen(requests: Sequence[TraceRequest], count: int, num_sessions: int | None) -> list[TraceRequest]:
+    if num_sessions is None:
+        return list(requests[:count])
+    sessions: dict[str, list[TraceRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    turns = zip_longest(*list(sessions.values())[:num_sessions])
+    return [request for turn in turns for request in turn if request is not None][:count]
 
 
 def _sharegpt(path: Path) -> list[tuple[str, str]]:

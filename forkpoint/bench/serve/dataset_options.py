@@ -45,6 +45,10 @@ class DatasetOptions:
     fork_branch_len: int = option(128, "length of each message in a branch")
     fork_output_len: int = option(128, "answer length")
     trace_speed: float = option(1.0, "replay so many times as fast as recorded")
+    trace_shrink: int = option(1, "keep one token in so many: what prompts share stays, their lengths fall")
+    trace_num_sessions: int | None = option(
+        None, "take so many sessions, turn by turn; default: requests in the order of the file"
+    )
 
     def __post_init__(self) -> None:
         may_be_zero = ("random_prefix_len", "multi_turn_prefix_len", "multi_turn_think_time", "random_range_ratio")

@@ -32,6 +32,7 @@ from forkpoint.errors import ConfigError, ServerUnreachableError
 
 WARMUP_SEED = 2**31  # added to the seed, so that warm-ups share no prompt with the measurement
 READY_POLL_S = 0.5
+LONG_TRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,14 @@ class ServeBench:
         """The dataset's own times, unless a rate is asked for."""
         first = [request for request in requests if request.after is None]
         if math.isinf(self.load.request_rate) and any(request.arrival_s is not None for request in first):
-            return [request.arrival_s or 0.0 for request in requests]
+            times = [request.arrival_s or 0.0 for request in requests]
+            if max(times) > LONG_TRACE_S:
+                hint = "--trace-speed or --request-rate make that shorter"
+                print(f"the arrivals of the trace take {max(times):,.0f} s; {hint}", file=sys.stderr)
+            return times
         rng = np.random.default_rng(self.load.seed)
-        times = iter(arrival_times(len(first), self.load.request_rate, self.load.burstiness, rng))
-        return [next(times) if request.after is None else 0.0 for request in requests]
+        drawn = iter(arrival_times(len(first), self.load.request_rate, self.load.burstiness, rng))
+        return [next(drawn) if request.after is None else 0.0 for request in requests]
 
 
 def without_too_long(requests: Sequence[BenchRequest], max_model_len: int | None) -> list[BenchRequest]:
