@@ -23,8 +23,12 @@ class ServerConfig:
     max_body_bytes: int = option(32 * MIB, "size of a request body beyond which it is refused")
     max_open_requests: int = option(4096, "requests being served beyond which new ones are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
-    tool_call_parser: Literal["qwen", "none"] = option("qwen", "how tool calls are read from an answer")
-    reasoning_parser: Literal["think", "none"] = option("think", "how reasoning is told from an answer")
+    tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "qwen3_xml", "none"] = option(
+        "auto", "read tool calls in Qwen's notations, or leave them in the text; vLLM's names all mean auto"
+    )
+    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1", "none"] = option(
+        "auto", "tell <think> parts from the answer, or leave them in it; vLLM's names all mean auto"
+    )
     metrics_prefix: str = option("forkpoint_", "of the names under /metrics; 'vllm:' suits vLLM's dashboards")
     log_interval_s: float = option(10.0, "seconds between the lines that sum up the load")
     access_log: bool = option(False, "log every request")

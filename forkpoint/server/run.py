@@ -83,7 +83,7 @@ class Server:
         watching = asyncio.create_task(self._engine.ended())
         logging = asyncio.create_task(self._log_load())
         try:
-            return await self._serve(serving, watching)
+            exit_code = await self._serve(serving, watching)
         finally:
             self._service.closing = True
             for task in (watching, logging):
@@ -91,7 +91,8 @@ class Server:
             await self._engine.close()
             http.should_exit = True
             await asyncio.gather(serving, watching, logging, return_exceptions=True)
-            LOGGER.info("stopped")
+        LOGGER.info("stopped")
+        return exit_code
 
     async def _serve(self, serving: asyncio.Task[None], watching: asyncio.Task[ForkpointError]) -> int:
         stopping = asyncio.create_task(self._asked_to_stop.wait())
