@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +150,23 @@ def test_wrong_options(arguments: list[str], text: str, tmp_path: Path, capsys: 
     assert main(["run-batch", *given]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and text in shown
+
+
+def test_ctrl_c_lets_open_requests_end_and_the_next_run_goes_on(
+    files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        while len(server.requests) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server.script = Script(first_token_s=0.1)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    lines = [line(f"r{number}") for number in range(12)]
+    assert files.run(*lines, options=("--max-concurrency", "2")) == 130
+    thread.join()
+    assert 2 <= len(files.answers()) < 12 and server.aborted == 0
+    assert "run the same command again" in capsys.readouterr().err
+    assert files.run() == 0
+    assert len(files.answers()) == 12 and len(server.requests) == 12

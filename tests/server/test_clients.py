@@ -49,7 +49,11 @@ def test_chat_reuses_its_conversation(
     assert cached[0] < cached[1] and cached[1] % 64 == 0 and cached[1] >= 128
 
 
-def test_a_batch_gets_the_same_answers(server: RunningServer, oracle: LLM, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_batch_gets_the_same_answers(
+    server: RunningServer, tiny_model: Path, oracle: LLM, tmp_path: Path, local: bool
+) -> None:
+    where = ["--model", str(tiny_model), "--max-model-len", "512"] if local else ["--url", server.url]
     prompts = [f"question {number}" for number in range(6)]
     lines = [
         {
@@ -63,7 +67,7 @@ def test_a_batch_gets_the_same_answers(server: RunningServer, oracle: LLM, tmp_p
     lines.append({**lines[0], "custom_id": "wrong", "body": {"model": "tiny", "prompt": "x" * 600}})
     source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["run-batch", "-i", str(source), "-o", str(answers), "--url", server.url]) == 1
+    assert main(["run-batch", "-i", str(source), "-o", str(answers), *where]) == 1
     found = {entry["custom_id"]: entry for entry in map(json.loads, answers.read_text().splitlines())}
     for output in oracle.generate(prompts, GREEDY, use_tqdm=False):
         assert output.prompt is not None
