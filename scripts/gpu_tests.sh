@@ -8,7 +8,7 @@ alone=tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena
 folder=${LOGS:-$(mktemp -d)}
 python3 -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
 python3 -m pytest --collect-only tests/ops/test_triton_*.py tests/gpu "$@" | grep :: | grep -v "^$alone" > "$folder/all" || exit 1
-split -n "r/${SHARDS:-8}" "$folder/all" "$folder/shard."
+split -n "l/${SHARDS:-8}" "$folder/all" "$folder/shard."
 failed=0
 for shard in "$folder"/shard.*; do
   python3 -m pytest -q -p no:cacheprovider --durations=3 "@$shard" > "$shard.log" 2>&1 &
