@@ -23,7 +23,7 @@ from tests.ops.triton_cases import DEVICE, ON_GPU, sized, triton_ops
 OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 # Of the result's scale. fp32: a chain of K roundings; bf16: up to three, and the interpreter cuts off instead.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2 if ON_GPU else 2.4e-2}
+TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 1.2e-2 if ON_GPU else 2.4e-2}
 TILES = [
     Tile(16, 32, 64, 4, 3),
     Tile(16, 64, 32, 4, 3, turned=True),
