@@ -120,14 +120,13 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
         group.add_argument(flag, choices=choices, **common)
     elif get_origin(hint) is tuple:
         group.add_argument(flag, nargs="+", action=_Gather, metavar="TEXT", **common)
-    elif hint is float:
+    elif float in (hint, *get_args(hint)):
         group.add_argument(flag, type=float, metavar="FLOAT", **common)
     elif int in (hint, *get_args(hint)):
         group.add_argument(flag, type=int, metavar="INT", **common)
     else:
-        group.add_argument(
-            flag, metavar="PATH" if field.name in ("model", "tokenizer") else "TEXT", required=required, **common
-        )
+        shown = "PATH" if field.name in ("model", "tokenizer") else "TEXT"
+        group.add_argument(flag, metavar=field.metadata.get("metavar", shown), required=required, **common)
 
 
 class _Gather(argparse.Action):

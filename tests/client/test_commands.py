@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import signal
 import sys
@@ -11,7 +12,10 @@ import time
 
 import pytest
 
-from forkpoint.cli.main import main
+from forkpoint.bench.serve.options import LoadOptions, ReportOptions
+from forkpoint.cli.client_options import BENCH_GROUPS
+from forkpoint.cli.main import build_parser, main
+from forkpoint.cli.options import option_values
 from tests.client.fake_server import FakeServer, Script
 
 
@@ -119,3 +123,18 @@ def test_errors_are_one_line(
         code = int(ended.code or 0)
     shown = capsys.readouterr().err
     assert code == 2 and shown.startswith("error: ") and shown.count("\n") == 1 and text in shown
+
+
+def test_bench_flags_reach_their_options() -> None:
+    line = (
+        "bench serve --top-p 0.9 --min-p 0.1 --top-k 5 --request-rate inf --max-concurrency 3 --header A=1 B=2 "
+        "--goodput ttft:100 --goodput e2el:900 --port 1 --dataset-name fork --fork-num-branches 7 --save-result"
+    )
+    arguments = build_parser().parse_args(line.split())
+    target, load, dataset, report = (kind(**option_values(arguments, kind)) for _, kind in BENCH_GROUPS)
+    assert isinstance(load, LoadOptions) and isinstance(report, ReportOptions)
+    assert load.sampling_body() == {"temperature": 0.0, "top_p": 0.9, "min_p": 0.1, "top_k": 5}
+    assert (load.request_rate, load.max_concurrency) == (math.inf, 3)
+    assert (target.url, target.headers) == ("http://127.0.0.1:1", {"A": "1", "B": "2"})
+    assert (dataset.fork_num_branches, report.save_result) == (7, True)
+    assert report.limits_ms == {"ttft": 100.0, "e2el": 900.0}

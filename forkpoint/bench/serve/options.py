@@ -28,7 +28,7 @@ class TargetOptions:
     endpoint: str | None = option(None, "path to post to; default: the backend's own")
     api_key: str | None = option(None, "default: the environment's FORKPOINT_API_KEY")
     header: tuple[str, ...] = option((), "KEY=VALUE pairs sent with every request")
-    model: str | None = option(None, "name of the model; default: the first one that the server lists")
+    model: str | None = option(None, "name of the model; default: the first one that the server lists", metavar="TEXT")
     tokenizer: str | None = option(
         None, "model folder with the tokenizer; default: the folder that the server names as the model's root"
     )
