@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import connection, parent_process
 from typing import Any
 
@@ -14,7 +15,7 @@ import zmq
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.core import EngineCore
-from forkpoint.engine.grammar import GrammarCompiler
+from forkpoint.engine.grammar import GrammarCompiler, TokenGrammar
 from forkpoint.engine.messages import (
     AddSequence,
     Call,
@@ -32,9 +33,11 @@ from forkpoint.engine.messages import (
 from forkpoint.errors import ForkpointError, RequestError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
-from forkpoint.sched.request import RequestUpdate
+from forkpoint.sched.request import Request, RequestUpdate
 
 EXIT_FAILED = 1
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by the parent, which tells the engine
+STARTING_POLL_MS = 2  # how often an idle engine looks whether a grammar has been compiled
 
 
 def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
@@ -42,8 +45,9 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
 
     An error ends it with a Died report and exit code 1. It ends at once when its parent does.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the parent decides when the engine ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     _end_with_parent()
     from forkpoint.engine.build import build_engine  # imports torch, which the parent has no use for
 
@@ -90,6 +94,8 @@ class EngineLoop:
     ) -> None:
         self._core = core
         self._grammars = grammars
+        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="grammars")  # what takes seconds holds up no step
+        self._starting: dict[int, tuple[Request, Future[TokenGrammar | None]]] = {}  # by key
         self._stats = stats
         self._inbox = inbox
         self._outbox = outbox
@@ -102,16 +108,20 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until Stop. Raises EngineStoppedError when the engine cannot go on."""
-        while self._take_commands():
-            if self._core.has_unfinished():
-                self._step()
-            elif self._refused:
-                self._report([], 0)
+        try:
+            while self._take_commands():
+                self._take_started()
+                if self._core.has_unfinished():
+                    self._step()
+                elif self._refused:
+                    self._report([], 0)
+        finally:
+            self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it if there is nothing else to do; False: stop."""
         if not self._core.has_unfinished() and not self._refused:
-            self._inbox.poll()
+            self._inbox.poll(STARTING_POLL_MS if self._starting else None)
         while True:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
@@ -132,18 +142,41 @@ class EngineLoop:
                 self._send(self._answer(command))
 
     def _add(self, command: AddSequence) -> None:
+        request = command.request()
+        if request.params.structured_outputs is None:
+            self._queue(command.key, request)
+            return
+        grammar = self._compilers.submit(self._grammars.start, request.params, request.stop_token_ids)
+        self._starting[command.key] = (request, grammar)
+
+    def _take_started(self) -> None:
+        """Queue the sequences whose grammars have been compiled."""
+        for key, (request, grammar) in list(self._starting.items()):
+            if not grammar.done():
+                continue
+            del self._starting[key]
+            try:
+                request.grammar = grammar.result()
+            except RequestError as error:
+                self._refused.append((key, Failure.of(error)))
+            else:
+                self._queue(key, request)
+
+    def _queue(self, key: int, request: Request) -> None:
         try:
-            request = command.request()
-            request.grammar = self._grammars.start(request.params, request.stop_token_ids)
             self._core.add(request)
         except RequestError as error:
-            self._refused.append((command.key, Failure.of(error)))
+            self._refused.append((key, Failure.of(error)))
             return
-        self._keys[command.id] = command.key
-        self._ids[command.key] = command.id
+        self._keys[request.id] = key
+        self._ids[key] = request.id
 
     def _end(self, command: EndSequences) -> None:
         for key in command.keys:
+            started = self._starting.pop(key, None)
+            if started is not None:
+                started[1].cancel()
+                continue
             name = self._ids.get(key)
             if name is None:
                 continue  # it ended by itself in the meantime

@@ -1,0 +1,143 @@
+"""Sequences under a grammar in the engine process: compiling holds up nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from forkpoint.engine.grammar import GrammarCompiler, TokenGrammar
+from forkpoint.engine.messages import AddSequence, Call, EndSequences, Reply, Report, StepReport, Stop
+from forkpoint.engine.process import EngineLoop
+from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
+from tests.engine.real import ModelBank, Options, RealEngine, start
+
+
+class SlowGrammars(GrammarCompiler):
+    """Compiles nothing until it is told to."""
+
+    def __init__(self, run: RealEngine) -> None:
+        inputs = run.engine.inputs
+        super().__init__(inputs.tokenizer, inputs.vocab_size, inputs.eos_token_ids)
+        self.may_compile = threading.Event()
+
+    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenGrammar | None:
+        assert self.may_compile.wait(30)
+        return super().start(params, stop_token_ids)
+
+
+class Client:
+    """The other end of an EngineLoop's sockets."""
+
+    def __init__(self, run: RealEngine, grammars: SlowGrammars) -> None:
+        self._run, self._context, self._keys = run, zmq.Context(), iter(range(1000))
+        self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Report).decode
+        sockets = [self._context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH, zmq.PULL)]
+        inbox, outbox, self._commands, self._reports = sockets
+        for listening, calling, name in ((inbox, self._commands, "commands"), (self._reports, outbox, "reports")):
+            listening.bind(f"inproc://{name}")
+            calling.connect(f"inproc://{name}")
+        loop = EngineLoop(run.core, grammars, lambda: {"alive": 1}, inbox, outbox)
+        self._pool = ThreadPoolExecutor(1)
+        self._loop = self._pool.submit(loop.run)
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, FinishReason] = {}
+        self.refused: dict[int, str] = {}
+
+    def send(self, command: Any) -> None:
+        self._commands.send(self._encode(command))
+
+    def add(self, **options: Any) -> int:
+        key = next(self._keys)
+        params = SamplingParams(temperature=0.0, **options)
+        inputs = self._run.engine.inputs
+        (request,) = inputs.requests(f"r{key}", inputs.prompt([5, 6, 7]), SamplingParams(), priority=0, number=key,
+                                     arrival_s=0.0)  # fmt: skip
+        request.params, request.max_tokens = params, params.max_tokens or 16
+        self.tokens[key] = []
+        self.send(AddSequence.of(key, request))
+        return key
+
+    def wait_for(self, *keys: int) -> None:
+        """Take in reports until these have ended or were refused."""
+        while not all(key in self.ends or key in self.refused for key in keys):
+            assert self._reports.poll(20_000), f"nothing more comes; ended: {self.ends}, refused: {self.refused}"
+            self._take(self._decode(self._reports.recv()))
+
+    def _take(self, report: Any) -> None:
+        assert isinstance(report, StepReport)
+        for key, token in zip(report.keys, report.token_ids, strict=True):
+            self.tokens[key].append(token)
+        for news in report.news:
+            if news.token_id is not None:
+                self.tokens[news.key].append(news.token_id)
+            if news.finish_reason is not None:
+                self.ends[news.key] = news.finish_reason
+        self.refused |= {key: failure.text for key, failure in report.refused}
+
+    def call(self) -> None:
+        """Returns once the loop has carried out what was sent before."""
+        self.send(Call(1, "stats"))
+        while not isinstance(report := self._decode(self._reports.recv()), Reply):
+            self._take(report)
+
+    def text(self, key: int) -> str:
+        tokenizer = self._run.engine.inputs.tokenizer
+        assert tokenizer is not None
+        return tokenizer.decode(self.tokens[key], skip_special_tokens=True)
+
+    def close(self) -> None:
+        self.send(Stop())
+        self._loop.result(30)
+        self._pool.shutdown()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Client, SlowGrammars]]:
+    run = start(ModelBank(tmp_path), Options(model="qwen3"))
+    grammars = SlowGrammars(run)
+    client = Client(run, grammars)
+    yield client, grammars
+    grammars.may_compile.set()
+    client.close()
+
+
+def matching(pattern: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=pattern)
+
+
+def test_compiling_holds_up_nobody_else(served: tuple[Client, SlowGrammars]) -> None:
+    client, grammars = served
+    bound = client.add(structured_outputs=matching("[xyz]{9}"))
+    broken = client.add(structured_outputs=matching("("))
+    free = client.add(max_tokens=40, ignore_eos=True)
+    client.wait_for(free)
+    assert len(client.tokens[free]) == 40
+    assert not client.tokens[bound]
+    grammars.may_compile.set()
+    client.wait_for(bound, broken)
+    assert client.ends[bound] is FinishReason.STOP
+    assert len(client.text(bound)) == 9
+    assert set(client.text(bound)) <= set("xyz")
+    assert "regex" in client.refused[broken]
+
+
+def test_a_sequence_that_ends_while_its_grammar_is_compiled_never_runs(served: tuple[Client, SlowGrammars]) -> None:
+    client, grammars = served
+    gone = client.add(structured_outputs=matching("[xyz]{9}"))
+    also_gone = client.add(structured_outputs=matching("[xy]{9}"))
+    client.send(EndSequences((gone, also_gone)))
+    client.call()
+    grammars.may_compile.set()
+    kept = client.add(structured_outputs=matching("ab"))
+    client.wait_for(kept)
+    assert client.text(kept) == "ab"
+    assert not client.tokens[gone]
+    assert not client.tokens[also_gone]
