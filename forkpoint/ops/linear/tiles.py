@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import torch
 
@@ -55,15 +55,15 @@ LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class Choices(Generic[T]):
     """For one kind of shape, bfloat16: rows up to which -> tile. Beyond the last of `fast` the vendor's library is
     faster; `more` go on to LARGEST where it is no choice."""
 
-    fast: Mapping[int, Tile]
-    more: Mapping[int, Tile]
+    fast: Mapping[int, T]
+    more: Mapping[int, T]
 
 
-_FEW: Final = Choices(
+_FEW: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
             1: Tile(1, 8, 512, 4, 3),
@@ -73,7 +73,7 @@ _FEW: Final = Choices(
     ),
     MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(128, 32, 128, 8, 5)}),
 )
-_FEW_WIDE: Final = Choices(
+_FEW_WIDE: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
             1: Tile(1, 8, 512, 4, 3),
@@ -84,7 +84,7 @@ _FEW_WIDE: Final = Choices(
     ),
     MappingProxyType({128: Tile(128, 32, 128, 8, 5)}),
 )
-_MANY: Final = Choices(
+_MANY: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
             1: Tile(1, 16, 256, 4, 3),
@@ -95,14 +95,16 @@ _MANY: Final = Choices(
     ),
     MappingProxyType({128: Tile(128, 128, 64, 8, 5)}),
 )
-_GATED: Final[Mapping[int, Tile | GatedTile]] = MappingProxyType(
-    {
-        1: Tile(1, 4, 2048, 4, 3),
-        16: Tile(16, 32, 128, 4, 3),
-        32: GatedTile(32, 128, 4, 3),
-        64: GatedTile(64, 128, 4, 3),
-        128: GatedTile(128, 64, 8, 5),
-    }
+_GATED: Final[Choices[Tile | GatedTile]] = Choices(
+    MappingProxyType(
+        {
+            1: Tile(1, 4, 2048, 4, 3),
+            16: Tile(16, 32, 128, 4, 3),
+            32: GatedTile(32, 128, 4, 3),
+            64: GatedTile(64, 128, 4, 3),
+        }
+    ),
+    MappingProxyType({128: GatedTile(128, 64, 8, 5)}),
 )
 
 
@@ -115,16 +117,14 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
 
 def fastest_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
     """The tile for a gated product; None: take the halves together by the vendor's library."""
-    return _of_bucket(_GATED, num_rows) if dtype == torch.bfloat16 else None
+    return _of_bucket(_GATED.fast, num_rows) if dtype == torch.bfloat16 else None
 
 
 def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
     """A tile that gives a row the same bits, whatever the number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
-    choices = _choices(num_outputs, width)
-    # A single row goes through the matrix units as others do.
-    tile = _of_bucket({**choices.fast, **choices.more}, max(num_rows, 2))
+    tile = _fixed(_choices(num_outputs, width), num_rows)
     if tile is not None:
         return replace(tile, splits=1)
     if num_rows <= 512:
@@ -134,13 +134,18 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
 
 def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
-    return _of_bucket(_GATED, max(num_rows, 2)) if dtype == torch.bfloat16 else None
+    return _fixed(_GATED, num_rows) if dtype == torch.bfloat16 else None
 
 
-def _choices(num_outputs: int, width: int) -> Choices:
+def _choices(num_outputs: int, width: int) -> Choices[Tile]:
     if num_outputs > FEW_OUTPUTS:
         return _MANY
     return _FEW_WIDE if width > FEW_OUTPUTS else _FEW
+
+
+def _fixed(choices: Choices[T], num_rows: int) -> T | None:
+    """A single row goes through the matrix units, as others do."""
+    return _of_bucket({**choices.fast, **choices.more}, max(num_rows, 2))
 
 
 def _of_bucket(choices: Mapping[int, T], num_rows: int) -> T | None:
