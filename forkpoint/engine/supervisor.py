@@ -7,7 +7,6 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
@@ -17,7 +16,7 @@ import zmq
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.messages import Command, Report, Stop
-from forkpoint.engine.process import run_engine
+from forkpoint.engine.process import HANDLED_SIGNALS, run_engine
 from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
 
 STOP_TIMEOUT_S = 10.0  # for the engine to give its memory back; then it is killed
@@ -57,7 +56,7 @@ class EngineProcess:
         self._reports.bind(names[1])
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=run_engine, args=(self._config, *names), name="engine")
-        with _interrupts_ignored():  # inherited: Ctrl-C is for this process to handle, from the first moment on
+        with _signals_blocked():  # inherited: they are for this process to handle, from the first moment on
             self._process.start()
         self._loop = loop
         loop.add_reader(self._reports.FD, self._receive)
@@ -107,15 +106,12 @@ class EngineProcess:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are not this thread's to handle
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _signals_blocked() -> Iterator[None]:
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _how_it_ended(exit_code: int | None) -> str:

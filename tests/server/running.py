@@ -21,6 +21,7 @@ START_TIMEOUT_S = 120.0
 class RunningServer:
     process: subprocess.Popen[bytes]
     log_path: Path
+    model: str = ""
     url: str = ""
 
     @property
@@ -67,4 +68,4 @@ def start_server(model: Path, folder: Path, *flags: str, name: str = "server") -
         process = subprocess.Popen(
             command, stderr=log, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
         )
-    return RunningServer(process, log_path)
+    return RunningServer(process, log_path, str(model))

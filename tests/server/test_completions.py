@@ -122,3 +122,17 @@ def test_the_default_is_sixteen_tokens(http: httpx2.Client) -> None:
     answer = http.post("/v1/completions", json={"prompt": "x", "ignore_eos": True}).json()
     assert answer["usage"]["completion_tokens"] == 16
     assert answer["model"] == "tiny"
+
+
+def test_a_declared_boundary_is_where_another_prompt_can_start(client: openai.OpenAI) -> None:
+    shared = "Shared by two prompts. ".ljust(150, "s")
+
+    def parted(salt: str, **extra: Any) -> dict[str, Any]:
+        body = {"cache_salt": salt, **extra}
+        client.completions.create(prompt=shared + "a" * 200, extra_body=body, **GREEDY)
+        second = client.completions.create(prompt=shared + "b" * 200, extra_body={"cache_salt": salt}, **GREEDY)
+        assert second.model_extra is not None
+        return dict(second.model_extra["cache"])
+
+    assert parted("declared", cache_breakpoints=[150]) == {"num_tokens": 128, "kv_num_tokens": 128, "miss": "cold"}
+    assert parted("undeclared") == {"num_tokens": 0, "kv_num_tokens": 128, "miss": "no_checkpoint"}

@@ -121,13 +121,14 @@ def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     """Open requests fail with the reason, /health turns 503, and the server ends with exit code 1."""
     running = start_server(tiny_model, tmp_path).wait_ready()
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
-    stream = client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=2000, stream=True)  # type: ignore[call-overload]
+    long: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2000, "n": 16, "extra_body": {"ignore_eos": True}}
+    stream = client.chat.completions.create(model=running.model, stream=True, **long)
     next(iter(stream))
     failed: list[Exception] = []
 
     def wait_for_answer() -> None:
         try:
-            client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=2000)  # type: ignore[call-overload]
+            client.chat.completions.create(model=running.model, **long)
         except Exception as error:
             failed.append(error)
 

@@ -1,0 +1,95 @@
+"""response_format, structured_outputs and forced tool calls: what the grammar promises arrives."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
+SCHEMA["additionalProperties"] = False
+NO_SPACES = {str(byte): -100 for byte in b" \n\r\t"}  # a random model would write them for ever
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("forecast", "history")
+]
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Weather?"}],
+    "max_tokens": 100,
+    "logit_bias": NO_SPACES,
+}
+
+
+def test_a_choice(client: openai.OpenAI) -> None:
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.completions.create(model="tiny", prompt="Yes or no?", max_tokens=8, extra_body=extra)
+    assert answer.choices[0].text in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(response_format=wanted, **ASK)
+    assert json.loads(str(answer.choices[0].message.content)) in ({"ok": True}, {"ok": False})
+
+
+def test_json_objects(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(response_format={"type": "json_object"}, **ASK)
+    choice = answer.choices[0]
+    assert str(choice.message.content).lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(str(choice.message.content)), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "history"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_tool_call(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    answer: Any = client.chat.completions.create(tools=TOOLS, tool_choice=choice, stream=stream, **ASK)
+    if stream:
+        chunks = [choice for chunk in answer for choice in chunk.choices]
+        parts = [part for chunk in chunks for part in chunk.delta.tool_calls or ()]
+        name, arguments = parts[0].function.name, "".join(part.function.arguments for part in parts)
+        assert parts[0].id and {part.index for part in parts} == {0}
+        reason = chunks[-1].finish_reason
+        assert not any(chunk.delta.content for chunk in chunks)
+    else:
+        call = answer.choices[0].message.tool_calls[0]
+        name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
+        assert answer.choices[0].message.content is None
+    assert reason == "tool_calls"
+    assert name == "history" if isinstance(choice, dict) else name in ("forecast", "history")
+    values = json.loads(arguments)
+    assert values in ({"days": 1}, {"days": 2}, {"days": 3})
+
+
+def test_a_call_and_its_result_can_be_told(client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "forecast", "arguments": '{"days": 1}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS[:1], max_tokens=4)
+    assert answer.choices[0].message.role == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "xml"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"structured_outputs": {"regexp": "x"}}, "regexp"),
+        ({"structured_outputs": {"regex": "x", "choice": ["x"]}}, "exactly one"),
+        ({"structured_outputs": {"regex": "x"}, "response_format": {"type": "json_object"}}, "exclude"),
+        ({"structured_outputs": {"regex": "(((("}}, "regex"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
+        ({"tool_choice": "required"}, "no tools"),
+    ],
+)
+def test_contradictions_are_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(extra_body=extra, **ASK)
