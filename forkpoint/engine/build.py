@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     )
     _log_start(config, model, ops, cache_plan_lines(layout, num_pages, config, max_model_len))
     _warn_of_limits(layout, num_pages, max_model_len)
-    core = EngineCore(scheduler, runner, async_scheduling=sched.async_scheduling)
+    core = EngineCore(scheduler, runner, async_scheduling=sched.async_scheduling, on_close=platform.release_unused)
     vocab_size = model.config.vocab_size
     eos = frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < vocab_size)
     engine = Engine(core, InputProcessor(tokenizer, vocab_size, max_model_len, eos, config.seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from forkpoint.engine.garbage import GarbageCollector
@@ -38,16 +39,35 @@ class Planner(Protocol):
     def has_unfinished(self) -> bool: ...
 
 
+class _NoRunner:
+    """What a closed engine has."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        raise EngineStoppedError("the engine is closed; make a new one")
+
+    def close(self) -> None:
+        """There is nothing left."""
+
+
 class EngineCore:
     """Drives a planner and a runner. One thread calls it.
 
     With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied. A step
-    that raises ends its requests with an error; the others go on with the next step.
+    that raises ends its requests with an error; the others go on with the next step. `on_close` is called once the
+    runner has been closed and let go.
     """
 
-    def __init__(self, scheduler: Planner, runner: Runner, *, async_scheduling: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Planner,
+        runner: Runner,
+        *,
+        async_scheduling: bool = False,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._on_close = on_close
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._garbage = GarbageCollector()
@@ -122,6 +142,8 @@ class EngineCore:
             self._released = True
             self._in_flight.clear()
             self._runner.close()
+            self._runner = _NoRunner()
+            self._on_close()
 
     def _finish_oldest(self) -> list[RequestUpdate]:
         step, pending = self._in_flight[0]

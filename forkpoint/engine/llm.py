@@ -127,7 +127,9 @@ class LLM:
         return self._metrics()
 
     def close(self) -> None:
-        """Give the memory back; further calls raise EngineStoppedError."""
+        """Give the memory back; further calls raise EngineStoppedError. `get_metrics` keeps its last answer."""
+        last = self._metrics()
+        self._metrics = lambda: last
         self._engine.core.close()
 
     def __enter__(self) -> LLM:

@@ -71,6 +71,9 @@ class Platform(Protocol):
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """What `run` needed of the device's memory at most; all that it did not keep is given back."""
 
+    def release_unused(self) -> None:
+        """Give memory that is kept for later use back to the device."""
+
     def synchronize(self) -> None:
         """Wait for all work issued to the device."""
 
@@ -145,6 +148,9 @@ class CpuPlatform:
         run()
         return 0
 
+    def release_unused(self) -> None:
+        """The host's allocator does so by itself."""
+
     def synchronize(self) -> None:
         """Work on a CPU is done when the call returns."""
 
@@ -218,6 +224,9 @@ class CudaPlatform:
         peak = torch.cuda.max_memory_reserved(self.device)
         torch.cuda.empty_cache()
         return int(peak - before)
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

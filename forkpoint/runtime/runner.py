@@ -113,8 +113,9 @@ class ModelRunner:
         return replace(pending, moved_bytes=moved_bytes, started=started, done=self.platform.mark())
 
     def close(self) -> None:
-        """Wait for the device; the arena's memory goes with the runner."""
+        """Wait for the device and drop the recordings; all other memory goes with the runner."""
         self.platform.synchronize()
+        self._graphs = None
 
     def _failure_seen(self) -> None:
         self._failure = None

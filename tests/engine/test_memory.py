@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from forkpoint.engine import build
 from forkpoint.engine.llm import LLM
 from forkpoint.engine.memory import SAMPLER_BYTES_PER_LOGIT, bytes_beside_arena, full_step_pages, run_full_step
 from forkpoint.engine.sizing import longest_request
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
@@ -47,7 +49,10 @@ class Device(CpuPlatform):
     def __init__(self, share: int = 64 * MIB, peak: int = 0, fails: bool = False) -> None:
         super().__init__()
         self._share, self._peak, self._fails = share, peak, fails
-        self.num_runs = 0
+        self.num_runs = self.num_releases = 0
+
+    def release_unused(self) -> None:
+        self.num_releases += 1
 
     def arena_bytes(self, utilization: float) -> int | None:
         return self._share
@@ -148,6 +153,35 @@ def test_the_longest_request_just_fits(layout: CacheLayout, pages: int) -> None:
     if longest:
         assert layout.num_pages_for(longest, 1) <= pages - 1
     assert layout.num_pages_for(longest + 1, 1) > pages - 1
+
+
+def test_a_closed_engine_holds_no_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even until Python's cycle collector runs."""
+    device = Device(peak=full_step_bytes(folder))
+    llm = _started(folder, device, monkeypatch)
+    runner = llm._engine.core._runner
+    gone = [weakref.ref(runner), weakref.ref(runner.arena.data), weakref.ref(runner._model)]  # type: ignore[attr-defined]
+    del runner
+    llm.generate([[1, 2, 3]], use_tqdm=False)
+    before = llm.get_metrics()
+    gc.disable()
+    try:
+        llm.close()
+        assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.enable()
+    assert device.num_releases == 1
+    assert llm.get_metrics() == before and before["num_model_tokens"] == 18
+    llm.close()
+    with pytest.raises(EngineStoppedError):
+        llm.generate([[1]], use_tqdm=False)
+    assert device.num_releases == 1
+
+
+def full_step_bytes(folder: Path) -> int:
+    model = load_model(folder, ops=OPS)
+    layout = CacheLayout.create(model.kv_specs, model.state_specs)
+    return full_step_pages(layout, SchedulerConfig(), SPEC.max_position_embeddings) * layout.page_bytes
 
 
 def _started(folder: Path, platform: CpuPlatform, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
