@@ -17,7 +17,7 @@ class CaptureContext:
 
     `prompt_end` is the number of tokens that are known beforehand and prefilled; at `junctions` cached (or lately
     evicted) histories part from this one, at `waiting_junctions` waiting prompts do; `breakpoints` were declared by
-    the caller.
+    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once.
     """
 
     start: int
@@ -27,6 +27,7 @@ class CaptureContext:
     breakpoints: tuple[int, ...] = ()
     junctions: frozenset[int] = frozenset()
     waiting_junctions: frozenset[int] = frozenset()
+    fallback_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Source(enum.Enum):
     QUEUE = "queue"  # seen among waiting prompts
     PROMPT_END = "prompt end"
     DECLARED = "declared"
+    FALLBACK = "fallback"  # inside prompts that fill much of the arena: what is left when their end gives way
     INTERVAL = "interval"
 
 
@@ -82,6 +84,10 @@ class SourcedCapture:
             offer((context.prompt_end, context.prompt_end - 1), Origin.PROMPT_END)
         if Source.DECLARED in sources:
             offer(context.breakpoints, Origin.DECLARED)
+        if Source.FALLBACK in sources and context.fallback_step:
+            step = -(-context.fallback_step // grid) * grid
+            last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
+            offer(range(start // step * step + step, last + 1, step), Origin.FALLBACK)
         if self._interval:
             step = -(-self._interval // grid) * grid
             first = start // step * step + step
@@ -90,7 +96,7 @@ class SourcedCapture:
 
 
 class DefaultCapture(SourcedCapture):
-    """Junctions, prompt end, declared boundaries, and every `interval` tokens (0: none) where there is free room."""
+    """Junctions, prompt end, declared boundaries, fallbacks, and every `interval` tokens (0: none) in free room."""
 
     def __init__(self, interval: int) -> None:
         super().__init__(Source, interval)

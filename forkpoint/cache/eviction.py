@@ -80,8 +80,9 @@ class LFUPolicy:
 class CostPolicy:
     """Chance of reuse x recompute cost saved / bytes gives way from the small end.
 
-    The chance starts at a prior by origin; that of a conversation's end rises with every turn (the rule of
-    succession, for conversations that stop after their first turn three times in four), all grow with hits. It
+    The chance starts at a prior by origin; that of a conversation's end, and of its fallbacks, rises with every turn
+    (the rule of succession, for conversations that stop after their first turn three times in four). All grow with
+    hits. It
     decays with the new data since the last use, at a rate that the median reuse distance sets: where times until
     reuse are exponential and most entries are never reused, it halves with every median. That decay is common to
     all entries, so the order of two entries changes only when one is used (or the median is learnt anew), and the
@@ -96,7 +97,7 @@ class CostPolicy:
     }
     TURNS_CONTINUED, TURNS_ENDED = 1, 3  # what is taken as seen before the first turn
     SUPERSEDED_FACTOR = 0.2
-    HALF_LIFE = 0.6  # median reuse distances; the simulator's best, and 0.4 to 1 come close
+    HALF_LIFE = 0.8  # median reuse distances; in the simulator all from 0.4 to 1 come close
     EXPECTED_FACTOR = 1e6  # a waiting request is known to resume there
 
     def key(self, entry: EntryFacts) -> float:

@@ -20,13 +20,13 @@ class GhostTable:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._kinds: OrderedDict[BlockHash, GhostKind] = OrderedDict()
-        self._last_used: dict[BlockHash, float] = {}  # of those that had a checkpoint
+        self._last_used: dict[BlockHash, float] = {}  # of those that had a turn's end
 
     def __len__(self) -> int:
         return len(self._kinds)
 
     def add(self, block_hash: BlockHash, kind: GhostKind, last_used: float | None = None) -> None:
-        """Remember an evicted entry; `last_used` is the clock at its checkpoint's last use."""
+        """Remember an evicted entry; `last_used` is the clock at the last use of a turn's end."""
         if not self._capacity:
             return
         if last_used is not None:

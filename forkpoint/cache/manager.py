@@ -17,9 +17,11 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import Lease, RunningSlot
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.store import PendingSave, PrefixStore
-from forkpoint.cache.tree import NO_UNIT, TURN_ENDS, Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, TURN_ENDS, Checkpoint, Node, Origin, Provenance
 from forkpoint.config import CacheConfig
 from forkpoint.outputs import MissReason
+
+FALLBACKS_PER_ARENA = 4
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -219,6 +221,12 @@ class CacheManager:
         key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, _num_turns(lease))
         return self.store.take_slot(save, below=key)
 
+    @property
+    def fallback_step(self) -> int:
+        """Tokens of keys and values that fill a share of the arena which no conversation should lose at once."""
+        blocks = self.arena.num_pages * self.layout.blocks_per_page
+        return blocks // FALLBACKS_PER_ARENA * self.layout.block_size
+
     def reusable_soon(self, lease: Lease, limit: int) -> int:
         """How many tokens of this lease's history, at most `limit`, the plan under construction makes
         reusable for the next one."""
@@ -353,13 +361,14 @@ class CacheManager:
         lease.touched.append(checkpoint)
         self._note_filed(lease, checkpoint)
         hit = lease.hit
-        if checkpoint.origin not in TURN_ENDS:
+        if checkpoint.origin not in OF_CONVERSATION:
             return
         checkpoint.num_turns = _num_turns(lease)
         self.store.refile(checkpoint)
-        if hit is not None and not hit.superseded:
-            hit.superseded = True
-            self.store.refile(hit)
+        if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
+            return
+        hit.superseded = True
+        self.store.refile(hit)
 
     def drain_filed(self) -> list[Node | Checkpoint]:
         """What was filed since the last call: it is computed by the plan now issued, or by earlier ones."""
@@ -484,4 +493,4 @@ class CacheManager:
 def _num_turns(lease: Lease) -> int:
     """How often the conversation of a request was continued before, as far as checkpoints tell."""
     hit = lease.hit
-    return hit.num_turns + 1 if hit is not None and hit.origin in TURN_ENDS else 0
+    return hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0

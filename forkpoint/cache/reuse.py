@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SHORTEST, LONGEST = 0.1, 2.0  # arenas of new data
-STEP = 1.04  # one observation moves the estimate by so much
+STEP = 0.04  # one observation moves the estimate by this share, the first ones by more
 NOTABLE = 1.2  # a change by so much is worth ordering all entries anew
 
 
@@ -16,6 +16,7 @@ class ReuseDistance:
 
     def __init__(self, start: float = 0.25) -> None:
         self._now = self._reported = start
+        self._num_observed = 0
 
     @property
     def median(self) -> float:
@@ -24,7 +25,9 @@ class ReuseDistance:
 
     def observe(self, distance: float) -> bool:
         """One reuse. True if the median has changed notably."""
-        moved = self._now * STEP if distance > self._now else self._now / STEP
+        self._num_observed += 1
+        factor = 1 + max(STEP, 1 / self._num_observed)
+        moved = self._now * factor if distance > self._now else self._now / factor
         self._now = min(max(moved, SHORTEST), LONGEST)
         if 1 / NOTABLE < self._now / self._reported < NOTABLE:
             return False

@@ -125,6 +125,8 @@ class PrefixStore:
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
         """Remember a node that may have become an unpinned leaf."""
+        if node.checkpoint is not None and not node.children:
+            self._checkpoints.push(node.checkpoint)  # its keys and values now hang on it alone: it is worth less a byte
         if node.depth == 0 or node.dropped or not _is_free_leaf(node) or node.checkpoint is not None:
             return
         if node.condemned:

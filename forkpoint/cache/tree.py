@@ -27,12 +27,14 @@ class Origin(enum.Enum):
     DECLARED = "declared"
     JUNCTION = "junction"
     INTERVAL = "interval"
+    FALLBACK = "fallback"
     DECODE = "decode"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, and these are counted a lot
 
 
 TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
+OF_CONVERSATION = (*TURN_ENDS, Origin.FALLBACK)
 
 
 @dataclass(slots=True, eq=False)

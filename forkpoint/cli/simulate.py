@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -57,16 +58,33 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _trace(name: str, options: argparse.Namespace) -> Trace:
+    name, given = _trace_options(name, options)
     path = Path(name)
     made_up = name.partition(":")[0] in WORKLOADS and not path.exists()
-    trace = make_workload(name) if made_up else read_trace(path, options.limit)
-    if options.max_tokens is not None:
-        trace = trace.within(options.max_tokens)
-    if options.sessions < 1:
-        trace = trace.sample(options.sessions)
+    trace = make_workload(name) if made_up else read_trace(path, given["limit"])
+    if given["max_tokens"] is not None:
+        trace = trace.within(given["max_tokens"])
+    if given["sessions"] < 1:
+        trace = trace.sample(given["sessions"])
     if not trace.requests:
         raise ConfigError(f"nothing is left of trace {name}; read more of it, or leave less out")
     return trace.scaled(options.arrival_scale, options.think_scale)
+
+
+def _trace_options(name: str, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """`FILE@limit=1000,sessions=0.5`: the file, and what the options say unless its name says otherwise."""
+    kinds: dict[str, type] = {"limit": int, "sessions": float, "max_tokens": int}
+    given: dict[str, Any] = {key: getattr(options, key) for key in kinds}
+    name, _, own = name.partition("@")
+    for part in filter(None, own.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            given[key] = kinds[key](value)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"trace option {part!r} is not understood; give {', '.join(kinds)} and a number"
+            ) from None
+    return name, given
 
 
 def _shape(name: str) -> ModelShape:

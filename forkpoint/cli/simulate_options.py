@@ -19,7 +19,8 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "traces",
         nargs="*",
         metavar="TRACE",
-        help=f"a trace file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)})",
+        help=f"a file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)}); with options: "
+        "FILE@limit=1000,sessions=0.5,max_tokens=100000",
     )
     what.add_argument("--limit", type=int, metavar="INT", help="read so many requests (or conversations) only")
     what.add_argument("--sessions", type=float, default=1.0, metavar="SHARE", help="replay a share of the sessions")

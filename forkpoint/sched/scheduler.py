@@ -238,6 +238,7 @@ class Scheduler:
             breakpoints=request.breakpoints,
             junctions=entry.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
+            fallback_step=self.cache.fallback_step,
         )
         self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step

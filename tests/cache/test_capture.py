@@ -92,3 +92,15 @@ def test_policies_by_name(name: str, positions: set[int]) -> None:
 def test_every_policy_of_the_options_exists() -> None:
     for field, names in (("capture_policy", CAPTURE_POLICIES), ("eviction_policy", EVICTION_POLICIES)):
         assert get_args(get_type_hints(CacheConfig)[field]) == names
+
+
+def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:
+    """At every multiple of the step, but for those that the prompt's end makes superfluous."""
+
+    def fallbacks(prompt_end: int, step: int) -> set[int]:
+        chosen = found(end=prompt_end, prompt_end=prompt_end, fallback_step=step)
+        return {position for position, origin in chosen.items() if origin is Origin.FALLBACK}
+
+    assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is on the grid; 18,048 is too near the end
+    assert fallbacks(22_000, 6000) == {6016, 12_032, 18_048}
+    assert fallbacks(5000, 6000) == set() and fallbacks(20_000, 0) == set()

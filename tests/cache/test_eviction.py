@@ -146,3 +146,29 @@ def test_an_empty_queue() -> None:
     queue.push(Entry(1.0))
     queue.clear()
     assert queue.lowest() is None
+
+
+def test_a_conversation_that_went_on_before_is_kept_longer() -> None:
+    key = CostPolicy().key
+    keys = [key(BASE._replace(num_turns=turns)) for turns in range(5)]
+    assert keys == sorted(keys) and keys[1] - keys[0] > keys[4] - keys[3] > 0
+
+
+def test_recency_counts_by_the_learnt_distance() -> None:
+    """Twice the saving makes up for one half-life."""
+    key, half_life = CostPolicy().key, CostPolicy.HALF_LIFE * 0.5
+    facts = BASE._replace(reuse_distance=0.5)
+    older = facts._replace(last_used=1.0 - half_life, saved=2000.0)
+    assert key(older) == pytest.approx(key(facts))
+
+
+def test_refresh_orders_anew() -> None:
+    queue, entries = make_queue(), [Entry(float(index)) for index in range(6)]
+    for entry in entries:
+        queue.push(entry)
+    for index, entry in enumerate(entries):
+        entry.key = float(-index)
+    entries[5].dropped = True
+    queue.refresh()
+    found = queue.lowest()
+    assert found is not None and found[1] is entries[4]

@@ -1,0 +1,239 @@
+"""The simulator makes the engine's own decisions; time, routing and accounting around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.engine.core import EngineCore
+from forkpoint.params import SamplingParams
+from forkpoint.sched.plan import StepPlan
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduler import Scheduler
+from forkpoint.sim.bound import ReuseProblem, clairvoyant_bound
+from forkpoint.sim.cost import H200, CostModel
+from forkpoint.sim.engine_system import EngineOptions, EngineSystem
+from forkpoint.sim.routing import make_router
+from forkpoint.sim.shape import QWEN3_5_9B
+from forkpoint.sim.simulator import SimulationResult, Simulator
+from forkpoint.sim.sweep import Case, run_cases
+from forkpoint.sim.tokens import TokenSpans
+from forkpoint.sim.trace import Trace, TraceRequest
+from forkpoint.sim.workload import make_workload
+from tests.hash_runner import HashRunner
+from tests.sched.harness import HYBRIDS, LAYOUTS
+from tests.sim.driving import fresh, join, request
+
+VOCAB = 5000
+SCHEDULER = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=6)
+COST = QWEN3_5_9B.recompute_cost
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: tuple[int, ...]
+    num_outputs: int
+    step: int  # when it arrives, in steps
+
+
+@st.composite
+def asks_strategy(draw: st.DrawFn) -> list[Ask]:
+    """Prompts that share trunks and continue each other's beginnings."""
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    trunks = [rng.integers(0, VOCAB, 900).tolist() for _ in range(3)]
+    asks: list[Ask] = []
+    for _ in range(draw(st.integers(2, 14))):
+        trunk = trunks[draw(st.integers(0, 2))]
+        own = rng.integers(0, VOCAB, draw(st.integers(1, 200))).tolist()
+        prompt = trunk[: draw(st.integers(0, 14)) * 64] + own
+        asks.append(Ask(tuple(prompt), draw(st.integers(1, 150)), draw(st.integers(0, 60))))
+    return sorted(asks, key=lambda ask: ask.step)
+
+
+def shown(plan: StepPlan) -> tuple[object, ...]:
+    """All that a plan decides."""
+    columns = plan.decodes
+    arrays = (columns.rows, columns.starts, columns.new_blocks, columns.read_slots, columns.write_slots)
+    return (
+        plan.removed,
+        plan.moves,
+        tuple((row.row, row.request_id, tuple(row.block_ids.tolist())) for row in plan.added),
+        tuple((item.row, tuple(item.block_ids.tolist())) for item in plan.replaced),
+        tuple(tuple(array.tolist()) for array in arrays),
+        tuple(
+            (c.row, c.start, c.end, tuple(c.new_blocks.tolist()), c.read_slot, c.write_slot, c.saves)
+            for c in plan.chunks
+        ),
+    )
+
+
+class Watched(HashRunner):
+    def __init__(self, layout: CacheLayout, num_pages: int) -> None:
+        super().__init__(layout, num_pages, VOCAB)
+        self.plans: list[tuple[object, ...]] = []
+
+    def submit(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        self.plans.append(shown(plan))
+        return super().submit(plan)
+
+
+@settings(max_examples=25, deadline=None)
+@given(name=st.sampled_from(HYBRIDS), asks=asks_strategy(), tokens=st.integers(1400, 6000))
+def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: int) -> None:
+    """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
+    layout = LAYOUTS[name]
+    num_pages = layout.num_pages_for(tokens, 4) + 1
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, max_model_len=1 << 20, cost=COST)
+    runner = Watched(layout, num_pages)
+    core = EngineCore(scheduler, runner)
+    requests = {}
+    for index, ask in enumerate(asks):
+        params = SamplingParams(temperature=0.0, max_tokens=ask.num_outputs, ignore_eos=True)
+        prompt = np.asarray(ask.prompt, np.int32)
+        requests[f"r{index}"] = Request(f"r{index}", prompt, params, ask.num_outputs, seed=0)
+    step = 0
+    waiting = list(zip(asks, requests.values(), strict=True))
+    while waiting or core.has_unfinished():
+        while waiting and waiting[0][0].step <= step:
+            core.add(waiting.pop(0)[1])
+        core.step()
+        step += 1
+
+    system = EngineSystem("engine", EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST))
+    plans = []
+    plan_step = system.sched.schedule
+
+    def watched() -> StepPlan | None:
+        plan = plan_step()
+        if plan is not None:
+            plans.append(shown(plan))
+        return plan
+
+    system.sched.schedule = watched  # type: ignore[method-assign]
+    step, index = 0, 0
+    while index < len(asks) or system.num_unfinished():
+        while index < len(asks) and asks[index].step <= step:
+            done = requests[f"r{index}"]
+            spans = [TokenSpans(tuple((t, 1) for t in ids)) for ids in (asks[index].prompt, done.output_token_ids)]
+            assert system.add(request(done.id, *spans))
+            index += 1
+        if system.plan(0.0) is not None:
+            for finished in system.finish(0.0).finished:
+                expected, found = requests[finished].cache, system.cache_report(finished)
+                assert found.num_cached_tokens == expected.num_cached_tokens
+                assert found.kv_num_tokens == expected.kv_num_tokens
+        step += 1
+    assert plans == runner.plans
+    assert system.sched.stats() == scheduler.stats()
+
+
+def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin", gib: int = 16) -> SimulationResult:
+    layout = QWEN3_5_9B.layout
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
+    options = EngineOptions(layout, (gib << 30) // layout.page_bytes, CacheConfig(), scheduler, COST)
+    systems = [EngineSystem(f"engine {index}", options) for index in range(replicas)]
+    return Simulator(trace, systems, CostModel(QWEN3_5_9B, H200), make_router(router)).run()
+
+
+def test_a_request_alone_takes_what_its_steps_take() -> None:
+    result = simulate(Trace("one", (request("a", fresh(20_000), 5, arrival_s=3.0),)))
+    record, model = result.records[0], CostModel(QWEN3_5_9B, H200)
+    assert record.first_token_s is not None and record.finished_s is not None and record.ttft_s is not None
+    chunks = [model.prefill_s(0, 8192), model.prefill_s(8192, 16_384), model.prefill_s(16_384, 20_000)]
+    assert record.ttft_s == pytest.approx(sum(chunks), rel=0.03)
+    assert result.num_steps == 7 and result.elapsed_s == record.finished_s > 3.0 + record.ttft_s
+    assert result.counters[0].kv_written_bytes == 20_004 * QWEN3_5_9B.kv_token_bytes
+
+
+def test_a_turn_waits_for_the_one_before_and_for_the_user() -> None:
+    first, answer = fresh(5000), fresh(300)
+    second = request("b", join(first, answer, fresh(100)), 10, after="a", think_s=7.0)
+    result = simulate(Trace("two", (request("a", first, answer), second)))
+    a, b = result.records
+    assert a.finished_s is not None and b.arrival_s == a.finished_s + 7.0
+    assert b.num_cached_tokens == 5248
+
+
+def test_scaling_and_sampling() -> None:
+    trace = make_workload("chat:sessions=40,turns=3")
+    slower = trace.scaled(arrivals=2.0, think=3.0)
+    assert [r.arrival_s for r in slower.requests] == [2 * r.arrival_s for r in trace.requests]
+    assert [r.think_s for r in slower.requests] == [3 * r.think_s for r in trace.requests]
+    sample = trace.sample(0.5)
+    sessions = {r.session for r in sample.requests}
+    assert 8 < len(sessions) < 32
+    assert [r for r in trace.requests if r.session in sessions] == list(sample.requests)
+    short = trace.within(1500)
+    assert all(r.num_prompt_tokens + r.num_output_tokens <= 1500 for r in short.requests)
+    assert {r.after for r in short.requests} <= {r.id for r in short.requests} | {None}
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "prefix-aware"])
+def test_replicas_share_the_load(router: str) -> None:
+    trace = make_workload("chat:sessions=30,turns=5,gap_s=0.2,think_s=3")
+    result = simulate(trace, replicas=3, router=router)
+    served = [sum(record.replica == index for record in result.records) for index in range(3)]
+    assert sum(served) == len(trace.requests) and min(served) > len(trace.requests) / 8
+
+
+def test_prefix_aware_routing_finds_the_replica_of_a_conversation() -> None:
+    trace = make_workload("chat:sessions=30,turns=5,gap_s=0.2,think_s=3")
+
+    def hits(router: str) -> int:
+        return sum(record.num_cached_tokens for record in simulate(trace, 3, router).records)
+
+    assert hits("prefix-aware") > 1.2 * hits("round-robin")
+
+
+@pytest.mark.parametrize(
+    "spec", ["chat:sessions=15", "agents:sessions=2,turns=6", "rag:questions=60", "tree:problems=2"]
+)
+def test_every_system_serves_every_workload_below_the_bound(spec: str) -> None:
+    trace = make_workload(spec)
+    trace = trace.open_loop([item.id for item in trace.requests]).scaled(arrivals=30.0)  # one after another
+    scheduler, layout = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64), QWEN3_5_9B.layout
+    systems = ("forkpoint", "vllm", "vllm-dense", "vllm-unit64", "sglang")
+    cases = [Case(trace, QWEN3_5_9B, H200, name, 6 << 30, scheduler) for name in systems]
+    results = run_cases(cases, jobs=1)
+    problem = ReuseProblem.of(trace.by_arrival())
+    bound = clairvoyant_bound(problem, 6 << 30, layout.block_bytes, layout.slot_bytes, num_rounds=30).worth
+    for result in results:
+        assert result.num_refused == 0 and result.hit_tokens <= bound, result.system
+        assert result.hit_rate > 0, result.system
+
+
+def test_cases_in_processes_give_the_same() -> None:
+    trace = make_workload("chat:sessions=6,turns=3")
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
+    cases = [Case(trace, QWEN3_5_9B, H200, name, 8 << 30, scheduler) for name in ("forkpoint", "vllm", "sglang")]
+    counted: list[int] = []
+    assert run_cases(cases, jobs=2, progress=counted.append) == run_cases(cases, jobs=1)
+    assert sum(counted) == 3 * len(trace.requests)
+
+
+@pytest.mark.parametrize("share", [0.85, 0.9, 0.95])
+def test_two_alternating_conversations_in_too_little_memory(share: float) -> None:
+    """Where both do not fit, each keeps a part: both are served better than by vLLM, which falls to a third."""
+    requests: list[TraceRequest] = []
+    histories = [fresh(20_000), fresh(20_000)]
+    for turn in range(14):
+        talk, answer = turn % 2, fresh(100)
+        requests.append(request(f"{turn}", histories[talk], answer, arrival_s=60.0 * turn))
+        histories[talk] = join(histories[talk], answer, fresh(100))
+    layout = QWEN3_5_9B.layout
+    whole = 2 * (histories[0].num_tokens * QWEN3_5_9B.kv_token_bytes + 2 * layout.slot_bytes)
+    num_pages = int(whole * share) // layout.page_bytes
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
+    system = EngineSystem("engine", EngineOptions(layout, num_pages, CacheConfig(), scheduler, COST))
+    trace = Trace("alternating", tuple(requests))
+    records = Simulator(trace, [system], CostModel(QWEN3_5_9B, H200), make_router("round-robin")).run().records[2:]
+    for talk in range(2):
+        served = records[talk::2]
+        reused = sum(r.num_cached_tokens for r in served)
+        assert reused / sum(r.request.num_prompt_tokens for r in served) > 0.334
