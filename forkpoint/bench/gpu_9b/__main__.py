@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default=",".join(every), help=f"parts, separated by commas: {', '.join(every)}")
     parser.add_argument("--repeats", type=int, default=Sizes().repeats)
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step, if not the default")
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--profile", action="store_true", help="print where the time of each kind of step goes, and end"
@@ -98,9 +99,13 @@ def run(args: argparse.Namespace, shape: HybridShape, sizes: Sizes, folder: Path
         print(f"# counters agreed after {client.num_checked} calls", file=sys.stderr)
 
 
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    return engine_options(args.device, args.enforce_eager, args.max_num_batched_tokens)
+
+
 def start(model: Path, args: argparse.Namespace) -> LLM:
     began = time.perf_counter()
-    llm = LLM(str(model), **engine_options(args.device, args.enforce_eager))
+    llm = LLM(str(model), **flags_of(args))
     print(f"# engine started in {time.perf_counter() - began:.1f} s", file=sys.stderr)
     return llm
 
@@ -119,7 +124,10 @@ def compare_copies(args: argparse.Namespace, shape: HybridShape, sizes: CopySize
     model = write_config(folder / "model", shape)
 
     def started(copied: bool) -> tuple[Client, Callable[[], None]]:
-        options = {**engine_options(args.device, args.enforce_eager), "force_state_copy": copied}
+        options = {
+            **flags_of(args),
+            "force_state_copy": copied,
+        }
         llm = LLM(str(model), **options)
         return Client(llm, shape.vocab_size, copies=copied), llm.close
 
@@ -132,6 +140,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     """What was run, where, when; the command without the paths of this machine."""
     flags = ["--only", args.only, "--repeats", str(args.repeats)]
     flags += ["--enforce-eager"] if args.enforce_eager else []
+    budget = args.max_num_batched_tokens
+    flags += [] if budget is None else ["--max-num-batched-tokens", str(budget)]
     on_gpu = resolve_platform(args.device).device.type != "cpu"
     return {
         "command": shlex.join(["python", "-m", "forkpoint.bench.gpu_9b", *flags]),
@@ -139,7 +149,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "commit": args.commit or machine.commit_hash(),
         "machine": torch.cuda.get_device_name() if on_gpu else machine.cpu_model(),
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "options": ", ".join(f"{k}={v}" for k, v in engine_options(args.device, args.enforce_eager).items()),
+        "options": ", ".join(f"{k}={v}" for k, v in flags_of(args).items()),
         "repeats": args.repeats,
     }
 
@@ -181,7 +191,8 @@ def _budget(args: argparse.Namespace) -> int:
     from forkpoint.config import SchedulerOptions
 
     on_gpu = resolve_platform(args.device).device.type != "cpu"
-    return SchedulerOptions().resolve(on_gpu=on_gpu).max_num_batched_tokens
+    options = SchedulerOptions(max_num_batched_tokens=args.max_num_batched_tokens)
+    return options.resolve(on_gpu=on_gpu).max_num_batched_tokens
 
 
 def _say_floor(floor: Floor) -> None:
