@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 TILE = 64  # tokens of one row that a tiled kernel takes at a time
-PART_BLOCKS = 4  # blocks of keys in the smallest part of a decode row, and the unit of larger ones
+PART_BLOCKS = 4  # blocks of keys in a part of a decode row, and the unit of larger ones
+SHORT_BLOCKS = 8  # up to here parts are half as long: few programs would wait for one block after another
 MAX_PARTS = 64  # of one decode row
 
 IntArray = npt.NDArray[np.int32]
@@ -39,7 +40,7 @@ def part_table(kv_lens: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
     """
     blocks = -(-kv_lens.astype(np.int64) // block_size)
     unit = MAX_PARTS * PART_BLOCKS
-    sizes = np.maximum(1, -(-blocks // unit)) * PART_BLOCKS
+    sizes = np.where(blocks <= SHORT_BLOCKS, PART_BLOCKS // 2, np.maximum(1, -(-blocks // unit)) * PART_BLOCKS)
     counts = -(-blocks // sizes)
     pointers = np.zeros(len(kv_lens) + 1, np.int32)
     np.cumsum(counts, out=pointers[1:])

@@ -47,7 +47,6 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    KEYS: tl.constexpr,
 ):
     """Programs take turns over (part, key head); the sums of a part's query heads go to its line of the scratch."""
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -69,25 +68,23 @@ def decode_kernel(
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
         table = block_table + line.to(tl.int64) * table_stride
         next_row, next_low, next_high = _part(parts, tl.minimum(item + step, num_parts * HEADS - 1) // HEADS)
-        PER: tl.constexpr = BLOCK // KEYS
-        for j in range(low * PER, high * PER):
-            now = tl.load(table + j // PER).to(tl.int64)
-            within = (j % PER) * KEYS
+        for j in range(low, high):
+            block = tl.load(table + j).to(tl.int64)
             total, weight, top = see(
                 rows,
                 total,
                 weight,
                 top,
-                k_cache + now * k_block + kv_head * k_head + within * D,
-                v_cache + now * v_block + kv_head * v_head + within * DV,
-                j * KEYS,
+                k_cache + block * k_block + kv_head * k_head,
+                v_cache + block * v_block + kv_head * v_head,
+                j * BLOCK,
                 position,
                 kv_len,
                 scale,
                 window,
                 D,
                 DV,
-                KEYS,
+                BLOCK,
                 BLOCK_D,
                 BLOCK_DV,
                 True,
@@ -111,18 +108,22 @@ def combine_kernel(
     gate_token,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """One query head of one row; a row without parts gives zeros."""
-    pid = tl.program_id(0)
+    """COLUMNS values of one query head of one row; a row without parts gives zeros."""
+    PIECES: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
+    pid = tl.program_id(0) // PIECES
     row, head = pid // HEADS, pid % HEADS
     begin, end = tl.load(part_ptr + row), tl.load(part_ptr + row + 1)
     first = begin.to(tl.int64) * HEADS + head
-    answer = join(totals, weights, tops, first, end - begin, HEADS, DV, BLOCK_DV, PARTS, STAGES)
-    at = tl.arange(0, BLOCK_DV)
+    at = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
+    if end - begin <= FEW:
+        answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, FEW)
+    else:
+        answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, MANY)
     if GATED:
         gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
         answer = gated(answer, gate_at, at < DV, out.dtype.element_ty)

@@ -17,7 +17,7 @@ from torch import Tensor
 from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
-from forkpoint.ops.metadata import TILE, AttentionIndex
+from forkpoint.ops.metadata import MAX_PARTS, TILE, AttentionIndex
 
 PREFILL_PROGRAMS = 132  # of `prefill_kernel` that a large GPU runs at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
@@ -30,10 +30,10 @@ class DecodeLaunch:
     num_programs: int = 2112  # at most; they take turns
     num_warps: int = 4
     num_stages: int = 2
-    parts: int = 16  # that a combining program adds at once
-    combine_warps: int = 4
-    combine_stages: int = 1
-    keys: int = 64
+    columns: int = 128  # of a head that a combining program makes
+    few_parts: int = 8  # that it adds at once, and where there are more
+    many_parts: int = MAX_PARTS
+    combine_warps: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,11 @@ class PagedAttention:
                 call.window or 0,
                 **sizes,
                 BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])),
-                KEYS=how.keys,
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )
-        combine_kernel[(index.num_decodes * heads,)](
+        columns = min(how.columns, sizes["BLOCK_DV"])
+        combine_kernel[(index.num_decodes * heads * triton.cdiv(sizes["DV"], columns),)](
             scratch.totals,
             scratch.weights,
             scratch.tops,
@@ -178,9 +178,9 @@ class PagedAttention:
             call.gate_token,
             HEADS=heads,
             DV=sizes["DV"],
-            BLOCK_DV=sizes["BLOCK_DV"],
-            PARTS=how.parts,
-            STAGES=how.combine_stages,
+            COLUMNS=columns,
+            FEW=how.few_parts,
+            MANY=how.many_parts,
             GATED=call.gate is not None,
             num_warps=how.combine_warps,
         )

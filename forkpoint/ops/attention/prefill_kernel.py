@@ -113,7 +113,7 @@ def prefill_kernel(
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
         table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
         full = low
-        if not HAS_WINDOW:
+        if not (HAS_WINDOW or SPLIT):  # a share is too short for two loops
             full = tl.minimum(end, tl.maximum(low, (before + first + 1) // BLOCK))
         for masked in tl.static_range(2):
             from_block, to_block = low, full
@@ -191,8 +191,8 @@ def join_kernel(
     query = first + query % QUERIES
     if (query < last) & (end - low > size):
         entry = within.to(tl.int64) * num_splits * HEADS + head
-        answer = join(totals, weights, tops, entry, tl.cdiv(end - low, size), HEADS, DV, BLOCK_DV, PARTS, 1)
         at = tl.arange(0, BLOCK_DV)
+        answer = join(totals, weights, tops, entry, tl.cdiv(end - low, size), HEADS, at, DV, PARTS)
         token = (start + query).to(tl.int64)
         if GATED:
             gate_at = gate + token * gate_token + head * DV + at

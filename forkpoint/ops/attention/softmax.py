@@ -67,26 +67,14 @@ def see(
 
 
 @triton.jit
-def join(
-    totals,
-    weights,
-    tops,
-    first,
-    count,
-    stride,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The answer `[BLOCK_DV]` of one query and head from `count` parts, in the order of their positions.
+def join(totals, weights, tops, first, count, stride, at, DV: tl.constexpr, PARTS: tl.constexpr):
+    """Columns `at` of the answer of one query and head from `count` parts, PARTS at a time.
 
     Parts are entries `first`, `first + stride` .. of `totals[., DV]`, `weights[.]`, `tops[.]`. No parts give zeros.
     """
-    at = tl.arange(0, BLOCK_DV)
-    total = tl.zeros((BLOCK_DV,), tl.float32)
+    total = tl.zeros(at.shape, tl.float32)
     weight, top = 0.0, -1.0e30
-    for begin in tl.range(0, count, PARTS, num_stages=STAGES):
+    for begin in range(0, count, PARTS):
         part = begin + tl.arange(0, PARTS)
         present = part < count
         entry = first + part * stride
