@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
 TILE = tl.constexpr(TOKEN_TILE)
-CHANNELS = 64  # of a prefill program
-TOKENS = 64  # of a prefill program's 64 that it takes at a time
+CHANNELS = 256  # of a prefill program
+TOKENS = 16  # of a prefill program
 UPDATE_CHANNELS = 256  # of an update program
 
 
@@ -59,44 +60,54 @@ def _prefill_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One tile of tokens, BLOCK channels. A segment's first tile alone looks at its old window and stores new ones."""
+    """TOKENS tokens of a tile one after another, BLOCK channels, the last inputs kept in registers.
+
+    The program of a segment's first tokens alone looks at its old window and stores new ones.
+    """
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
-    tile = pid // PIECES
+    PARTS: tl.constexpr = TILE // TOKENS
+    tile = pid // (PIECES * PARTS)
     segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if segment < 0:
         return
+    offset += (pid // PIECES) % PARTS * TOKENS
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     source = tl.load(src + segment)
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
+    here = first + offset.to(tl.int64) * x_stride + channel
+    window, taps = (), ()
+    for j in tl.static_range(W):
+        taps += (tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32),)
+    for j in tl.static_range(W - 1):
+        # Parts are longer than a window: it lies before the segment, or inside.
+        value = tl.zeros((BLOCK,), x.dtype.element_ty)
+        if offset > 0:
+            value = tl.load(here - (W - 1 - j) * x_stride, mask=present & (offset < length), other=0.0)
+        elif source >= 0:
+            old = pool + source.to(tl.int64) * slot_stride + j * row_stride + channel
+            value = tl.load(old, mask=present, other=0.0).to(x.dtype.element_ty)
+        window += (value.to(tl.float32),)
     shift = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-    for low in tl.static_range(0, TILE, TOKENS):
-        token = offset + low + tl.arange(0, TOKENS)
-        total = tl.zeros((TOKENS, BLOCK), tl.float32)
-        for j in tl.static_range(W):
-            back = token - (W - 1) + j
-            seen = ((back >= 0) & (back < length))[:, None] & present[None, :]
-            value = tl.load(first + back.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=seen, other=0.0)
-            if low < W - 1:  # noqa: SIM102 (decided when compiling)
-                if (offset == 0) & (source >= 0):
-                    # Rows of the window that lie before the segment's first token.
-                    behind = (back < 0)[:, None] & present[None, :]
-                    row = tl.where(back < 0, back + W - 1, 0)
-                    old = pool + source.to(tl.int64) * slot_stride + row[:, None] * row_stride + channel[None, :]
-                    value = tl.where(behind, tl.load(old, mask=behind, other=0.0).to(value.dtype), value)
-            tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
-            total += value.to(tl.float32) * tap[None, :]
-        if HAS_BIAS:
-            total += shift[None, :]
+    place = out + (start + offset).to(tl.int64) * D + channel
+    for t in tl.static_range(TOKENS):
+        inside = present & (offset + t < length)
+        window += (tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32),)
+        total = window[0] * taps[0]
+        for j in tl.static_range(1, W):
+            total += window[j] * taps[j]
+        total += shift
         if SILU:
             total = silu_fp32(total)
-        place = out + (start.to(tl.int64) + token)[:, None] * D + channel[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=(token < length)[:, None] & present[None, :])
+        tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
+        window = window[1:]
     if offset == 0:
         # The segment may write the slot that it reads: every warp has read the old window by now.
         tl.debug_barrier()
@@ -129,28 +140,29 @@ def _update_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // PIECES).to(tl.int64)
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
     present = channel < D
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    # Without branches all loads are under way at once.
+    seen, kept = present & (source >= 0), present & (target >= 0)
+    old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
-        value = tl.zeros((BLOCK,), pool.dtype.element_ty)
-        if source >= 0:
-            value = tl.load(pool + source * slot_stride + j * row_stride + channel, mask=present, other=0.0)
+        value = tl.load(old + j * row_stride, mask=seen, other=0.0)
         tap = tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32)
         total += value.to(x.dtype.element_ty).to(tl.float32) * tap
-        if j > 0 and target >= 0:
+        if j > 0:
             # Row j - 1 has been read already, by this very program.
-            tl.store(pool + target * slot_stride + (j - 1) * row_stride + channel, value, mask=present)
+            tl.store(new + (j - 1) * row_stride, value, mask=kept)
     tap = tl.load(weight + channel * W + W - 1, mask=present, other=0.0).to(tl.float32)
     total += newest.to(tl.float32) * tap
-    if target >= 0:
-        place = pool + target * slot_stride + (W - 2) * row_stride + channel
-        tl.store(place, newest.to(pool.dtype.element_ty), mask=present)
+    tl.store(new + (W - 2) * row_stride, newest.to(pool.dtype.element_ty), mask=kept)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     if SILU:
@@ -174,7 +186,7 @@ def conv_prefill(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert index.tiles is not None, "kernels need the index's tiles"
     pieces = triton.cdiv(dim, CHANNELS)
-    _prefill_kernel[(index.tiles.shape[0] * pieces,)](
+    _prefill_kernel[(index.tiles.shape[0] * pieces * (TOKEN_TILE // TOKENS),)](
         x,
         weight,
         x if bias is None else bias,
@@ -197,6 +209,8 @@ def conv_prefill(
         TOKENS=TOKENS,
         BLOCK=CHANNELS,
         PIECES=pieces,
+        **overlap(x.device),
+        num_warps=2,
     )
     return out
 
@@ -224,6 +238,7 @@ def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, in
         SILU=silu,
         BLOCK=UPDATE_CHANNELS,
         PIECES=pieces,
+        **overlap(x.device),
         num_warps=2,
     )
     return out

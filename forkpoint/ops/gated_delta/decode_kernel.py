@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.gated_delta.gates import L2_EPS, check_layout, gates, sizes
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex
 from forkpoint.ops.table import GDNParams
 
@@ -37,8 +38,10 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
     TILES_V: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """BLOCK_V value rows of one head of one sequence: the state is read once and written once."""
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     head = (pid // TILES_V) % HV
     row = (pid // (TILES_V * HV)).to(tl.int64)
@@ -104,6 +107,7 @@ def gdn_decode(
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         DOUBLE_BETA=shape.allow_neg_eigval,
+        **overlap(mixed.device),
         num_warps=1,
         num_stages=1,
     )

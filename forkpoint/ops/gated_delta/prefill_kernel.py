@@ -2,12 +2,15 @@
 
 Two launches. The first works on all 64-token chunks at once: gates, norms of q and k, the inverse of the chunk's
 triangular system, its scores. The second walks each segment's chunks in order, with the fp32 state in registers, and
-stores the state to slots where the index says so. There everything is held transposed, `[V, tokens]`, so that each
-product's left operand is the result of the one before and stays in registers. Products take bfloat16 operands for
-bfloat16 inputs and fp32 operands otherwise; every sum is fp32.
+stores the state to slots where the index says so. Held transposed, each product's left operand there is the result of
+the one before and stays in registers. Products take bfloat16 operands for bfloat16 inputs and fp32 operands otherwise;
+every sum is fp32.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.gated_delta.gates import L2_EPS, check_layout, gates, sizes
+from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.table import GDNParams
 
@@ -24,7 +28,9 @@ BLOCKS = tl.constexpr(TILE // 16)
 # Of what a chunk's two launches share, per token: the factors of `S k`, of `S q`, of k in the state's update, and of
 # the state itself from the chunk's start.
 GAINS = tl.constexpr(4)
-MIN_WIDTH = 64  # of a tile of keys or values
+MIN_WIDTH = 64  # of a tile of keys; value rows of a program that is one of many
+NARROW = 32  # value rows of a program that is one of few
+CHUNK_REGISTERS = 168  # of a thread, so that three programs share a processor
 
 
 @triton.jit
@@ -85,8 +91,10 @@ def _chunk_kernel(
     BLOCK_K: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One chunk of one value head. Rows and columns behind a segment's end get zeros."""
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     tile, head = pid // HV, pid % HV
     segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -130,6 +138,26 @@ def _chunk_kernel(
 
 
 @triton.jit
+def _turned(x, TURN: tl.constexpr):
+    return tl.trans(x) if TURN else x
+
+
+@triton.jit
+def _product(left, right, TURN: tl.constexpr):
+    """`left @ right` of a plain `left`; with TURN `right` and the result are held transposed."""
+    if TURN:
+        result = tl.dot(right, tl.trans(left), input_precision="ieee")
+    else:
+        result = tl.dot(left, right, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _by_token(gain, TURN: tl.constexpr):
+    return gain[None, :] if TURN else gain[:, None]
+
+
+@triton.jit
 def _scan_kernel(
     mixed,
     systems,
@@ -152,8 +180,14 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES_V: tl.constexpr,
+    TURN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head's state, through all chunks of one segment."""
+    """BLOCK_V value rows of one head's state, through all chunks of one segment.
+
+    The state and all that is computed from it is held `[.., V]`, or with TURN `[V, ..]`.
+    """
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     head = (pid // TILES_V) % HV
     segment = pid // (TILES_V * HV)
@@ -161,49 +195,80 @@ def _scan_kernel(
     row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    in_state = (at < V)[:, None] & (col < K)[None, :]
-    slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
-    state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    if TURN:
+        in_state = (at < V)[:, None] & (col < K)[None, :]
+        slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
+        state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    else:
+        in_state = (col < K)[:, None] & (at < V)[None, :]
+        slot_at = pool + head * (V * K) + at[None, :] * K + col[:, None]
+        state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     source = tl.load(src + segment).to(tl.int64)
     if source >= 0:
         state = tl.load(slot_at + source * slot_stride, mask=in_state, other=0.0).to(tl.float32)
     export, last_export = tl.load(exp_ptr + segment), tl.load(exp_ptr + segment + 1)
     entry = _place(cu_seqlens, segment).to(tl.int64) * HV + head
-    keys = mixed + start.to(tl.int64) * mixed_stride + (head // (HV // H) * K + col)[None, :]
-    values = mixed + start.to(tl.int64) * mixed_stride + (2 * H * K + head * V + at)[:, None]
-    out_at = out + (start.to(tl.int64) * HV + head) * V + at[:, None]
+    tokens = mixed + start.to(tl.int64) * mixed_stride
+    keys, values = tokens + (head // (HV // H) * K + col)[None, :], tokens + (2 * H * K + head * V + at)[None, :]
+    out_at = out + (start.to(tl.int64) * HV + head) * V + at[None, :]
     square = row[:, None] * CHUNK + row[None, :]
-    for i in range(tl.cdiv(length, CHUNK)):
-        token = i * CHUNK + row
-        present = token < length
-        place = token.to(tl.int64)
-        in_keys = present[:, None] & (col < K)[None, :]
-        in_values = (at < V)[:, None] & present[None, :]
-        own = entry + i * HV
-        gain = gains + own * (GAINS * CHUNK) + row
-        k = tl.load(keys + H * K + place[:, None] * mixed_stride, mask=in_keys, other=0.0)
-        v = tl.load(values + place[None, :] * mixed_stride, mask=in_values, other=0.0)
-        system = tl.load(systems + own * (CHUNK * CHUNK) + square)
-        q = tl.load(keys + place[:, None] * mixed_stride, mask=in_keys, other=0.0)
-        score = tl.load(scores + own * (CHUNK * CHUNK) + square)
-        whole = tl.load(gains + own * (GAINS * CHUNK) + GAINS * CHUNK - 1)
-        old = state.to(kind)
-        rest = v.to(tl.float32) - tl.dot(old, tl.trans(k), input_precision="ieee") * tl.load(gain)[None, :]
-        fresh = tl.dot(rest.to(kind), tl.trans(system), input_precision="ieee")
-        answer = tl.dot(old, tl.trans(q), input_precision="ieee") * tl.load(gain + CHUNK)[None, :]
-        left = (fresh * tl.load(gain + 2 * CHUNK)[None, :]).to(kind)
-        state = state * whole + tl.dot(left, k, input_precision="ieee")
-        answer += tl.dot(fresh.to(kind), tl.trans(score), input_precision="ieee")
-        tl.store(out_at + place[None, :] * (HV * V), answer.to(out.dtype.element_ty), mask=in_values)
-        if export < last_export:  # noqa: SIM102 (a scalar `and` would load behind the list)
-            if tl.load(exp_pos + export) == tl.minimum((i + 1) * CHUNK, length):
-                target = tl.load(exp_dst + export).to(tl.int64)
-                if target >= 0:
-                    tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=in_state)
-                export += 1
-    final = tl.load(dst + segment).to(tl.int64)
-    if final >= 0:
-        tl.store(slot_at + final * slot_stride, state.to(pool.dtype.element_ty), mask=in_state)
+    num_chunks = tl.cdiv(length, CHUNK)
+    gain = gains + entry * (GAINS * CHUNK)
+    real = row < length
+    past_k, past_q = tl.load(gain + row, mask=real, other=0.0), tl.load(gain + CHUNK + row, mask=real, other=0.0)
+    new_k, whole = tl.load(gain + 2 * CHUNK + row, mask=real, other=0.0), tl.load(gain + GAINS * CHUNK - 1)
+    begin = num_chunks * 0
+    for e in range(export, last_export + 1):
+        # Up to the next state to store.
+        end, target = num_chunks, tl.load(dst + segment)
+        if e < last_export:
+            end, target = tl.cdiv(tl.load(exp_pos + e), CHUNK), tl.load(exp_dst + e)
+        for i in range(begin, end):
+            # The next chunk's, under way during this one's products.
+            gain = gains + (entry + tl.minimum(i + 1, num_chunks - 1) * HV) * (GAINS * CHUNK)
+            next_past_k, next_past_q = tl.load(gain + row), tl.load(gain + CHUNK + row)
+            next_new_k, next_whole = tl.load(gain + 2 * CHUNK + row), tl.load(gain + GAINS * CHUNK - 1)
+            token = i * CHUNK + row
+            place = token.to(tl.int64)[:, None]
+            in_keys = (token < length)[:, None] & (col < K)[None, :]
+            in_values = (token < length)[:, None] & (at < V)[None, :]
+            own = (entry + i * HV) * (CHUNK * CHUNK) + square
+            k = tl.load(keys + H * K + place * mixed_stride, mask=in_keys, other=0.0)
+            v = tl.load(values + place * mixed_stride, mask=in_values, other=0.0)
+            system = tl.load(systems + own)
+            q = tl.load(keys + place * mixed_stride, mask=in_keys, other=0.0)
+            score = tl.load(scores + own)
+            old = state.to(kind)
+            rest = _turned(v, TURN).to(tl.float32) - _product(k, old, TURN) * _by_token(past_k, TURN)
+            fresh = _product(system, rest.to(kind), TURN)
+            left = (fresh * _by_token(new_k, TURN)).to(kind)
+            state = state * whole + _product(tl.trans(k), left, TURN)
+            answer = _product(q, old, TURN) * _by_token(past_q, TURN)
+            answer += _product(score, fresh.to(kind), TURN)
+            tl.store(out_at + place * (HV * V), _turned(answer, TURN).to(out.dtype.element_ty), mask=in_values)
+            past_k, past_q, new_k, whole = next_past_k, next_past_q, next_new_k, next_whole
+        if target >= 0:
+            slot = target.to(tl.int64) * slot_stride
+            tl.store(slot_at + slot, state.to(pool.dtype.element_ty), mask=in_state)
+        begin = end
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _scan_options(mixed: Tensor, programs: int) -> dict[str, Any]:
+    """How the second launch runs: `programs` is how many it has if each takes NARROW value rows.
+
+    The results are the same bits. Few programs wait for loads and one product for the other: narrow tiles and loads
+    far ahead. Many programs are bound by what they load: wide tiles.
+    """
+    if mixed.dtype == torch.float32:
+        return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 1}
+    if programs <= _num_processors(mixed.device):
+        return {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 2}
 
 
 def gdn_prefill(
@@ -224,7 +289,6 @@ def gdn_prefill(
     assert index.tiles is not None, "kernels need the index's tiles"
     shape = params.shape
     block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
-    tiles_v = triton.cdiv(shape.value_dim, MIN_WIDTH)
     segments = index.src.shape[0]
     entries = (mixed.shape[0] // TILE + segments) * shape.num_v_heads
     systems, scores = mixed.new_empty(entries, TILE, TILE), mixed.new_empty(entries, TILE, TILE)
@@ -233,6 +297,10 @@ def gdn_prefill(
         out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
     assert out.is_contiguous(), "the result must be dense"
     wide = mixed.dtype == torch.float32
+    overlapped = overlap(mixed.device)
+    chunk_options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
+    scan_options = _scan_options(mixed, segments * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW))
+    tiles_v = triton.cdiv(shape.value_dim, scan_options["BLOCK_V"])
     _chunk_kernel[(index.tiles.shape[0] * shape.num_v_heads,)](
         mixed,
         a,
@@ -252,7 +320,8 @@ def gdn_prefill(
         BLOCK_K=block_k,
         DOUBLE_BETA=shape.allow_neg_eigval,
         HALF=not wide,
-        num_warps=8 if wide else 4,
+        **overlapped,
+        **chunk_options,
     )
     _scan_kernel[(segments * shape.num_v_heads * tiles_v,)](
         mixed,
@@ -271,9 +340,8 @@ def gdn_prefill(
         pool.stride(0),
         **sizes(shape),
         BLOCK_K=block_k,
-        BLOCK_V=MIN_WIDTH,
         TILES_V=tiles_v,
-        num_warps=4,
-        num_stages=1 if wide else 2,
+        **overlapped,
+        **scan_options,
     )
     return out

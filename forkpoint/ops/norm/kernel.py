@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.launch import await_inputs, overlap
 
 TILE = 4096  # elements of a program, unless one row is wider
 
@@ -30,8 +31,10 @@ def _norm_kernel(
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD)."""
+    await_inputs(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (at < D)[None, :]
@@ -77,6 +80,7 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bo
             ROWS=rows,
             GATED=gated,
             ADD=add,
+            **overlap(x.device),
             num_warps=8 if block > TILE // 2 else 4,
         )
     return out
