@@ -152,6 +152,23 @@ def test_padding_is_harmless() -> None:
     assert torch.equal(got[:2], expected) and torch.equal(pool, want_pool)
 
 
+@pytest.mark.parametrize("shape", sized([SMALL], [GDNShape(16, 32, 128, 128), GDNShape(30, 30, 96, 192, True)]))
+def test_few_and_many_segments_give_the_same_bits(shape: GDNShape) -> None:
+    """They are scanned in different tiles."""
+    length, others = (1000, 11) if ON_GPU else (66, 4)
+    case, pool = moved(gdn_case(length, shape, "mixed", torch.bfloat16)), pool_for(shape)
+    alone = OURS.gdn_prefill(
+        case.mixed, case.a, case.b, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2)]]))
+    )
+    more = moved(gdn_case(others, shape, dtype=torch.bfloat16, seed=1))
+    wide = [torch.cat((getattr(more, x), getattr(case, x))) for x in ("mixed", "a", "b")]
+    index = segments([1] * others + [length], [-1] * others + [0], [-1] * others + [3], [[]] * others + [[(64, 4)]])
+    together = OURS.gdn_prefill(*wide, case.params, pool, on_device(index))[others:]
+    if ON_GPU:
+        assert torch.equal(together, alone) and torch.equal(pool[3:5], pool[1:3])
+    assert relative_error(together, alone) <= 1e-2 and relative_error(pool[3:5], pool[1:3]) <= 1e-2
+
+
 def test_prefill_equals_the_recurrence() -> None:
     case, pool = gdn_case(67, SMALL, "slow"), pool_for(SMALL)
     want, states = gdn_by_token(case, pool[1].cpu())

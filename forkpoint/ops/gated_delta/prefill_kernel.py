@@ -255,7 +255,7 @@ def _scan_kernel(
 
 @functools.cache
 def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _scan_options(mixed: Tensor, programs: int) -> dict[str, Any]:
