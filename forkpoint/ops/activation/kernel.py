@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_inputs, overlap
+
 BLOCK = 1024
 
 
@@ -28,7 +30,8 @@ def softplus(x):
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, stride, size, pieces, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x, out, stride, size, pieces, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // pieces).to(tl.int64)
     at = (pid % pieces) * BLOCK + tl.arange(0, BLOCK)
@@ -45,5 +48,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(rows, size)
     if rows:
         pieces = triton.cdiv(size, BLOCK)
-        _silu_mul_kernel[(rows * pieces,)](gate_up, out, gate_up.stride(0), size, pieces, BLOCK=BLOCK)
+        grid, options = (rows * pieces,), overlap(out.device)
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, pieces, BLOCK=BLOCK, **options)
     return out
