@@ -114,6 +114,10 @@ class EngineConfig:
     )
     force_state_copy: bool = option(False, "copy states before each step even where an operator can redirect")
     num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
+    log_requests: str | None = option(
+        None, "append a JSON line for every request to this file: times, lengths, block hashes; `simulate` replays it"
+    )
+    log_request_tokens: bool = option(False, "with --log-requests: write token ids instead of block hashes")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "of the log on standard error")
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)

@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with LLM(str(model), **engine_options("auto", enforce_eager=False)) as llm:
             steps = measure(llm, args.repeats)
     lines = [{"load": asdict(step.load), "seconds": step.seconds} for step in steps]
-    args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "steps": lines}, indent=1) + "\n")
+    content = {"device": torch.cuda.get_device_name(), "model": "qwen3.5-9b", "steps": lines}
+    args.out.write_text(json.dumps(content, indent=1) + "\n")
     model_before = CostModel(QWEN3_5_9B, find_device("h200"))
     fitted = calibrate(model_before, steps)
     print(fitted.device)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.bound import ReuseProblem, clairvoyant_bound
-from forkpoint.sim.cost import find_device
+from forkpoint.sim.cost import CostModel, Device, calibrate, find_device, read_steps
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.report import ReportPlan, write_report
 from forkpoint.sim.shape import ModelShape, find_shape
@@ -35,7 +35,7 @@ def simulate(options: argparse.Namespace) -> int:
         max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
     )
     traces = [_trace(name, options) for name in options.traces]
-    device = find_device(options.device)
+    device = _device(options)
     if options.report is not None:
         plan = ReportPlan(tuple(traces), device, scheduler, options.jobs)
         with _progress(plan.num_requests) as progress:
@@ -85,6 +85,14 @@ def _trace_options(name: str, options: argparse.Namespace) -> tuple[str, dict[st
                 f"trace option {part!r} is not understood; give {', '.join(kinds)} and a number"
             ) from None
     return name, given
+
+
+def _device(options: argparse.Namespace) -> Device:
+    device = find_device(options.device)
+    if options.steps is None:
+        return device
+    model, steps = read_steps(options.steps)
+    return calibrate(CostModel(find_shape(model), device), steps).device
 
 
 def _shape(name: str) -> ModelShape:

@@ -20,6 +20,7 @@ from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.memory import GIB, bytes_beside_arena, explained_exhaustion
+from forkpoint.engine.request_log import RequestLog
 from forkpoint.engine.sizing import choose_num_pages, longest_request
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.models.decoder import Model
@@ -69,7 +70,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     core = EngineCore(scheduler, runner, async_scheduling=sched.async_scheduling, on_close=platform.release_unused)
     vocab_size = model.config.vocab_size
     eos = frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < vocab_size)
-    engine = Engine(core, InputProcessor(tokenizer, vocab_size, max_model_len, eos, config.seed))
+    log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
+    engine = Engine(core, InputProcessor(tokenizer, vocab_size, max_model_len, eos, config.seed), log)
 
     def metrics() -> dict[str, Any]:
         stats = asdict(scheduler.stats())

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.outputs import OutputAssembler, RequestState
+from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import RequestError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.sched.request import RequestUpdate
 
 
 class Engine:
     """Requests with their texts, around an EngineCore of token sequences. One thread calls it."""
 
-    def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
+    def __init__(self, core: EngineCore, inputs: InputProcessor, log: RequestLog | None = None) -> None:
         self.core = core
+        self._log = log
         self.inputs = inputs
         self._outputs = OutputAssembler(inputs.tokenizer)
         self._num_requests = 0
@@ -58,6 +62,10 @@ class Engine:
         state, sequences = found
         for name in sequences:
             self.core.abort(name)
+        if self._log is not None:
+            for completion in state.completions:
+                if completion.request.id in sequences:
+                    self._log.write(completion.request, FinishReason.ABORT)
         return state.output()
 
     def abort_all(self) -> list[RequestOutput]:
@@ -76,7 +84,17 @@ class Engine:
         changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
             self.core.finish(name, FinishReason.STOP)
+        if self._log is not None:
+            self._log_ended(self._log, updates, set(stopped))
         return changed
+
+    @staticmethod
+    def _log_ended(log: RequestLog, updates: Sequence[RequestUpdate], stopped: set[str]) -> None:
+        for update in updates:
+            if update.finish_reason is not None:
+                log.write(update.request, update.finish_reason)
+            elif update.request.id in stopped:
+                log.write(update.request, FinishReason.STOP)
 
     def has_unfinished(self) -> bool:
         return self.core.has_unfinished()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -139,6 +141,16 @@ class MeasuredStep:
 
     load: StepLoad
     seconds: float
+
+
+def read_steps(path: Path) -> tuple[str, list[MeasuredStep]]:
+    """(the model's name, its steps) from a file of `python -m forkpoint.bench.step_times`. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        steps = [MeasuredStep(StepLoad(**line["load"]), float(line["seconds"])) for line in content["steps"]]
+        return str(content["model"]), steps
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a file of measured steps: {type(error).__name__}: {error}") from error
 
 
 def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:

@@ -1,0 +1,95 @@
+"""The cost model: shapes against the engine's own formulas, steps against measured ones, calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forkpoint.bench.gpu_9b.shape import SHAPE_9B, write_config
+from forkpoint.engine.shape import read_shape
+from forkpoint.errors import ConfigError
+from forkpoint.sim.cost import H200, CostModel, MeasuredStep, StepLoad, calibrate, find_device, read_steps
+from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, SHAPES, find_shape
+from tests.cache.shapes import REAL_LAYOUTS
+
+STEPS = Path(__file__).parents[2] / "docs" / "benchmarks" / "simulator" / "steps_h200.json"
+
+
+def measured_steps() -> list[MeasuredStep]:
+    model, steps = read_steps(STEPS)
+    assert model == "qwen3.5-9b"
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [(QWEN3_5_9B, "Qwen3.5-9B"), (QWEN3_5_35B, "Qwen3.5-35B-A3B"), (KIMI_LINEAR, "Kimi-Linear-48B-A3B")],
+)
+def test_presets_keep_what_the_published_shapes_keep(shape: object, name: str) -> None:
+    assert find_shape(name.lower().removesuffix("-48b-a3b")).layout == REAL_LAYOUTS[name]
+    assert shape in SHAPES.values()
+
+
+def test_a_model_folder_gives_the_preset(tmp_path: Path) -> None:
+    """Up to the output gate of attention, which the engine's own count leaves out."""
+    shape = read_shape(write_config(tmp_path / "model", SHAPE_9B))
+    assert (shape.layout, shape.flops_per_pair) == (QWEN3_5_9B.layout, QWEN3_5_9B.flops_per_pair)
+    assert shape.num_weights == pytest.approx(QWEN3_5_9B.num_weights, rel=0.03)
+
+
+def test_active_and_total_weights() -> None:
+    """The names of the models count their parameters: 35B with 3B active, 48B with 3B active."""
+    for shape, total, active in ((QWEN3_5_9B, 9e9, 9e9), (QWEN3_5_35B, 35e9, 3e9), (KIMI_LINEAR, 48e9, 3e9)):
+        everything = shape.num_weights + shape.num_expert_weights + 2 * shape.head_weights
+        assert everything == pytest.approx(total, rel=0.06)
+        assert shape.flops_per_token / 2 + shape.head_weights == pytest.approx(active, rel=0.15)
+        all_bytes = 2 * (shape.num_weights + shape.num_expert_weights)
+        assert shape.weight_bytes(1) <= shape.weight_bytes(100) <= all_bytes
+        assert (shape.weight_bytes(1) < shape.weight_bytes(100)) == (shape.top_k > 0)
+
+
+def test_more_work_takes_longer() -> None:
+    model = CostModel(QWEN3_5_35B, H200)
+    base = StepLoad(512, 512 * 256.0, 1, 8, 8000, 1, 9, 0)
+    for name in StepLoad.__slots__:
+        more = replace(base, **{name: 2 * getattr(base, name) + 100_000})
+        assert model.step_s(more) > model.step_s(base), name
+
+
+def test_attention_grows_with_the_context() -> None:
+    model = CostModel(QWEN3_5_9B, H200)
+    early, late = model.prefill_s(0, 8192), model.prefill_s(98_304, 106_496)
+    assert 1.5 * early < late < 3 * early
+
+
+def test_measured_steps_are_met() -> None:
+    """Every step within 30 %, half of them within 16 %; fitted to them, within 20 % and 5 %."""
+    model = CostModel(QWEN3_5_9B, H200)
+    errors = [abs(model.step_s(step.load) / step.seconds - 1) for step in measured_steps()]
+    assert max(errors) < 0.3 and float(np.median(errors)) < 0.16
+    fitted = calibrate(model, measured_steps())
+    errors = [abs(fitted.step_s(step.load) / step.seconds - 1) for step in measured_steps()]
+    assert max(errors) < 0.2 and float(np.median(errors)) < 0.05
+
+
+def test_calibration_finds_the_device_behind_the_steps() -> None:
+    truth = replace(H200, linear=0.7, attention=0.5, decode_states=0.6, step_s=0.001)
+    hidden = CostModel(QWEN3_5_9B, truth)
+    loads = [StepLoad(n, n * n / 2, 1, 0, 0, 0, 1) for n in (512, 2048, 8192)]
+    loads += [StepLoad(4096, 4096.0 * s, 1, 0, 0, 0, 1) for s in (20_000, 60_000)]
+    loads += [StepLoad(0, 0, 0, n, n * k, 0, n) for n in (1, 32, 128, 256) for k in (300, 4000)]
+    found = calibrate(CostModel(QWEN3_5_9B, H200), [MeasuredStep(load, hidden.step_s(load)) for load in loads])
+    for load in loads:
+        assert found.step_s(load) == pytest.approx(hidden.step_s(load), rel=0.05)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match="h200"):
+        find_device("abacus")
+    with pytest.raises(ConfigError, match="kimi-linear"):
+        find_shape("gpt")
+    with pytest.raises(ConfigError, match="linear"):
+        replace(H200, linear=-1.0)
