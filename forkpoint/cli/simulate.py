@@ -118,8 +118,8 @@ def _bounds(traces: Sequence[Trace], shape: ModelShape, cases: Sequence[Case]) -
     layout, found = shape.layout, {}
     for trace in traces:
         problem = ReuseProblem.of(trace.by_arrival())
-        for memory in sorted({case.memory_bytes * case.num_replicas for case in cases}):
-            bound = clairvoyant_bound(problem, memory, layout.block_bytes, layout.slot_bytes)
+        for memory, replicas in sorted({(case.memory_bytes, case.num_replicas) for case in cases}):
+            bound = clairvoyant_bound(problem, memory * replicas, layout.block_bytes, layout.slot_bytes)
             found[trace.name, memory] = bound.worth / trace.num_prompt_tokens
     return found
 

@@ -1,0 +1,70 @@
+"""`forkpoint simulate` from the command line: tables, reports, and errors told in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forkpoint.cli.main import main
+from forkpoint.config import SchedulerConfig
+from forkpoint.sim.cost import H200
+from forkpoint.sim.report import ReportPlan, write_report
+from forkpoint.sim.shape import KIMI_LINEAR
+from forkpoint.sim.workload import make_workload
+
+CHAT = "chat:sessions=8,turns=3"
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    systems = "forkpoint;forkpoint:capture=dense,eviction=lru;vllm;sglang"
+    arguments = ["simulate", CHAT, "--memory", "4,8", "--systems", systems, "--bound", "--json", str(out)]
+    assert main([*arguments, "--replicas", "2", "--router", "prefix-aware", "--jobs", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 2 * 5 and sum("no policy exceeds" in line for line in lines) == 2
+    results = json.loads(out.read_text())
+    assert [result["system"] for result in results] == systems.split(";") * 2
+    assert all(0 < result["hit_rate"] < 1 and result["ttft_p95_s"] > 0 for result in results)
+
+
+def test_options_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", f"{CHAT}@sessions=0.5,max_tokens=4000", "--memory", "8", "--jobs", "1"]) == 0
+    assert "chat" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no trace"),
+        (["nothing.jsonl"], "does not exist"),
+        ([CHAT, "--model", "gpt"], "no model shape"),
+        ([CHAT, "--device", "abacus"], "no device"),
+        ([CHAT, "--memory", "much"], "GiB"),
+        ([CHAT, "--systems", "other"], "no system"),
+        ([CHAT, "--systems", "forkpoint:capture=none"], "no policy"),
+        ([CHAT + "@users=3"], "trace option"),
+        ([CHAT, "--memory", "0.01"], "bytes"),
+        ([CHAT, "--steps", "nothing.json"], "measured steps"),
+        ([CHAT, "--jobs", "0"], "jobs=0"),
+    ],
+)
+def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_report(tmp_path: Path) -> None:
+    trace = make_workload("chat:sessions=4,turns=2,system=300,first=300")
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
+    plan = ReportPlan((trace,), H200, scheduler, 1, shapes=(KIMI_LINEAR,), systems=("forkpoint", "vllm", "sglang"))
+    counted: list[int] = []
+    write_report(plan, tmp_path, counted.append)
+    assert sum(counted) == plan.num_requests
+    page = (tmp_path / "README.md").read_text()
+    assert "Kimi-Linear-48B-A3B, chat" in page and page.count("| bound") == 1
+    assert len(json.loads((tmp_path / "results.json").read_text())) == 15
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "kimi-linear-48b-a3b-chat.png").stat().st_size > 10_000
