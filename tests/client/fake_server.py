@@ -49,6 +49,7 @@ class FakeServer:
         self.open = 0
         self.max_open = 0
         self.models: list[dict[str, Any]] = [{"id": MODEL, "object": "model", "root": MODEL, "max_model_len": 4096}]
+        self.key: str | None = None  # asked for by /v1/models
         self.page: str | None = None
         self.csp: str | None = None
         self.url = ""
@@ -63,6 +64,8 @@ class FakeServer:
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return _error(401, "no key")
         return web.json_response({"object": "list", "data": self.models})
 
     async def _health(self, request: web.Request) -> web.Response:

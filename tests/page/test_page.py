@@ -11,6 +11,7 @@ from tests.client.fake_server import MODEL, FakeServer, Script
 
 
 def say(page: Page, text: str) -> None:
+    expect(page.get_by_label("Model")).to_be_visible()  # nothing is sent before the models are known
     page.get_by_label("Message", exact=True).fill(text)
     page.keyboard.press("Enter")
 
@@ -214,6 +215,21 @@ def test_key_temperature_and_limit_are_sent(page: Page, server: FakeServer) -> N
     page.get_by_label("Dark").check()
     page.get_by_role("button", name="Save").click()
     expect(page.locator("body")).to_have_css("background-color", "rgb(23, 23, 22)")
+
+
+def test_a_server_that_hides_its_models_asks_for_the_key(page: Page, server: FakeServer) -> None:
+    server.key = "sesame"
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("wants an API key, and none is set")
+    page.get_by_label("Message", exact=True).fill("hello")
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_disabled()
+    for key, text in (("wrong", "refused this one"), ("sesame", "")):
+        page.get_by_role("button", name="Open settings").click()
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Save").click()
+        expect(page.locator("#banner")).to_contain_text(text)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
 
 
 def test_models_to_choose_from(page: Page, server: FakeServer) -> None:

@@ -19,6 +19,7 @@ def test_the_chat_page_branches_for_less(server: RunningServer, browser: Browser
     page.get_by_role("button", name="Add system prompt").click()
     page.get_by_label("Edit: system prompt").fill("Fill some blocks. " * 10)
     page.get_by_role("button", name="Save").click()
+    expect(page.get_by_label("Model")).to_be_visible()
     page.get_by_label("Message", exact=True).fill("first")
     page.keyboard.press("Enter")
     expect(page.locator(".figures")).to_contain_text("0 of ")
