@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from forkpoint.cli.bench import add_offline_benches
-from forkpoint.cli.client_options import add_batch_options, add_bench_serve, add_complete_options, add_url_options
+from forkpoint.cli.client_commands import add_bench_serve, add_client_commands
 from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options, add_server_options
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
@@ -48,34 +48,12 @@ def build_parser() -> Parser:
     add_engine_options(generate)
     generate.set_defaults(command=_generate)
 
-    chat = commands.add_parser("chat", help="talk to a model", description="Talk to a model.")
-    chat.add_argument("--system-prompt", help="the first message")
-    chat.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this one thing and end")
-    add_url_options(chat)
-    add_sampling_options(chat, max_tokens=512)
-    add_engine_options(chat, model_required=False)
-    chat.set_defaults(command=_chat)
-
-    complete = commands.add_parser(
-        "complete", help="complete prompts on a server", description="Complete prompts on a server."
-    )
-    add_complete_options(complete)
-    add_sampling_options(complete, max_tokens=128)
-    complete.set_defaults(command=_complete)
-
-    batch = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests",
-        description="Answer a JSON-lines file in OpenAI's batch format. Run it again to go on where it was stopped.",
-    )
-    add_batch_options(batch)
-    add_engine_options(batch, model_required=False)
-    batch.set_defaults(command=_run_batch)
+    add_client_commands(commands)
 
     bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
     add_offline_benches(benches)
-    add_bench_serve(benches).set_defaults(command=_bench_serve)
+    add_bench_serve(benches)
 
     serve = commands.add_parser(
         "serve", help="serve a model over HTTP, as OpenAI's API does", description="Serve a model over HTTP."
@@ -115,30 +93,6 @@ def _generate(options: argparse.Namespace) -> int:
     from forkpoint.cli.generate import generate
 
     return generate(options)
-
-
-def _chat(options: argparse.Namespace) -> int:
-    from forkpoint.cli.chat import chat
-
-    return chat(options)
-
-
-def _complete(options: argparse.Namespace) -> int:
-    from forkpoint.cli.complete import complete
-
-    return complete(options)
-
-
-def _run_batch(options: argparse.Namespace) -> int:
-    from forkpoint.cli.run_batch import run_batch_command
-
-    return run_batch_command(options)
-
-
-def _bench_serve(options: argparse.Namespace) -> int:
-    from forkpoint.cli.bench_serve import bench_serve
-
-    return bench_serve(options)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from forkpoint.bench.serve.options import LoadOptions, ReportOptions
-from forkpoint.cli.client_options import BENCH_GROUPS
+from forkpoint.cli.client_commands import BENCH_GROUPS
 from forkpoint.cli.main import build_parser, main
 from forkpoint.cli.options import option_values
 from tests.client.fake_server import FakeServer, Script
