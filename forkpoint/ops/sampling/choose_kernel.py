@@ -122,6 +122,33 @@ def _few_threshold(key, weight, low_key, top_key, total, k, p, CLOSED: tl.conste
 
 
 @triton.jit
+def _choose_few(
+    line, tile_top, low, closed, top, scale, k, p, share, total, list_at, few_x, few_id, vocab,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """A token among those with logits of `low` or more; -1 if they are too many, or do not settle what is kept: what
+    is kept lies among them if `closed`, or if they have the share `p` of the row's weight `total`."""
+    hits = (tile_top >= low).to(tl.int32)
+    count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW)
+    chosen = -1
+    if count <= FEW:
+        at = tl.arange(0, FEW)
+        x = tl.load(few_x + at, mask=at < count, other=float("-inf"))
+        weight = tl.where(at < count, _weights(x, top, scale), 0.0)
+        if closed | (tl.sum(weight) >= p * total):
+            key = _key(x, SHIFT)
+            low_key = tl.max(_key(tl.full((1,), low, tl.float32), SHIFT)).to(tl.int64)
+            top_key = tl.max(key).to(tl.int64)
+            if closed:
+                smallest = _few_threshold(key, weight, low_key, top_key, 0.0, k, p, True)
+            else:
+                smallest = _few_threshold(key, weight, low_key, top_key, total, k, p, False)
+            kept = tl.where(key >= smallest, weight, 0.0)
+            chosen = tl.load(few_id + _invert(kept, (share * tl.sum(kept)).to(tl.float32), at))
+    return chosen
+
+
+@triton.jit
 def _row_boundary(
     line, low, high, limit, top, scale, vocab,
     COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -200,15 +227,10 @@ def _choose_kernel(
     share = tl.load(uniform + row)
     mass = tl.load(masses + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=0.0)
     mass = tl.where(mass > 0, mass * _weights(tile_top, top, scale), 0.0)
-    threshold = _key(float("-inf") + tl.zeros((1,), tl.float32), SHIFT).to(tl.int64)
-    threshold = tl.max(threshold)
     top_key = tl.max(_key(tile_top, SHIFT)).to(tl.int64)
-    # The first key whose logits are not below `floor`, which need not be a value of their dtype.
-    floor_bits = tl.max(_key(floor + tl.zeros((1,), tl.float32), 0))
-    floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT).to(tl.int64)
-    chosen = tl.min(tl.where(tile_top == top, tile_at, num_tiles - 1)) * TILE
+    threshold = tl.max(_key(tl.full((1,), float("-inf"), tl.float32), SHIFT)).to(tl.int64)
+    chosen = -1
     searching = at_random & ((k > 0) | (p < 1.0) | (floor > float("-inf")))
-    choosing = at_random
     if searching:
         # As many tiles as candidates are wanted have a maximum of `bound` or more.
         wanted = tl.where(k > 0, k, WIDE)
@@ -217,27 +239,17 @@ def _choose_kernel(
         closed = (k > 0) | (floor > float("-inf"))
         low = tl.where((k == 0) & closed, floor, tl.maximum(floor, bound))
         if low > float("-inf"):
-            own_x, own_id, own_list = few_x + row * FEW, few_id + row * FEW, lists + row * TILES
-            hits = (tile_top >= low).to(tl.int32)
-            count = _gather_candidates(line, low, hits, own_list, own_x, own_id, vocab, TILE, GROUP, FEW)
-            if count <= FEW:
-                at = tl.arange(0, FEW)
-                x = tl.load(own_x + at, mask=at < count, other=float("-inf"))
-                weight = tl.where(at < count, _weights(x, top, scale), 0.0)
-                if closed | (tl.sum(weight) >= p * tl.sum(mass)):
-                    key = _key(x, SHIFT)
-                    low_key = tl.max(_key(low + tl.zeros((1,), tl.float32), SHIFT)).to(tl.int64)
-                    if closed:
-                        smallest = _few_threshold(key, weight, low_key, top_key, 0.0, k, p, True)
-                    else:
-                        smallest = _few_threshold(key, weight, low_key, top_key, tl.sum(mass), k, p, False)
-                    kept = tl.where(key >= smallest, weight, 0.0)
-                    index = _invert(kept, (share * tl.sum(kept)).to(tl.float32), at)
-                    chosen = tl.load(own_id + index)
-                    searching = known & False
-                    choosing = known & False
-    if searching:
-        threshold = _row_threshold(line, floor_key, top_key, top, scale, k, p, vocab, SHIFT, BLOCK, STAGES)
+            chosen = _choose_few(
+                line, tile_top, low, closed, top, scale, k, p, share, tl.sum(mass), lists + row * TILES,
+                few_x + row * FEW, few_id + row * FEW, vocab, SHIFT, TILE, GROUP, FEW,
+            )  # fmt: skip
+    if searching & (chosen < 0):
+        # The first key whose logits are not below `floor`, which need not be a value of their dtype.
+        floor_bits = tl.max(_key(tl.full((1,), floor, tl.float32), 0))
+        floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT)
+        threshold = _row_threshold(
+            line, floor_key.to(tl.int64), top_key, top, scale, k, p, vocab, SHIFT, BLOCK, STAGES
+        )  # fmt: skip
         for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
             tiles = first + tl.arange(0, GROUP)
             at, x, inside = _load_tiles(line, tl.where(tiles < num_tiles, tiles, -1), vocab, TILE)
@@ -245,7 +257,7 @@ def _choose_kernel(
             tl.store(masses + row * num_tiles + tiles, tl.sum(kept, axis=1), mask=tiles < num_tiles)
         tl.debug_barrier()
         mass = tl.load(masses + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=0.0)
-    if choosing:
+    if at_random & (chosen < 0):
         exact = mass.to(tl.float64)
         target = share * tl.sum(exact)
         tile = _invert(exact, target, tile_at)
@@ -254,12 +266,13 @@ def _choose_kernel(
         x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         weight = tl.where((_key(x, SHIFT) >= threshold) & (at < vocab), _weights(x, top, scale), 0.0)
         chosen = tile * TILE + _invert(weight, rest, tl.arange(0, TILE))
-    elif known & (degree == 0.0):
-        at = chosen + tl.arange(0, TILE)
+    if known & (degree == 0.0):
+        tile = tl.min(tl.where(tile_top == top, tile_at, num_tiles - 1))
+        at = tile * TILE + tl.arange(0, TILE)
         x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         chosen = tl.min(tl.where(x == top, at, vocab - 1))
     tl.store(finite + row, known)
-    tl.store(token_ids + row, tl.minimum(chosen, vocab - 1).to(tl.int64))
+    tl.store(token_ids + row, tl.minimum(tl.maximum(chosen, 0), vocab - 1).to(tl.int64))
 
 
 def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
