@@ -83,7 +83,7 @@ def _prefill_kernel(
     here = first + offset.to(tl.int64) * x_stride + channel
     window, taps = (), ()
     for j in tl.static_range(W):
-        taps += (tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32),)
+        taps += (tl.load(weight + channel * W + j, mask=present, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     for j in tl.static_range(W - 1):
         # Parts are longer than a window: it lies before the segment, or inside.
         value = tl.zeros((BLOCK,), x.dtype.element_ty)
@@ -92,15 +92,15 @@ def _prefill_kernel(
         elif source >= 0:
             old = pool + source.to(tl.int64) * slot_stride + j * row_stride + channel
             value = tl.load(old, mask=present, other=0.0).to(x.dtype.element_ty)
-        window += (value.to(tl.float32),)
+        window += (value.to(tl.float32),)  # type: ignore[assignment]
     shift = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     place = out + (start + offset).to(tl.int64) * D + channel
     for t in tl.static_range(TOKENS):
         inside = present & (offset + t < length)
-        window += (tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32),)
-        total = window[0] * taps[0]
+        window += (tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        total = window[0] * taps[0]  # type: ignore[misc]
         for j in tl.static_range(1, W):
             total += window[j] * taps[j]
         total += shift
