@@ -21,9 +21,24 @@ def await_inputs(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def await_before(OVERLAP: tl.constexpr):
+    """The first half of `await_inputs`, for kernels of many programs that call `start_next` when their loads are done:
+    programs of the next launch that come earlier would crowd some processors."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """Let the next launch start."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @functools.cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch options for a kernel that calls `await_inputs(OVERLAP)`: overlap on CUDA capability 9 and later."""
+    """Launch options for a kernel that calls these: overlap on CUDA capability 9 and later."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}

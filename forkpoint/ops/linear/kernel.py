@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.tiles import Tile
 
 BLOCK = 1024  # outputs whose splits one program adds
@@ -107,7 +110,9 @@ def _linear_kernel(
     SPLIT: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_before(OVERLAP)
     pid = tl.program_id(0)
     split = pid % splits
     pid = pid // splits
@@ -143,6 +148,7 @@ def _linear_kernel(
         MASK_OUTPUTS,
         MASK_WIDTH,
     )
+    start_next(OVERLAP)
     inside = rows_inside[:, None] & outputs_inside[None, :]
     line = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
     if SPLIT:
@@ -173,7 +179,9 @@ def _row_kernel(
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_before(OVERLAP)
     start = tl.program_id(0) * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
@@ -190,6 +198,7 @@ def _row_kernel(
         acc += tl.load(w_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
         if GATED:
             up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+    start_next(OVERLAP)
     total = tl.sum(acc, 1)
     if BIAS:
         total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
@@ -210,7 +219,9 @@ def _add_splits_kernel(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // pieces).to(tl.int64) * num_outputs
     at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -229,6 +240,10 @@ def _add_splits_kernel(
     if GATED:
         total = gate(total, up, out.dtype.element_ty)
     tl.store(out + row + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _options(x: Tensor, tile: Tile) -> dict[str, Any]:
+    return overlap(x.device) if tile.overlaps else {"OVERLAP": False}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
@@ -276,6 +291,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: 
         MASK_WIDTH=width % tile.width != 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **_options(x, tile),
     )
     if splits > 1:
         pieces = triton.cdiv(num_outputs, BLOCK)
@@ -290,6 +306,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: 
             GATED=gated,
             BIAS=bias is not None,
             BLOCK=BLOCK,
+            **_options(x, tile),
         )
     return out
 
@@ -309,4 +326,5 @@ def _multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, t
         GATED=gated,
         BIAS=bias is not None,
         num_warps=tile.num_warps,
+        **_options(x, tile),
     )

@@ -36,6 +36,7 @@ class Tile:
     splits: int = 1
     turned: bool = False
     group: int = 8
+    overlaps: bool = False  # starts while the launch before ends; beyond a few rows that does not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Choices(Generic[T]):
 _FEW: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
-            1: Tile(1, 8, 512, 4, 3),
+            1: Tile(1, 8, 512, 4, 3, overlaps=True),
+            8: Tile(16, 32, 256, 4, 6, overlaps=True),
             16: Tile(16, 32, 256, 4, 6),
             32: Tile(32, 64, 128, 4, 6, turned=True),
         }
@@ -76,7 +78,8 @@ _FEW: Final[Choices[Tile]] = Choices(
 _FEW_WIDE: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
-            1: Tile(1, 8, 512, 4, 3),
+            1: Tile(1, 8, 512, 4, 3, overlaps=True),
+            8: Tile(16, 32, 256, 4, 6, overlaps=True),
             16: Tile(16, 32, 256, 4, 6),
             32: Tile(32, 64, 128, 4, 5, splits=2, turned=True),
             64: Tile(64, 32, 256, 4, 4),
@@ -87,7 +90,8 @@ _FEW_WIDE: Final[Choices[Tile]] = Choices(
 _MANY: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
-            1: Tile(1, 16, 256, 4, 3),
+            1: Tile(1, 16, 256, 4, 3, overlaps=True),
+            8: Tile(16, 64, 128, 4, 4, turned=True, overlaps=True),
             16: Tile(16, 64, 128, 4, 4, turned=True),
             32: Tile(32, 128, 128, 8, 4, turned=True),
             64: Tile(64, 128, 128, 4, 4),
@@ -98,7 +102,8 @@ _MANY: Final[Choices[Tile]] = Choices(
 _GATED: Final[Choices[Tile | GatedTile]] = Choices(
     MappingProxyType(
         {
-            1: Tile(1, 4, 2048, 4, 3),
+            1: Tile(1, 4, 2048, 4, 3, overlaps=True),
+            8: Tile(16, 32, 128, 4, 3, overlaps=True),
             16: Tile(16, 32, 128, 4, 3),
             32: GatedTile(32, 128, 4, 3),
             64: GatedTile(64, 128, 4, 3),

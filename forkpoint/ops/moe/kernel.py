@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.kernel import accumulate, gate
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
@@ -38,7 +39,9 @@ def _grouped_kernel(
     GATED: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_before(OVERLAP)
     pid = tl.program_id(0)
     tile = pid // output_tiles
     output_start = pid % output_tiles * OUTPUTS
@@ -77,6 +80,7 @@ def _grouped_kernel(
             MASK_OUTPUTS,
             MASK_WIDTH,
         )
+        start_next(OVERLAP)
         if GATED:
             acc = gate(acc, up, out.dtype.element_ty)
         at = target[:, None] * out_stride + output_start + outputs[None, :]
@@ -84,7 +88,8 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.constexpr):
+def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -110,7 +115,9 @@ def _pair_in_kernel(
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_before(OVERLAP)
     pid = tl.program_id(0)
     pair = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
@@ -130,6 +137,7 @@ def _pair_in_kernel(
         value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)[None, :]
         acc += tl.load(gate_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
         up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value
+    start_next(OVERLAP)
     result = gate(tl.sum(acc, 1), tl.sum(up, 1), out.dtype.element_ty)
     tl.store(out + pair * inner + start + outputs, result.to(out.dtype.element_ty), mask=inside)
 
@@ -148,7 +156,9 @@ def _pair_out_kernel(
     CHOICES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_before(OVERLAP)
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
@@ -172,6 +182,7 @@ def _pair_out_kernel(
         at = rows[:, :, None] * inner + k + columns[None, None, :]
         tile = tl.load(down + at, mask=valid[:, :, None] & left[None, None, :], other=0.0)
         acc += tile.to(tl.float32) * value[:, None, :]
+    start_next(OVERLAP)
     total = tl.sum(tl.sum(acc, 2), 0)
     tl.store(out + token * size + start + outputs, total.to(out.dtype.element_ty), mask=outputs < size - start)
 
@@ -190,7 +201,9 @@ def grouped_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tens
     _grouped_product(hidden, packed.down, answers, order, top_k, out_of, False)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
-    _combine_kernel[(num_tokens * pieces,)](answers, weights, out, size, top_k, pieces, BLOCK=BLOCK)
+    _combine_kernel[(num_tokens * pieces,)](
+        answers, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device)
+    )
     return out
 
 
@@ -221,6 +234,7 @@ def _grouped_product(
         MASK_WIDTH=width % tile.width != 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap(x.device),
     )
 
 
@@ -245,6 +259,7 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         WIDTH=PAIR_IN.width,
         STAGES=PAIR_IN.num_stages,
         num_warps=PAIR_IN.num_warps,
+        **overlap(x.device),
     )
     pieces = triton.cdiv(size, PAIR_OUT.outputs)
     _pair_out_kernel[(num_tokens * pieces,)](
@@ -261,5 +276,6 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         OUTPUTS=PAIR_OUT.outputs,
         WIDTH=PAIR_OUT.width,
         num_warps=PAIR_OUT.num_warps,
+        **overlap(x.device),
     )
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_inputs, overlap
+
 SUB = 32  # pairs, or tiles, that are looked at together
 MAX_BLOCKS = 128  # each program reads the counts of all blocks
 NUM_WARPS = 8
@@ -25,7 +27,16 @@ class ExpertOrder:
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(ids, counts, num_pairs, BLOCK: tl.constexpr, SUB: tl.constexpr, EXPERTS: tl.constexpr):
+def _count_kernel(
+    ids,
+    counts,
+    num_pairs,
+    BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    await_inputs(OVERLAP)
     block = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -49,7 +60,9 @@ def _order_kernel(
     BLOCK: tl.constexpr,
     SUB: tl.constexpr,
     EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -92,7 +105,7 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     num_blocks = triton.cdiv(num_pairs, block)
     num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
     padded = triton.next_power_of_2(num_experts)
-    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS}
+    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device)}
     counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
+from forkpoint.ops.launch import await_inputs, overlap
 
 
 @triton.jit
@@ -22,7 +23,9 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     score = tl.load(scores + row * stride + experts, mask=experts < num_experts, other=float("-inf")).to(tl.float32)
@@ -68,5 +71,6 @@ def route(scores: Tensor, top_k: int, normalise: bool, num_shared: int) -> tuple
             NORMALISE=normalise,
             **sizes,
             num_warps=1,
+            **overlap(scores.device),
         )
     return weights, ids
