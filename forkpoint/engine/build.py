@@ -115,10 +115,11 @@ def _size_arena(
     """Pages: what was asked for, or what the share of the device's memory leaves beside weights and steps."""
     share = platform.arena_bytes(config.gpu_memory_utilization)
     if share is not None and config.kv_cache_memory_bytes is None:
-        with _timed("memory of a full step measured"):
+        with _timed("memory of steps measured"):
             beside = bytes_beside_arena(model, ops, layout, sched, platform, shapes)
         LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
-        share = max(0, share - beside)
+        # Asked again: by now the driver holds what kernels need that run for the first time.
+        share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
     given = config.kv_cache_memory_bytes
     return choose_num_pages(layout, model.config.max_model_len, given, platform.free_bytes(), share)
 

@@ -23,7 +23,8 @@ from forkpoint.sched.scheduler import Scheduler
 
 GIB = 1 << 30
 SAMPLER_BYTES_PER_LOGIT = 16  # a few fp32 copies of the logits of all rows
-RECORDING_BYTES = 24 << 20  # what is kept for each recorded step; 24 MiB were measured for 32 layers
+NUM_TRIALS = 4  # recordings whose size is measured
+SLACK_BYTES = 256 << 20  # workspaces of libraries, and what allocators round up
 
 
 @contextmanager
@@ -43,8 +44,8 @@ def bytes_beside_arena(
     platform: Platform,
     shapes: Sequence[StepShape],
 ) -> int:
-    """What steps need of the device's memory: activations of a full one, measured by running it, the sampler's
-    copies of the logits, and recordings of the `shapes`.
+    """What steps will need of the device's memory beyond what is in use afterwards: activations of a full one,
+    measured by running it, the sampler's copies of the logits, and recordings of the `shapes`.
 
     Raises ConfigError where a full step does not fit beside the weights.
     """
@@ -57,8 +58,47 @@ def bytes_beside_arena(
     activations -= full_step_pages(layout, sched, model.config.max_model_len) * layout.page_bytes
     logits = sched.max_num_seqs * model.config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     largest = max((shape.num_tokens for shape in shapes), default=0)
-    recorded = len(shapes) * RECORDING_BYTES + activations * largest // sched.max_num_batched_tokens
-    return max(0, activations) + logits + recorded
+    recorded = activations * largest // sched.max_num_batched_tokens
+    with explained_exhaustion("capturing graphs on trial", "give enforce_eager, or " + remedy):
+        recorded += len(shapes) * recording_bytes(model, ops, layout, sched, platform, shapes)
+    return max(0, activations) + logits + recorded + SLACK_BYTES
+
+
+def recording_bytes(
+    model: Model,
+    ops: OpTable,
+    layout: CacheLayout,
+    sched: SchedulerConfig,
+    platform: Platform,
+    shapes: Sequence[StepShape],
+) -> int:
+    """What each recording of `shapes` keeps, found by recording a few of them."""
+    trials = tuple(shapes[:: max(1, len(shapes) // NUM_TRIALS)])
+
+    def record() -> tuple[ModelRunner, int]:
+        runner = ModelRunner(
+            model,
+            ops,
+            layout,
+            1 + layout.num_pages_for(layout.block_size, 1),
+            max_num_rows=sched.max_num_seqs,
+            max_model_len=model.config.max_model_len,
+            platform=platform,
+            graph_shapes=trials,
+        )
+        before = platform.free_bytes()
+        runner.capture()
+        return runner, before - platform.free_bytes()
+
+    if not trials:
+        return 0
+    first, _ = record()  # what kernels need to be loaded, and memory that recordings share, are not counted
+    second, taken = record()
+    for runner in (first, second):
+        runner.close()
+    del runner, first, second
+    platform.release_unused()
+    return max(0, taken) // len(trials)
 
 
 def run_full_step(model: Model, ops: OpTable, layout: CacheLayout, sched: SchedulerConfig, platform: Platform) -> None:

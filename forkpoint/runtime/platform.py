@@ -227,6 +227,7 @@ class CudaPlatform:
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+        self._pool = None  # that of recordings which are gone cannot be used again
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -17,7 +17,14 @@ from forkpoint.config import SchedulerConfig
 from forkpoint.demo.model import DemoSpec, make_demo_model
 from forkpoint.engine import build
 from forkpoint.engine.llm import LLM
-from forkpoint.engine.memory import SAMPLER_BYTES_PER_LOGIT, bytes_beside_arena, full_step_pages, run_full_step
+from forkpoint.engine.memory import (
+    SAMPLER_BYTES_PER_LOGIT,
+    SLACK_BYTES,
+    bytes_beside_arena,
+    full_step_pages,
+    recording_bytes,
+    run_full_step,
+)
 from forkpoint.engine.sizing import longest_request
 from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.models.decoder import Model
@@ -25,6 +32,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
 from forkpoint.runtime.platform import CpuPlatform
 from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import PendingStep, StepPlan
 
 SPEC = DemoSpec(
@@ -46,7 +54,7 @@ MIB = 1 << 20
 class Device(CpuPlatform):
     """A host that passes for a device with memory of its own."""
 
-    def __init__(self, share: int = 64 * MIB, peak: int = 0, fails: bool = False) -> None:
+    def __init__(self, share: int = 512 * MIB, peak: int = 0, fails: bool = False) -> None:
         super().__init__()
         self._share, self._peak, self._fails = share, peak, fails
         self.num_runs = self.num_releases = 0
@@ -103,8 +111,26 @@ def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
     arena = full_step_pages(layout, sched, SPEC.max_position_embeddings) * layout.page_bytes
     logits = 4 * model.config.vocab_size * SAMPLER_BYTES_PER_LOGIT
     device = Device(peak=arena + 10_000)
-    assert bytes_beside_arena(model, OPS, layout, sched, device, ()) == 10_000 + logits
+    assert bytes_beside_arena(model, OPS, layout, sched, device, ()) == 10_000 + logits + SLACK_BYTES
     assert device.num_runs == 1
+
+
+def test_recordings_are_measured_after_what_they_share(
+    model: Model, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter([900, 300, 299, 39])  # free before and after the first recordings, then the second
+
+    class Recorder(Device):
+        def free_bytes(self) -> int:
+            return next(taken) * MIB
+
+    shapes = [StepShape(0, tokens, 1) for tokens in range(130, 0, -1)]
+    captured: list[ModelRunner] = []
+    monkeypatch.setattr(ModelRunner, "capture", captured.append)
+    device = Recorder()
+    found = recording_bytes(model, OPS, layout, SchedulerConfig(), device, shapes)
+    assert found == 260 * MIB // 5 and len(captured) == 2 and device.num_releases == 1
+    assert recording_bytes(model, OPS, layout, SchedulerConfig(), device, ()) == 0
 
 
 def test_the_arena_leaves_that_room(folder: Path, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
