@@ -126,7 +126,7 @@ def test_recordings_are_measured_after_what_they_share(
 
     shapes = [StepShape(0, tokens, 1) for tokens in range(130, 0, -1)]
     captured: list[ModelRunner] = []
-    monkeypatch.setattr(ModelRunner, "capture", captured.append)
+    monkeypatch.setattr(ModelRunner, "capture", lambda runner: captured.append(runner))
     device = Recorder()
     found = recording_bytes(model, OPS, layout, SchedulerConfig(), device, shapes)
     assert found == 260 * MIB // 5 and len(captured) == 2 and device.num_releases == 1
