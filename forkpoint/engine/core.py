@@ -95,16 +95,19 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self._in_flight) or self._scheduler.has_unfinished()
 
-    def step(self) -> list[RequestUpdate]:
-        """Run one step to its end and return the news; empty when there is nothing to do."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestUpdate]:
+        """Run one step to its end and return the news; empty when there is nothing to do.
+
+        `meanwhile` is called when all that can be submitted is, while the device works.
+        """
         self._check_open()
         try:
-            return self._step()
+            return self._step(meanwhile)
         except BaseException:
             self._closed = True  # torn in the middle: what was planned and what has run may differ
             raise
 
-    def _step(self) -> list[RequestUpdate]:
+    def _step(self, meanwhile: Callable[[], None]) -> list[RequestUpdate]:
         while len(self._in_flight) < self._depth:
             plan = self._scheduler.schedule()
             if plan is None:
@@ -115,6 +118,7 @@ class EngineCore:
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             self._garbage.after_submit()
         if self._in_flight:
+            meanwhile()
             return self._finish_oldest()
         if self._scheduler.has_unfinished():
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")

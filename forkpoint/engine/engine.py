@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from forkpoint.engine.core import EngineCore
@@ -24,6 +25,7 @@ class Engine:
         self.inputs = inputs
         self._outputs = OutputAssembler(inputs.tokenizer)
         self._num_requests = 0
+        self._unprepared: deque[RequestState] = deque()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
@@ -51,7 +53,7 @@ class Engine:
                 self.core.abort(name)
             raise
         self._num_requests += 1
-        self._outputs.add(request_id, prompt, requests, now)
+        self._unprepared.append(self._outputs.add(request_id, prompt, requests, now))
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -71,6 +73,7 @@ class Engine:
     def abort_all(self) -> list[RequestOutput]:
         """End all open requests and wait for the steps in flight."""
         outputs = [self.abort(request_id) for request_id in self._outputs.open_request_ids]
+        self._unprepared.clear()
         self.core.drain()
         return [output for output in outputs if output is not None]
 
@@ -80,7 +83,7 @@ class Engine:
 
     def advance(self) -> list[RequestState]:
         """Run one step; the requests that have news. Making an output of each costs time that grows with its length."""
-        updates = self.core.step()
+        updates = self.core.step(self._prepare)
         changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
             self.core.finish(name, FinishReason.STOP)
@@ -95,6 +98,11 @@ class Engine:
                 log.write(update.request, update.finish_reason)
             elif update.request.id in stopped:
                 log.write(update.request, FinishReason.STOP)
+
+    def _prepare(self) -> None:
+        """Do now what an output will need: one request at a time, so that no step waits for it."""
+        if self._unprepared:
+            self._unprepared.popleft().prepare()
 
     def has_unfinished(self) -> bool:
         return self.core.has_unfinished()

@@ -160,6 +160,14 @@ class RequestState:
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     finished_s: float | None = None
 
+    _prompt_ids: tuple[int, ...] | None = None
+
+    def prepare(self) -> tuple[int, ...]:
+        """The prompt's ids as outputs have them, made once: for a long prompt that takes a while."""
+        if self._prompt_ids is None:
+            self._prompt_ids = tuple(self.prompt.token_ids.tolist())
+        return self._prompt_ids
+
     @property
     def finished(self) -> bool:
         return self.finished_s is not None
@@ -184,7 +192,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=tuple(self.prompt.token_ids.tolist()),
+            prompt_token_ids=self.prepare(),
             outputs=tuple(c.output() for c in self.completions),
             finished=self.finished,
             cache=self.cache,

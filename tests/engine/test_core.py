@@ -158,3 +158,15 @@ def test_close_releases_the_runner_once() -> None:
     assert runner.closed
     with pytest.raises(EngineStoppedError):
         core.step()
+
+
+@MODES
+def test_the_host_may_work_while_the_device_does(look_ahead: bool) -> None:
+    core, runner = make(look_ahead)
+    core.add(request("r", 1))
+    while core.has_unfinished():
+        core.step(lambda: runner.events.append(("meanwhile", -1)))
+    kinds = [kind for kind, _ in runner.events]
+    assert kinds.count("meanwhile") == kinds.count("result")
+    assert all(kinds[i + 1] == "result" for i, kind in enumerate(kinds) if kind == "meanwhile")
+    assert kinds[: kinds.index("meanwhile")] == ["submit"] * (2 if look_ahead else 1)
