@@ -103,17 +103,20 @@ class SegmentIndex:
         """From host lists; `exports[n]` are (position, slot) of segment `n`. Host copies are kept."""
         exports = exports or [()] * len(lens)
         pairs = np.asarray([pair for own in exports for pair in own], np.int32).reshape(-1, 2)
-        arrays = [
-            running_total(lens),
-            np.asarray(src, np.int32),
-            np.asarray(dst, np.int32),
-            running_total([len(own) for own in exports]),
-            pairs[:, 0].copy(),
-            pairs[:, 1].copy(),
-        ]
-        tensors = [torch.from_numpy(array).to(device) for array in arrays]
-        tiles = torch.from_numpy(tile_table(np.asarray(lens, np.int32))).to(device)
-        return cls(*tensors, lens=tuple(lens), tiles=tiles)
+
+        def there(values: Sequence[int] | IntArray) -> Tensor:
+            return torch.from_numpy(np.array(values, np.int32)).to(device)
+
+        return cls(
+            cu_seqlens=there(running_total(lens)),
+            src=there(src),
+            dst=there(dst),
+            exp_ptr=there(running_total([len(own) for own in exports])),
+            exp_pos=there(pairs[:, 0]),
+            exp_dst=there(pairs[:, 1]),
+            lens=tuple(lens),
+            tiles=there(tile_table(np.asarray(lens, np.int32))),
+        )
 
 
 @dataclass(frozen=True, slots=True)
