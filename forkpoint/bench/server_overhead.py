@@ -12,13 +12,14 @@ import argparse
 import asyncio
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -50,6 +51,7 @@ class Turn:
     """One pass over the requests. `api_cpu_s` is None for the engine alone."""
 
     elapsed_s: float
+    num_steps: int
     engine_cpu_s: float
     api_cpu_s: float | None = None
 
@@ -69,6 +71,12 @@ class ServerUnderTest:
     def cpu_seconds(self) -> tuple[float, float]:
         """(of the API process, of the engine process)."""
         return cpu_seconds(self._process.pid), cpu_seconds(self._engine)
+
+    def num_steps(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/metrics") as reply:
+            found = re.search(r"^forkpoint_steps_total{.*} (\S+)$", reply.read().decode(), re.MULTILINE)
+        assert found is not None
+        return int(float(found[1]))
 
     def close(self) -> None:
         self._process.terminate()
@@ -90,19 +98,21 @@ def cpu_seconds(pid: int) -> float:
 
 def engine_turn(llm: LLM, work: Work, turn: int) -> Turn:
     params = SamplingParams(max_tokens=work.num_tokens, ignore_eos=True, temperature=0)
+    steps = llm.get_metrics()["num_steps"]
     started, cpu = time.perf_counter(), time.process_time()
     outputs = llm.generate(work.prompts(turn), params, use_tqdm=False)
     assert all(len(output.outputs[0].token_ids) == work.num_tokens for output in outputs)
-    return Turn(time.perf_counter() - started, time.process_time() - cpu)
+    elapsed, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return Turn(elapsed, llm.get_metrics()["num_steps"] - steps, cpu)
 
 
 def server_turn(server: ServerUnderTest, work: Work, turn: int) -> Turn:
-    before = server.cpu_seconds()
+    before, steps = server.cpu_seconds(), server.num_steps()
     started = time.perf_counter()
     asyncio.run(_stream_all(server.url, work, turn))
     elapsed = time.perf_counter() - started
     api, engine = (now - then for now, then in zip(server.cpu_seconds(), before, strict=True))
-    return Turn(elapsed, engine, api)
+    return Turn(elapsed, server.num_steps() - steps, engine, api)
 
 
 async def _stream_all(url: str, work: Work, turn: int) -> None:
@@ -131,13 +141,13 @@ def table(work: Work, alone: list[Turn], served: list[Turn]) -> list[str]:
     tokens = work.num_requests * work.num_tokens
 
     def speed(turns: list[Turn]) -> float:
-        return tokens / statistics.median(turn.elapsed_s for turn in turns)
+        return tokens / median(turn.elapsed_s for turn in turns)
 
     def fastest(turns: list[Turn]) -> float:
         return tokens / min(turn.elapsed_s for turn in turns)
 
     def cost(values: list[float]) -> float:
-        return statistics.median(values) / tokens * 1e6
+        return median(values) / tokens * 1e6
 
     losses = [1 - a.elapsed_s / s.elapsed_s for a, s in zip(alone, served, strict=True)]
     api = [turn.api_cpu_s for turn in served if turn.api_cpu_s is not None]
@@ -146,10 +156,11 @@ def table(work: Work, alone: list[Turn], served: list[Turn]) -> list[str]:
         "|---|---|---|",
         f"| generated tokens/s, fastest turn of {len(alone)} | {fastest(alone):,.0f} | {fastest(served):,.0f} |",
         f"| generated tokens/s, median | {speed(alone):,.0f} | {speed(served):,.0f} |",
+        f"| steps, median | {median([t.num_steps for t in alone]):.0f} | {median([t.num_steps for t in served]):.0f} |",
         f"| engine CPU per token, µs | {cost([t.engine_cpu_s for t in alone]):.0f} | "
         f"{cost([t.engine_cpu_s for t in served]):.0f} |",
         f"| API CPU per token, µs | | {cost(api):.0f} |",
-        f"| throughput lost, median of pairs (all pairs) | | {statistics.median(losses):.1%} "
+        f"| throughput lost, median of pairs (all pairs) | | {median(losses):.1%} "
         f"({', '.join(f'{loss:.1%}' for loss in losses)}) |",
     ]
 
@@ -159,7 +170,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder (default: the demo model)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt-length", type=int, default=128, help="characters")
     parser.add_argument("--tokens", type=int, default=128, help="per answer")
     parser.add_argument("--cpu-ops", default="auto")
