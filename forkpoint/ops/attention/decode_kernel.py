@@ -108,23 +108,19 @@ def combine_kernel(
     gate_token,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PARTS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """COLUMNS values of one query head of one row; a row without parts gives zeros."""
-    PIECES: tl.constexpr = (DV + COLUMNS - 1) // COLUMNS
-    pid = tl.program_id(0) // PIECES
+    """One query head of one row; a row without parts gives zeros."""
+    pid, at = tl.program_id(0), tl.arange(0, BLOCK_DV)
     row, head = pid // HEADS, pid % HEADS
+    if GATED:  # read early, beside the parts
+        gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
+        factor = tl.load(gate_at, mask=at < DV, other=0.0)
     begin, end = tl.load(part_ptr + row), tl.load(part_ptr + row + 1)
     first = begin.to(tl.int64) * HEADS + head
-    at = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
-    if end - begin <= FEW:
-        answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, FEW)
-    else:
-        answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, MANY)
+    answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, PARTS)
     if GATED:
-        gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
-        answer = gated(answer, gate_at, at < DV, out.dtype.element_ty)
+        answer = gated(answer, factor)
     tl.store(out + pid.to(tl.int64) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)

@@ -7,6 +7,7 @@ device idle. Launches depend on the shapes of tensors alone, so that a captured 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
-from forkpoint.ops.metadata import MAX_PARTS, TILE, AttentionIndex
+from forkpoint.ops.metadata import TILE, AttentionIndex
 
 PREFILL_PROGRAMS = 132  # of `prefill_kernel` that a large GPU runs at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
@@ -30,9 +31,7 @@ class DecodeLaunch:
     num_programs: int = 2112  # at most; they take turns
     num_warps: int = 4
     num_stages: int = 2
-    columns: int = 128  # of a head that a combining program makes
-    few_parts: int = 8  # that it adds at once, and where there are more
-    many_parts: int = MAX_PARTS
+    parts: int = 8  # that a combining program adds at once
     combine_warps: int = 2
 
 
@@ -46,6 +45,7 @@ class PrefillLaunch:
     num_stages: int = 2
 
 
+@functools.cache
 def num_splits(num_programs: int, at_once: int) -> int:
     """Over how many programs to spread the keys of each of `num_programs` tiles and key heads, `at_once` running.
 
@@ -167,8 +167,7 @@ class PagedAttention:
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )
-        columns = min(how.columns, sizes["BLOCK_DV"])
-        combine_kernel[(index.num_decodes * heads * triton.cdiv(sizes["DV"], columns),)](
+        combine_kernel[(index.num_decodes * heads,)](
             scratch.totals,
             scratch.weights,
             scratch.tops,
@@ -178,9 +177,8 @@ class PagedAttention:
             call.gate_token,
             HEADS=heads,
             DV=sizes["DV"],
-            COLUMNS=columns,
-            FEW=how.few_parts,
-            MANY=how.many_parts,
+            BLOCK_DV=sizes["BLOCK_DV"],
+            PARTS=how.parts,
             GATED=call.gate is not None,
             num_warps=how.combine_warps,
         )

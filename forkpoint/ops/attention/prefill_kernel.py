@@ -146,7 +146,7 @@ def prefill_kernel(
             answer = total / weight[:, None]
             if GATED:
                 gate_at = gate + token[:, None] * gate_token + head[:, None] * DV + at_v[None, :]
-                answer = gated(answer, gate_at, inside, out.dtype.element_ty)
+                answer = gated(answer, tl.load(gate_at, mask=inside, other=0.0))
             out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
             tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
         else:
@@ -196,5 +196,5 @@ def join_kernel(
         token = (start + query).to(tl.int64)
         if GATED:
             gate_at = gate + token * gate_token + head * DV + at
-            answer = gated(answer, gate_at, at < DV, out.dtype.element_ty)
+            answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
         tl.store(out + (token * HEADS + head) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)

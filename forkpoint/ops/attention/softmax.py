@@ -92,7 +92,6 @@ def join(totals, weights, tops, first, count, stride, at, DV: tl.constexpr, PART
 
 
 @triton.jit
-def gated(answer, gate_at, mask, dtype: tl.constexpr):
-    """`answer * sigmoid(gate)`, both factors rounded to `dtype` first."""
-    gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
-    return answer.to(dtype).to(tl.float32) * sigmoid(gate)
+def gated(answer, gate):
+    """`answer * sigmoid(gate)` in fp32, of the answer as it would be stored without a gate."""
+    return answer.to(gate.dtype).to(tl.float32) * sigmoid(gate.to(tl.float32))
