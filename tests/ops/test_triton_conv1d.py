@@ -57,6 +57,15 @@ def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(ours, want)
 
 
+def test_short_and_long_prefills_give_the_same_bits() -> None:
+    """Their programs take different numbers of tokens."""
+    x, weight, _, pool = inputs(600, 40, 4, torch.bfloat16)
+    pool = copy_pool(pool)
+    whole = OURS.conv_prefill(x, weight, None, pool, on_device(segments([600], [0], [1])), True)
+    part = OURS.conv_prefill(x[:130], weight, None, pool, on_device(segments([130], [0], [2])), True)
+    assert torch.equal(part, whole[:130])
+
+
 def test_padding_is_harmless() -> None:
     x, weight, _, pool = inputs(sum(LENS), 20, 4, torch.float32)
     ours, want = copy_pool(pool), copy_pool(pool)

@@ -14,7 +14,8 @@ from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
 TILE = tl.constexpr(TOKEN_TILE)
 CHANNELS = 256  # of a prefill program
-TOKENS = 16  # of a prefill program
+FEW_TOKENS = 512  # of a prefill: up to here programs take SHORT tokens, for there are few of them; else LONG
+SHORT, LONG = 8, 16
 UPDATE_CHANNELS = 256  # of an update program
 
 
@@ -186,7 +187,8 @@ def conv_prefill(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert index.tiles is not None, "kernels need the index's tiles"
     pieces = triton.cdiv(dim, CHANNELS)
-    _prefill_kernel[(index.tiles.shape[0] * pieces * (TOKEN_TILE // TOKENS),)](
+    tokens = SHORT if x.shape[0] <= FEW_TOKENS else LONG
+    _prefill_kernel[(index.tiles.shape[0] * pieces * (TOKEN_TILE // tokens),)](
         x,
         weight,
         x if bias is None else bias,
@@ -206,7 +208,7 @@ def conv_prefill(
         W=width,
         HAS_BIAS=bias is not None,
         SILU=silu,
-        TOKENS=TOKENS,
+        TOKENS=tokens,
         BLOCK=CHANNELS,
         PIECES=pieces,
         **overlap(x.device),

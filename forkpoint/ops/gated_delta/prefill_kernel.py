@@ -158,6 +158,12 @@ def _by_token(gain, TURN: tl.constexpr):
 
 
 @triton.jit
+def _in_slot(at, col, K: tl.constexpr, TURN: tl.constexpr):
+    """Where value row `at`, key `col` of one head lies, as `[keys, values]`, or with TURN `[values, keys]`."""
+    return at[:, None] * K + col[None, :] if TURN else at[None, :] * K + col[:, None]
+
+
+@triton.jit
 def _scan_kernel(
     mixed,
     systems,
@@ -197,15 +203,14 @@ def _scan_kernel(
     length = tl.load(cu_seqlens + segment + 1) - start
     if TURN:
         in_state = (at < V)[:, None] & (col < K)[None, :]
-        slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
         state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     else:
         in_state = (col < K)[:, None] & (at < V)[None, :]
-        slot_at = pool + head * (V * K) + at[None, :] * K + col[:, None]
         state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     source = tl.load(src + segment).to(tl.int64)
     if source >= 0:
-        state = tl.load(slot_at + source * slot_stride, mask=in_state, other=0.0).to(tl.float32)
+        slot = pool + source * slot_stride + head * (V * K)
+        state = tl.load(slot + _in_slot(at, col, K, TURN), mask=in_state, other=0.0).to(tl.float32)
     export, last_export = tl.load(exp_ptr + segment), tl.load(exp_ptr + segment + 1)
     entry = _place(cu_seqlens, segment).to(tl.int64) * HV + head
     tokens = mixed + start.to(tl.int64) * mixed_stride
@@ -248,8 +253,10 @@ def _scan_kernel(
             tl.store(out_at + place * (HV * V), _turned(answer, TURN).to(out.dtype.element_ty), mask=in_values)
             past_k, past_q, new_k, whole = next_past_k, next_past_q, next_new_k, next_whole
         if target >= 0:
-            slot = target.to(tl.int64) * slot_stride
-            tl.store(slot_at + slot, state.to(pool.dtype.element_ty), mask=in_state)
+            # `nothing` keeps the addresses from being made before the loops, where they would fill the registers.
+            nothing = tl.minimum(end - begin, 0)
+            slot = pool + target.to(tl.int64) * slot_stride + head * (V * K)
+            tl.store(slot + _in_slot(at + nothing, col, K, TURN), state.to(pool.dtype.element_ty), mask=in_state)
         begin = end
 
 
