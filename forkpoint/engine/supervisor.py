@@ -18,6 +18,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.messages import Command, Report, Stop
 from forkpoint.engine.process import HANDLED_SIGNALS, run_engine
 from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
+from forkpoint.obs.logs import LOGGER
 
 STOP_TIMEOUT_S = 10.0  # for the engine to give its memory back; then it is killed
 LAST_WORDS_S = 0.2  # for reports that were under way when the process ended
@@ -90,7 +91,11 @@ class EngineProcess:
                 data = self._reports.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_report(self._decode(data))
+            try:
+                self._on_report(self._decode(data))
+            except Exception as error:  # this side no longer knows where each request stands
+                LOGGER.exception("a report of the engine could not be taken in")
+                self._on_exit(EngineStoppedError(f"a report of the engine could not be taken in: {error!r}"))
 
     def _ended(self) -> None:
         assert self._loop is not None and self._process is not None

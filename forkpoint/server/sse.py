@@ -10,7 +10,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forkpoint.server.errors import to_http
+from forkpoint.errors import ForkpointError
+from forkpoint.obs.logs import LOGGER
+from forkpoint.server.errors import HTTPError, to_http
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -56,6 +58,8 @@ class EventStream(Response):
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
+            if not isinstance(error, (HTTPError, ForkpointError)):
+                LOGGER.exception("unexpected error in a stream")
             await send({"type": "http.response.body", "body": event(to_http(error).body()), "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 

@@ -1,0 +1,66 @@
+"""The engine in its own process, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from forkpoint import EngineNotReadyError, EngineStoppedError, ForkpointError, SamplingParams
+from forkpoint.config import EngineConfig
+from forkpoint.engine.async_engine import AsyncEngine
+from forkpoint.engine.llm import LLM
+from forkpoint.engine.outputs import RequestState
+
+
+class Fragile:
+    """An observer that breaks on demand."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.num_finished = 0
+
+    def step(self, num_tokens: int) -> None: ...
+
+    def first_token(self, state: RequestState, elapsed_s: float) -> None:
+        if self.broken:
+            raise KeyError("broken on purpose")
+
+    def next_token(self, elapsed_s: float) -> None: ...
+
+    def finished(self, state: RequestState) -> None:
+        self.num_finished += 1
+
+    def refused(self, error: ForkpointError) -> None: ...
+
+
+def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Path, llm: LLM) -> None:
+    prompt, params = "tell me in pieces", SamplingParams(temperature=0, max_tokens=20, n=2)
+    [expected] = llm.generate(prompt, params, use_tqdm=False)
+
+    async def run() -> None:
+        observer = Fragile()
+        engine = AsyncEngine(EngineConfig.from_flat(model=str(tiny_model), log_level="error", seed=7), observer)
+        with pytest.raises(EngineNotReadyError):
+            engine.check_ready()
+        try:
+            await engine.start()
+            request = engine.add("one", engine.inputs.prompt(prompt), params)
+            texts = {0: "", 1: ""}
+            async for delta in request.deltas():
+                texts[delta.index] += delta.text
+            assert texts == {c.index: c.text for c in expected.outputs}
+            assert observer.num_finished == 1 and engine.num_open == 0
+            assert await engine.call("check_integrity")
+            observer.broken = True
+            with pytest.raises(EngineStoppedError, match="broken on purpose"):
+                await asyncio.wait_for(engine.add("two", engine.inputs.prompt(prompt), params).finish(), 20)
+            assert "broken on purpose" in str(await asyncio.wait_for(engine.ended(), 5))
+            with pytest.raises(EngineStoppedError):
+                engine.add("three", engine.inputs.prompt(prompt), params)
+        finally:
+            await engine.close()
+            await engine.close()
+
+    asyncio.run(run())
