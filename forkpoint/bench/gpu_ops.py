@@ -140,6 +140,52 @@ def conv_cases() -> Iterator[Case]:
         yield Case(f"conv_update, {rows} rows", 2 * rows * dim * 2 * WIDTH, 0, update)
 
 
+def layer_cases() -> Iterator[Case]:
+    """Everything between a recurrent layer's two projections."""
+    heads, value = SHAPE.num_v_heads, SHAPE.value_dim
+    window = (WIDTH - 1) * SHAPE.mixed_dim
+    for rows in (1, 8, 32, 128, 256):
+
+        def step(rows: int = rows) -> list[Call]:
+            layer, count = _Layer(rows, rows * turns(rows * SLOT)), turns(rows * SLOT)
+            slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
+            return [lambda i=i: layer.step(DecodeIndex(i, i)) for i in slots]  # type: ignore[misc]
+
+        row = SHAPE.mixed_dim + 2 * heads * value
+        yield Case(f"recurrent step, {rows} rows", 2 * rows * (SLOT + 2 * window + row), 0, step)
+    for lens in ([128], [512], [704] * 32):
+        total = sum(lens)
+
+        def prefill(lens: list[int] = lens, total: int = total) -> list[Call]:
+            layer, index = _Layer(total, len(lens)), segments(lens)
+            return [lambda: layer.prefill(index)]
+
+        moved = 2 * total * (SHAPE.mixed_dim + 2 * heads * value) + 2 * len(lens) * (SLOT + 2 * window)
+        yield Case(f"recurrent prefill, {len(lens)} x {lens[0]} tokens", moved, 0, prefill)
+
+
+class _Layer:
+    """Inputs of one recurrent layer's operators for `tokens` tokens, and its pools."""
+
+    def __init__(self, tokens: int, slots: int) -> None:
+        heads, value = SHAPE.num_v_heads, SHAPE.value_dim
+        self._x, self._gate = randn(tokens, SHAPE.mixed_dim), randn(tokens, heads, value)
+        self._a, self._b = randn(tokens, heads), randn(tokens, heads)
+        self._weight, self._norm = randn(SHAPE.mixed_dim, WIDTH), torch.rand(value, device=DEVICE)
+        self._params, self._windows = gdn_params(), randn(slots, WIDTH - 1, SHAPE.mixed_dim)
+        self._matrices = torch.randn(slots, heads, value, SHAPE.key_dim, device=DEVICE)
+
+    def step(self, index: DecodeIndex) -> Tensor:
+        mixed = OPS.conv_update(self._x, self._weight, None, self._windows, index, True)
+        out = OPS.gdn_decode(mixed, self._a, self._b, self._params, self._matrices, index)
+        return OPS.gated_rmsnorm(out, self._gate, self._norm, 1e-6)
+
+    def prefill(self, index: SegmentIndex) -> Tensor:
+        mixed = OPS.conv_prefill(self._x, self._weight, None, self._windows, index, True)
+        out = OPS.gdn_prefill(mixed, self._a, self._b, self._params, self._matrices, index)
+        return OPS.gated_rmsnorm(out, self._gate, self._norm, 1e-6)
+
+
 def row_cases() -> Iterator[Case]:
     """Operators that take each token by itself."""
     heads, value = SHAPE.num_v_heads, SHAPE.value_dim
@@ -181,6 +227,7 @@ def cases() -> Iterator[Case]:
     yield from decode_cases()
     yield from prefill_cases()
     yield from conv_cases()
+    yield from layer_cases()
     yield from row_cases()
     yield from copy_cases()
 
