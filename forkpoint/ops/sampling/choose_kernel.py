@@ -19,7 +19,7 @@ GROUP = 4  # tiles that a program reads at once
 FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
 BLOCK = 8192  # logits that a pass over a row reads at once
-STAGES = 3  # reads in flight
+STAGES = 1  # reads in flight
 WARPS = 8
 
 _LOG2E = tl.constexpr(1.4426950408889634)
