@@ -22,6 +22,7 @@ from forkpoint.config import CacheConfig
 from forkpoint.outputs import MissReason
 
 FALLBACKS_PER_ARENA = 4
+FALLBACK_SLOTS = 6  # keys and values between two fallbacks take as much room as so many slots
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -223,9 +224,13 @@ class CacheManager:
 
     @property
     def fallback_step(self) -> int:
-        """Tokens of keys and values that fill a share of the arena which no conversation should lose at once."""
-        blocks = self.arena.num_pages * self.layout.blocks_per_page
-        return blocks // FALLBACKS_PER_ARENA * self.layout.block_size
+        """Tokens between the states inside a prompt that outlive its end: so many that the states take a small
+        share of its room, but no more than a quarter of what the arena holds."""
+        layout = self.layout
+        if not (layout.has_kv and layout.has_states):
+            return 0
+        quarter = self.arena.num_pages * layout.blocks_per_page // FALLBACKS_PER_ARENA
+        return min(quarter, FALLBACK_SLOTS * layout.slot_bytes // layout.block_bytes) * layout.block_size
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
         """How many tokens of this lease's history, at most `limit`, the plan under construction makes

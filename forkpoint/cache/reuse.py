@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SHORTEST, LONGEST = 0.1, 2.0  # arenas of new data
+SHORTEST, LONGEST = 0.2, 2.0  # arenas of new data
 STEP = 0.04  # one observation moves the estimate by this share, the first ones by more
 NOTABLE = 1.2  # a change by so much is worth ordering all entries anew
 
