@@ -23,6 +23,13 @@ class CacheCounters:
     blocks_evicted: int = 0
     moves: int = 0
 
+    def count_query(self, num_tokens: int, num_hit: int, reachable: int, miss: MissReason | None) -> None:
+        """One prompt: of its tokens `num_hit` were reused, and up to `reachable` could have been."""
+        self.query_tokens += num_tokens
+        self.hit_tokens += num_hit
+        if miss is not None:
+            self.lost_tokens[miss] += reachable - num_hit
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:

@@ -12,6 +12,8 @@ from forkpoint.errors import ConfigError
 BLOCK_SIZE: Final = 64
 ALIGNMENT_BYTES: Final = 64
 MAX_PADDING: Final = 0.05
+FALLBACKS_PER_ARENA: Final = 4
+FALLBACK_SLOTS: Final = 6  # keys and values between two fallbacks take as much room as so many slots
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -130,6 +132,14 @@ class CacheLayout:
         """Pages that one request of `num_tokens` tokens with `num_slots` slots needs at least."""
         pages = -(-self.num_blocks_for(num_tokens) // self.blocks_per_page) if self.has_kv else 0
         return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
+
+    def fallback_step(self, num_pages: int) -> int:
+        """Tokens between the states inside a prompt that outlive its end: so many that the states take a small
+        share of its room, but no more than a quarter of what the arena holds. 0: none."""
+        if not (self.has_kv and self.has_states):
+            return 0
+        quarter = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
+        return min(quarter, FALLBACK_SLOTS * self.slot_bytes // self.block_bytes) * self.block_size
 
     def usable_prefix(self, num_prompt_tokens: int) -> int:
         """The longest prefix of a prompt that a hit may cover: at least one token is always computed."""

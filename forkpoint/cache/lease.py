@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.store import PendingSave
-from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node, Provenance
+from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Provenance
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,12 @@ class Lease:
     made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
     has_duplicates: bool = False  # some of `own_blocks` are above `node`: the tree has them too
     frozen: bool = False  # files nothing any more
+
+    @property
+    def num_turns(self) -> int:
+        """How often the conversation of this request was continued before, as far as checkpoints tell."""
+        hit = self.hit
+        return hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
 
     def rebind(self, old: int, new: int) -> None:
         """Compaction moved a unit that this lease owns (a block, or the running slot)."""

@@ -21,9 +21,6 @@ from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, TURN_ENDS, Checkpoint
 from forkpoint.config import CacheConfig
 from forkpoint.outputs import MissReason
 
-FALLBACKS_PER_ARENA = 4
-FALLBACK_SLOTS = 6  # keys and values between two fallbacks take as much room as so many slots
-
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -219,18 +216,8 @@ class CacheManager:
     def _take_candidate_slot(self, save: PendingSave, lease: Lease, displaces: bool) -> int | None:
         if not displaces:
             return self.arena.take_slot(save, compact=False)
-        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, _num_turns(lease))
+        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, lease.num_turns)
         return self.store.take_slot(save, below=key)
-
-    @property
-    def fallback_step(self) -> int:
-        """Tokens between the states inside a prompt that outlive its end: so many that the states take a small
-        share of its room, but no more than a quarter of what the arena holds."""
-        layout = self.layout
-        if not (layout.has_kv and layout.has_states):
-            return 0
-        quarter = self.arena.num_pages * layout.blocks_per_page // FALLBACKS_PER_ARENA
-        return min(quarter, FALLBACK_SLOTS * layout.slot_bytes // layout.block_bytes) * layout.block_size
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
         """How many tokens of this lease's history, at most `limit`, the plan under construction makes
@@ -282,7 +269,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        key = self.store.candidate_key(start, Origin.DECODE, node, _num_turns(lease))
+        key = self.store.candidate_key(start, Origin.DECODE, node, lease.num_turns)
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -368,7 +355,7 @@ class CacheManager:
         hit = lease.hit
         if checkpoint.origin not in OF_CONVERSATION:
             return
-        checkpoint.num_turns = _num_turns(lease)
+        checkpoint.num_turns = lease.num_turns
         self.store.refile(checkpoint)
         if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
             return
@@ -472,30 +459,12 @@ class CacheManager:
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> None:
         """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got."""
-        counters = self.store.counters
-        counters.query_tokens += num_tokens
-        counters.hit_tokens += hit.num_tokens
-        if hit.miss is not None:
-            lost = max((hit.kv_num_tokens, *hit.junctions)) - hit.num_tokens
-            counters.lost_tokens[hit.miss] += lost
+        size, counters = self.layout.block_size, self.store.counters
+        counters.count_query(num_tokens, hit.num_tokens, max((hit.kv_num_tokens, *hit.junctions)), hit.miss)
         if hit.miss is MissReason.EVICTED:
-            self._note_return(lease, hit.num_tokens, self.layout.usable_prefix(num_tokens))
-
-    def _note_return(self, lease: Lease, start: int, end: int) -> None:
-        """A history came back whose deepest checkpoint in `(start, end]` had given way."""
-        size = self.layout.block_size
-        for block_hash in reversed(lease.chain.hashes[start // size : end // size]):
-            last_used = self.ghosts.take_last_use(block_hash)
-            if last_used is not None:
-                self.store.note_return(last_used)
-                return
+            lost = slice(hit.num_tokens // size, self.layout.usable_prefix(num_tokens) // size)
+            self.store.note_lost_return(lease.chain.hashes[lost])
 
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""
         return self.store.stats()
-
-
-def _num_turns(lease: Lease) -> int:
-    """How often the conversation of a request was continued before, as far as checkpoints tell."""
-    hit = lease.hit
-    return hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forkpoint.cache.arena import Arena, UnitOwner
@@ -196,6 +197,14 @@ class PrefixStore:
         if self._reuse.observe(self.arena.turnover - last_used):
             self._checkpoints.refresh()
             self._leaves.refresh()
+
+    def note_lost_return(self, hashes: Sequence[BlockHash]) -> None:
+        """A history came back whose deepest checkpoint, at one of these blocks, had given way."""
+        for block_hash in reversed(hashes):
+            last_used = self.ghosts.take_last_use(block_hash)
+            if last_used is not None:
+                self.note_return(last_used)
+                return
 
     def pin(self, node: Node) -> None:
         self.tree.pin(node)

@@ -72,6 +72,7 @@ class Scheduler:
         self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
         self._capture = capture or make_capture(cache.capture_policy, cache.checkpoint_interval)
         self._clock = clock
+        self._fallback_step = layout.fallback_step(num_pages)
         self._waiting = WaitingQueue(layout)
         self._running = RunningSet(scheduler.max_num_seqs)
         self._entries: dict[str, Entry] = {}
@@ -238,7 +239,7 @@ class Scheduler:
             breakpoints=request.breakpoints,
             junctions=entry.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
-            fallback_step=self.cache.fallback_step,
+            fallback_step=self._fallback_step,
         )
         self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step
