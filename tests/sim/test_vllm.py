@@ -6,12 +6,14 @@ Blocks of 1,088 tokens (Qwen3.5-35B-A3B), one attention and three state groups, 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forkpoint.sim.peers.scheduler import PeerScheduler
 from forkpoint.sim.peers.vllm import VllmCache, VllmGeometry, VllmOptions
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B
 from forkpoint.sim.tokens import TokenSpans
-from tests.sim.driving import Serial, fresh, join
+from tests.sim.driving import Serial, fresh, join, request
 
 GEOMETRY = VllmGeometry.of(QWEN3_5_35B)
 DEFAULT, DENSE, UNIT = VllmOptions(), VllmOptions(dense=True), VllmOptions(unit=64)
@@ -179,7 +181,30 @@ def test_room(length: int, held: int) -> None:
     assert survivors(held + 2) < held + 2
 
 
-def _restorable(engine: Serial, prompt: TokenSpans) -> int:
-    from tests.sim.driving import request
+@settings(max_examples=40, deadline=None)
+@given(
+    options=st.sampled_from([DEFAULT, DENSE, UNIT, TRITON]),
+    num_ids=st.integers(16, 80),
+    asks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(1, 900)), min_size=1, max_size=25),
+)
+def test_nothing_leaks(options: VllmOptions, num_ids: int, asks: list[tuple[int, int, int]]) -> None:
+    """Whatever runs together and whoever is preempted, in the end every id is free."""
+    system = vllm(options, num_ids).system
+    cache = system.cache
+    assert isinstance(cache, VllmCache)
+    trunks = [fresh(6000) for _ in range(4)]
+    accepted = finished = 0
+    for index, (trunk, cut, own) in enumerate(asks):
+        accepted += system.add(request(f"r{index}", join(trunks[trunk].part(0, cut * 150), fresh(own)), 1 + own))
+        if index % 3 == 0 and system.plan(0.0) is not None:
+            finished += len(system.finish(0.0).finished)
+    while system.num_unfinished():
+        assert system.plan(0.0) is not None
+        finished += len(system.finish(0.0).finished)
+    assert finished == accepted
+    assert len(cache._free) == cache.num_ids and not any(block.num_users for block in cache._free)
+    assert all(block.key == key for key, block in cache._cached.items())
 
+
+def _restorable(engine: Serial, prompt: TokenSpans) -> int:
     return engine.system.restorable(request("probe", prompt))
