@@ -148,7 +148,7 @@ class SamplingParams:
         within("min_p", 0.0, 1.0, "a number in [0, 1]")
         within("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
         within("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
-        within("repetition_penalty", 0.0, 1e6, "a number above 0", open_low=True)
+        within("repetition_penalty", 0.01, 100.0, "a number in [0.01, 100]")  # others overflow the logits
         for token, bias in self.logit_bias.items():
             _require(token >= 0 and -100 <= bias <= 100, "logit_bias", {token: bias}, "token ids to [-100, 100]")
 

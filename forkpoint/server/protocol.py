@@ -39,7 +39,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     top_k: int | None = Field(None, ge=-1, description="0 or -1 takes all tokens")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None

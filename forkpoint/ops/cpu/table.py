@@ -157,7 +157,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     replaced["qk_norm_rope_write"] = ComposedInputs(module.rmsnorm, module.rope, module.kv_write)
     replaced["paged_attention"] = _paged_attention(module)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
-    backends = dict.fromkeys(replaced, ours)
+    backends = {**base.backends, **dict.fromkeys(replaced, ours)}
     if has_matrix_tiles() if tiles is None else tiles:
         if base.deterministic:
             del replaced["prepare_linear"], replaced["linear"]
