@@ -50,8 +50,9 @@ def close(got: Tensor, want: Tensor) -> None:
 )
 def test_route(tokens: int, experts: int, top_k: int, shared: int, normalise: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    # Distinct, so that the order of the chosen is one.
-    scores = torch.stack([torch.randperm(experts + 1) for _ in range(tokens)]).to(DEVICE, dtype) / 8
+    # Distinct bfloat16 values from 1.0 on, so that the order of the chosen is one.
+    bits = torch.stack([0x3F80 + torch.randperm(experts + 1) for _ in range(tokens)]).to(torch.int16)
+    scores = bits.view(torch.bfloat16).to(DEVICE, dtype)
     weights, ids = OURS.route(scores, top_k, normalise, shared)
     want_weights, want_ids = TORCH.route(scores, top_k, normalise, shared)
     assert ids.dtype == torch.int32 and torch.equal(ids, want_ids)
