@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+MOST_ROWS = 256  # of launches that overlap
+
 
 @triton.jit
 def await_inputs(OVERLAP: tl.constexpr):
@@ -36,12 +38,21 @@ def start_next(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@functools.cache
-def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch options for a kernel that calls these: overlap on CUDA capability 9 and later."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+def overlap(device: torch.device, num_rows: int) -> dict[str, Any]:
+    """Launch options for a kernel over `num_rows` tokens that calls these: overlap on CUDA capability 9 and later.
+
+    Only where launches are short: programs that wait hold room that a long launch before them would use.
+    """
+    if num_rows > MOST_ROWS or not _can_overlap(device):
         return {"OVERLAP": False}
     return {"OVERLAP": True, "launch_pdl": True}
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def capped_registers(device: torch.device, per_thread: int) -> dict[str, Any]:

@@ -48,6 +48,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(rows, size)
     if rows:
         pieces = triton.cdiv(size, BLOCK)
-        grid, options = (rows * pieces,), overlap(out.device)
+        grid, options = (rows * pieces,), overlap(out.device, rows)
         _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, pieces, BLOCK=BLOCK, **options)
     return out

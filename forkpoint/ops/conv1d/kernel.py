@@ -211,7 +211,7 @@ def conv_prefill(
         TOKENS=tokens,
         BLOCK=CHANNELS,
         PIECES=pieces,
-        **overlap(x.device),
+        **overlap(x.device, x.shape[0]),
         num_warps=2,
     )
     return out
@@ -240,7 +240,7 @@ def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, in
         SILU=silu,
         BLOCK=UPDATE_CHANNELS,
         PIECES=pieces,
-        **overlap(x.device),
+        **overlap(x.device, x.shape[0]),
         num_warps=2,
     )
     return out

@@ -107,7 +107,7 @@ def gdn_decode(
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         DOUBLE_BETA=shape.allow_neg_eigval,
-        **overlap(mixed.device),
+        **overlap(mixed.device, mixed.shape[0]),
         num_warps=1,
         num_stages=1,
     )

@@ -304,7 +304,7 @@ def gdn_prefill(
         out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
     assert out.is_contiguous(), "the result must be dense"
     wide = mixed.dtype == torch.float32
-    overlapped = overlap(mixed.device)
+    overlapped = overlap(mixed.device, mixed.shape[0])
     chunk_options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
     scan_options = _scan_options(mixed, segments * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW))
     tiles_v = triton.cdiv(shape.value_dim, scan_options["BLOCK_V"])

@@ -243,7 +243,7 @@ def _add_splits_kernel(
 
 
 def _options(x: Tensor, tile: Tile) -> dict[str, Any]:
-    return overlap(x.device) if tile.overlaps else {"OVERLAP": False}
+    return overlap(x.device, x.shape[0]) if tile.overlaps else {"OVERLAP": False}
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:

@@ -202,7 +202,7 @@ def grouped_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tens
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
     _combine_kernel[(num_tokens * pieces,)](
-        answers, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device)
+        answers, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device, num_tokens)
     )
     return out
 
@@ -234,7 +234,7 @@ def _grouped_product(
         MASK_WIDTH=width % tile.width != 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlap(x.device),
+        **overlap(x.device, x.shape[0]),
     )
 
 
@@ -259,7 +259,7 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         WIDTH=PAIR_IN.width,
         STAGES=PAIR_IN.num_stages,
         num_warps=PAIR_IN.num_warps,
-        **overlap(x.device),
+        **overlap(x.device, num_tokens),
     )
     pieces = triton.cdiv(size, PAIR_OUT.outputs)
     _pair_out_kernel[(num_tokens * pieces,)](
@@ -276,6 +276,6 @@ def paired_experts(x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tenso
         OUTPUTS=PAIR_OUT.outputs,
         WIDTH=PAIR_OUT.width,
         num_warps=PAIR_OUT.num_warps,
-        **overlap(x.device),
+        **overlap(x.device, num_tokens),
     )
     return out

@@ -105,7 +105,7 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     num_blocks = triton.cdiv(num_pairs, block)
     num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
     padded = triton.next_power_of_2(num_experts)
-    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device)}
+    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)

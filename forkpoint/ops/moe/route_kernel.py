@@ -71,6 +71,6 @@ def route(scores: Tensor, top_k: int, normalise: bool, num_shared: int) -> tuple
             NORMALISE=normalise,
             **sizes,
             num_warps=1,
-            **overlap(scores.device),
+            **overlap(scores.device, num_tokens),
         )
     return weights, ids

@@ -80,7 +80,7 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bo
             ROWS=rows,
             GATED=gated,
             ADD=add,
-            **overlap(x.device),
+            **overlap(x.device, x.shape[0]),
             num_warps=8 if block > TILE // 2 else 4,
         )
     return out
