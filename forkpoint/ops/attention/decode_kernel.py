@@ -8,13 +8,7 @@ import triton.language as tl
 from forkpoint.ops.attention.softmax import LOWEST, gated, join, see
 
 
-@triton.jit
-def _part(parts, part):
-    """(row, first block, end block)."""
-    return tl.load(parts + 3 * part), tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
-
-
-@triton.jit(do_not_specialize=["num_decodes", "num_parts", "table_stride"])
+@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
 def decode_kernel(
     q,
     k_cache,
@@ -28,7 +22,6 @@ def decode_kernel(
     table_rows,
     block_table,
     num_decodes,
-    num_parts,
     table_stride,
     q_token,
     q_head,
@@ -50,12 +43,11 @@ def decode_kernel(
 ):
     """Programs take turns over (part, key head); the sums of a part's query heads go to its line of the scratch."""
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    first, step = tl.program_id(0), tl.num_programs(0)
     num_items = tl.load(part_ptr + num_decodes) * HEADS
-    # What the next item is, is read before it is known whether there is one: loads that wait for loads take long.
-    row, low, high = _part(parts, first // HEADS)
-    for item in range(first, num_items, step):
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         part, kv_head = item // HEADS, item % HEADS
+        row = tl.load(parts + 3 * part)
+        low, end = tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
         kv_len, line = tl.load(kv_lens + row), tl.load(table_rows + row)
         if HAS_WINDOW:
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
@@ -67,8 +59,7 @@ def decode_kernel(
         weight = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
         table = block_table + line.to(tl.int64) * table_stride
-        next_row, next_low, next_high = _part(parts, tl.minimum(item + step, num_parts * HEADS - 1) // HEADS)
-        for j in range(low, high):
+        for j in range(low, end):
             block = tl.load(table + j).to(tl.int64)
             total, weight, top = see(
                 rows,
@@ -90,7 +81,6 @@ def decode_kernel(
                 True,
                 HAS_WINDOW,
             )
-        row, low, high = next_row, next_low, next_high
         entry = (part * (HEADS * GROUP) + head).to(tl.int64)
         tl.store(totals + entry[:, None] * DV + at_v[None, :], total, mask=(m < GROUP)[:, None] & (at_v < DV)[None, :])
         tl.store(weights + entry, weight, mask=m < GROUP)

@@ -157,7 +157,6 @@ class PagedAttention:
                 index.table_rows,
                 index.block_table,
                 index.num_decodes,
-                num_parts,
                 index.block_table.stride(0),
                 *call.strides,
                 call.scale,
