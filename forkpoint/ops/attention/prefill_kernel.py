@@ -84,12 +84,13 @@ def prefill_kernel(
 ):
     """QUERIES queries of one tile, all heads of one key head, over all their keys or (SPLIT) an even share of them.
 
-    Late tiles, which see the most keys, start first. The sums of a share go to the scratch, entry
+    Late tiles, which see the most keys, start first; programs that share keys are neighbours. The sums of a share go
+    to the scratch, entry
     `((tile * TOKENS + query) * num_splits + share) * num_heads + head`, unless it is the only one.
     """
     pid = tl.program_id(0)
     kv_head, rest = pid % HEADS, pid // HEADS
-    share, own = rest % num_splits, num_tiles * SUBS - 1 - rest // num_splits
+    share, own = rest // (num_tiles * SUBS), num_tiles * SUBS - 1 - rest % (num_tiles * SUBS)
     tile, sub = own // SUBS, own % SUBS
     row, first, last, start, before, low, end = _place(
         tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
