@@ -26,11 +26,11 @@ _MIN_SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Of each sampled row, padded: `logits[S, V]`, the likeliest id `token_ids[S]`, and `finite[S]` (bool)."""
+    """Of each sampled row, padded: `logits[S, V]`; the likeliest ids `[S]` int64 and whether their logits are finite
+    `[S]` bool, or None where nobody wants them."""
 
     logits: Tensor
-    token_ids: Tensor
-    finite: Tensor
+    likeliest: tuple[Tensor, Tensor] | None
 
 
 def graph_shapes(max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS) -> tuple[StepShape, ...]:

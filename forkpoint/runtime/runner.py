@@ -20,7 +20,7 @@ from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.pending import FailedStep, PromptScores, RunningStep
-from forkpoint.runtime.platform import CpuPlatform, Platform
+from forkpoint.runtime.platform import CpuPlatform, Mark, Platform
 from forkpoint.runtime.sampler import Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.step_inputs import (
@@ -106,11 +106,11 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
         try:
             with torch.inference_mode():
-                pending = self._run(plan)
+                pending = self._run(plan, started)
         except Exception as error:
             self._failure = error
             return FailedStep(error, self._failure_seen)
-        return replace(pending, moved_bytes=moved_bytes, started=started, done=self.platform.mark())
+        return replace(pending, moved_bytes=moved_bytes, done=self.platform.mark())
 
     def close(self) -> None:
         """Wait for the device and drop the recordings; all other memory goes with the runner."""
@@ -120,10 +120,10 @@ class ModelRunner:
     def _failure_seen(self) -> None:
         self._failure = None
 
-    def _run(self, plan: StepPlan) -> RunningStep:
-        mark = self.platform.mark()
+    def _run(self, plan: StepPlan, started: Mark) -> RunningStep:
+        """Issue a step; its `done` is to be set."""
         if not plan.num_tokens:
-            return RunningStep(plan.step, mark, mark)
+            return RunningStep(plan.step, started, started)
         asking, exact = self._asking(plan), StepShape.of(plan)
         shape = None if self._graphs is None or asking else self._graphs.find(exact)
         rows = plan.sampled_rows
@@ -136,12 +136,12 @@ class ModelRunner:
             outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
         else:
             tensors = upload_all(self.platform, arrays)
-            host_lens = host_lens_of(plan) if self.platform.shares_memory else ((), ())
+            host_lens = host_lens_of(arrays) if self.platform.shares_memory else ((), ())
             hidden = self._forward(tensors, exact, table, host_lens)
-            outputs = self._heads(hidden, tensors) if len(rows) else None
+            outputs = self._heads(hidden, tensors, greedy=self._is_greedy(plan)) if len(rows) else None
             prompts = tuple(self._prompt_scores(chunk, first, hidden) for chunk, first in asking)
         pending = RunningStep(
-            plan.step, mark, mark, prompts=prompts, num_tokens=plan.num_tokens, slot_bytes_copied=copied
+            plan.step, started, started, prompts=prompts, num_tokens=plan.num_tokens, slot_bytes_copied=copied
         )
         if outputs is None:
             return pending
@@ -163,12 +163,18 @@ class ModelRunner:
         context = context_of(tensors, shape, table, self.arena.kv, self.arena.states, host_lens)
         return self._model.forward(token_ids_of(tensors, shape.num_decodes, self.batch.last_sampled), context)
 
-    def _heads(self, hidden: Tensor, tensors: Tensors) -> StepOutputs:
-        """Logits of the sampled rows, and the likeliest tokens, which the rows remember."""
+    def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
+        """Logits of the sampled rows, and, if `greedy`, the likeliest tokens, which the rows remember."""
         logits = self._model.logits(hidden.index_select(0, tensors["sampled"]))
+        if not greedy:
+            return StepOutputs(logits, None)
         token_ids, finite = self._ops.greedy(logits)
         self.batch.record(tensors["sampled_rows"], token_ids)
-        return StepOutputs(logits, token_ids, finite)
+        return StepOutputs(logits, (token_ids, finite))
+
+    def _is_greedy(self, plan: StepPlan) -> bool:
+        """Whether every sampled row takes the largest logit as it is."""
+        return plan.masks is None and all(row.is_plain_greedy for row in self.batch.sampling(plan.sampled_rows))
 
     def _place_states(self, arrays: Arrays) -> int:
         """Copy states for operators that cannot redirect, which then read where they write. Returns the bytes."""
@@ -193,9 +199,10 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, outputs: StepOutputs) -> _Sampling:
         rows = plan.sampled_rows
+        if outputs.likeliest is not None and self._is_greedy(plan):
+            token_ids, finite = outputs.likeliest
+            return _Sampling(token_ids[: len(rows)], finite[: len(rows)], None)
         sampling = self.batch.sampling(rows)
-        if plan.masks is None and all(row.is_plain_greedy for row in sampling):
-            return _Sampling(outputs.token_ids[: len(rows)], outputs.finite[: len(rows)], None)
         num_outputs = _sampled_positions(plan) - self.batch.num_prompt_tokens[rows]
         sampled = self._sampler.sample(outputs.logits[: len(rows)], sampling, num_outputs, plan.masks)
         self.batch.record(self.platform.upload(rows.astype(np.int64)), sampled.token_ids)

@@ -197,10 +197,9 @@ def token_ids_of(tensors: Tensors, num_decodes: int, last_sampled: Tensor) -> Te
     return torch.cat([head, ids[num_decodes:]]) if len(ids) > num_decodes else head
 
 
-def host_lens_of(plan: StepPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(query lengths, key lengths) of all rows of a plan, decodes first."""
-    lens, kv_lens, _ = _rows_of(plan)
-    return tuple(lens.tolist()), tuple(kv_lens.tolist())
+def host_lens_of(arrays: Arrays) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(query lengths, key lengths) of all rows, decodes first."""
+    return tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
 
 
 def _rows_of(plan: StepPlan) -> tuple[IntArray, IntArray, IntArray]:
