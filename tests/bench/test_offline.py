@@ -13,26 +13,14 @@ from forkpoint.bench.offline_options import LatencyOptions, ThroughputOptions
 from forkpoint.bench.serve.dataset_options import DatasetOptions
 from forkpoint.bench.throughput import draw_requests
 from forkpoint.cli.main import main
-from forkpoint.demo.model import DemoSpec, make_demo_model
+from forkpoint.demo.model import make_demo_model
 from forkpoint.errors import ConfigError
-
-SPEC = DemoSpec(
-    hidden_size=64,
-    num_layers=4,
-    intermediate_size=128,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    num_k_heads=2,
-    num_v_heads=4,
-    state_dim=32,
-    max_position_embeddings=2048,
-)
+from tests.engine.conftest import TINY
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_demo_model(tmp_path_factory.mktemp("offline"), SPEC))
+    return str(make_demo_model(tmp_path_factory.mktemp("offline"), TINY))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
