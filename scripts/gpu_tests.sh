@@ -4,6 +4,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset TRITON_INTERPRET
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 alone=tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena
 folder=${LOGS:-$(mktemp -d)}
 python3 -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'

@@ -49,12 +49,11 @@ def probabilities(row: Tensor, cut: Cut) -> Tensor:
     if 0 < cut.top_k < len(row):
         kept &= x >= x.sort(descending=True).values[cut.top_k - 1]
     if cut.top_p < 1:
-        before, total = 0.0, float(weights[kept].sum())
-        for value in x[kept].unique().flip(0):
-            if before >= cut.top_p * total:
-                kept &= x != value
-            else:
-                before += float(weights[x == value].sum())
+        # The values in rising order: a class stays while the classes above it hold less than the share.
+        values, member = x[kept].unique(return_inverse=True)
+        masses = torch.zeros(len(values), dtype=torch.float64).index_add_(0, member, weights[kept])
+        above = masses.flip(0).cumsum(0).flip(0) - masses
+        kept &= x >= values[above < cut.top_p * masses.sum()].min()
     weights = torch.where(kept, weights, 0.0)
     return weights / weights.sum()
 
