@@ -22,7 +22,7 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
 GIB = 1 << 30
-SAMPLER_BYTES_PER_LOGIT = 16  # a few fp32 copies of the logits of all rows
+SAMPLER_BYTES_PER_LOGIT = 20  # a few fp32 copies of the logits of all rows, and the counts that penalties look at
 NUM_TRIALS = 4  # recordings whose size is measured
 SLACK_BYTES = 256 << 20  # workspaces of libraries, and what allocators round up
 

@@ -33,7 +33,7 @@ class Batch:
         self._has_kv = layout.has_kv
         self._rows: dict[int, AddedRow] = {}
         self._sampling: dict[int, RowSampling] = {}
-        self._counts = TokenCounts(vocab_size, platform)
+        self._counts = TokenCounts(num_rows, vocab_size, platform)
 
     @property
     def rows(self) -> Mapping[int, AddedRow]:

@@ -18,15 +18,16 @@ GREEDY_TEMPERATURE = 1e-5  # below it the largest logit wins, as in vLLM
 
 class TokenCounts:
     """What the penalties look at: `table[row, id]`, int32, is twice the number of times that the row of the batch put
-    the id out, plus 1 if its prompt has it. Lines exist up to the last row that has penalties."""
+    the id out, plus 1 if its prompt has it. Memory for all `num_rows` lines is taken when a first row has penalties."""
 
-    def __init__(self, vocab_size: int, platform: Platform) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, platform: Platform) -> None:
         self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=platform.device)
-        self._platform = platform
+        self._num_rows, self._platform = num_rows, platform
 
     def restore(self, added: AddedRow) -> None:
         """Count the ids known, so that a resumed row goes on as before."""
-        self._grow(added.row + 1)
+        if not len(self.table):
+            self.table = self.table.new_empty((self._num_rows, self.table.shape[1]))  # lines are cleared as rows come
         line = self.table[added.row]
         ids = self._platform.upload(added.token_ids.astype(np.int64))
         prompt, outputs = ids[: added.num_prompt_tokens], ids[added.num_prompt_tokens :]
@@ -38,13 +39,6 @@ class TokenCounts:
         """One more output of each line: `lines[M]`, distinct, and `token_ids[M]`, int64 on the device."""
         places = lines * self.table.shape[1] + token_ids
         self.table.view(-1).index_add_(0, places, torch.full_like(places, 2, dtype=torch.int32))
-
-    def _grow(self, num_lines: int) -> None:
-        have, vocab_size = self.table.shape
-        if num_lines > have:
-            wider = torch.zeros((max(num_lines, 2 * have), vocab_size), dtype=torch.int32, device=self.table.device)
-            wider[:have] = self.table
-            self.table = wider
 
 
 @dataclass(frozen=True, slots=True)

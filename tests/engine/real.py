@@ -256,6 +256,6 @@ def resample(logits: Tensor, request: Request, outputs: list[int]) -> int:
     added = AddedRow(
         0, request.id, known, request.num_prompt_tokens, request.params, request.seed, stops, np.empty(0, np.int32)
     )
-    row = RowSampling.create(added, TokenCounts(logits.shape[-1], CpuPlatform()))
+    row = RowSampling.create(added, TokenCounts(1, logits.shape[-1], CpuPlatform()))
     sampler = Sampler(torch_table(), CpuPlatform())
     return int(sampler.sample(logits[None], [row], np.asarray([len(outputs)], np.int32)).token_ids[0])

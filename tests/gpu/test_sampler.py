@@ -33,7 +33,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def rows_on(platform: Platform) -> list[RowSampling]:
-    counts = TokenCounts(VOCAB, platform)
+    counts = TokenCounts(len(OPTIONS), VOCAB, platform)
     added = [
         AddedRow(i, "r", np.asarray([1, 2, 3, 3], np.int32), 2, SamplingParams(**o), i, (7,), np.empty(0, np.int32))
         for i, o in enumerate(OPTIONS)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from forkpoint.engine.memory import SAMPLER_BYTES_PER_LOGIT
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.logprobs import score
@@ -36,7 +37,7 @@ def row(
 ) -> RowSampling:
     ids = np.asarray([*prompt, *outputs], np.int32)
     added = AddedRow(line, "r", ids, len(prompt), params, seed, tuple(stops), np.empty(0, np.int32))
-    return RowSampling.create(added, counts or TokenCounts(VOCAB, CpuPlatform()))
+    return RowSampling.create(added, counts or TokenCounts(64, VOCAB, CpuPlatform()))
 
 
 def sampler(uniform: UniformSource | None = None) -> Sampler:
@@ -158,7 +159,7 @@ MIXED = [
 def test_a_row_does_not_depend_on_the_batch(seed: int) -> None:
     def rows_from(first: int) -> list[RowSampling]:
         """Rows as they enter a batch, where `first` other rows come before."""
-        counts = TokenCounts(VOCAB, CpuPlatform())
+        counts = TokenCounts(64, VOCAB, CpuPlatform())
         params = [SamplingParams(**options) for options in MIXED]  # type: ignore[arg-type]
         return [row(p, [1, 2], [3], seed + i, (), counts, first + i) for i, p in enumerate(params)]
 
@@ -256,7 +257,7 @@ def test_top_p_over_a_large_vocabulary(scale: float) -> None:
 def test_sampled_ids_are_counted() -> None:
     """A row that goes on samples as one that was resumed from its ids does."""
     params = SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2)
-    counts, logits = TokenCounts(VOCAB, CpuPlatform()), logits_of(2)
+    counts, logits = TokenCounts(64, VOCAB, CpuPlatform()), logits_of(2)
     rows = [row(params, [1, 4], (), counts=counts, line=line) for line in (5, 2)]
     outputs: list[list[int]] = [[], []]
     for position in range(8):
@@ -267,6 +268,18 @@ def test_sampled_ids_are_counted() -> None:
         for i in range(2):
             outputs[i].append(found[i])
     assert len(set(outputs[0])) > 3, "the penalties must have changed something"
+
+
+def test_counts_take_their_room_at_once() -> None:
+    """So that what was left for them beside the arena is all that they ever need."""
+    params, counts = SamplingParams(presence_penalty=1.0), TokenCounts(9, VOCAB, CpuPlatform())
+    row(SamplingParams(), counts=counts)
+    assert counts.table.numel() == 0
+    row(params, counts=counts, line=2)
+    place = counts.table.data_ptr()
+    row(params, counts=counts, line=8)
+    assert counts.table.shape == (9, VOCAB) and counts.table.data_ptr() == place
+    assert counts.table.element_size() * counts.table.numel() < SAMPLER_BYTES_PER_LOGIT * 9 * VOCAB
 
 
 def mask_of(*allowed: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -280,10 +293,10 @@ def mask_of(*allowed: Sequence[int]) -> npt.NDArray[np.int32]:
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "presence_penalty": 1.0}])
 def test_masked_rows_sample_what_they_may(options: dict[str, Any]) -> None:
     params, logits = SamplingParams(**options), logits_of(64)
-    counts = TokenCounts(VOCAB, CpuPlatform())
+    counts = TokenCounts(64, VOCAB, CpuPlatform())
     rows = [row(params, seed=i, counts=counts, line=i) for i in range(64)]
     free = sample(logits, rows).token_ids
-    counts = TokenCounts(VOCAB, CpuPlatform())
+    counts = TokenCounts(64, VOCAB, CpuPlatform())
     rows = [row(params, seed=i, counts=counts, line=i) for i in range(64)]
     allowed = (0, 31, 32, VOCAB - 1)
     masks = TokenMasks(np.arange(0, 64, 2, dtype=np.int32), mask_of(*[allowed] * 32))
@@ -312,7 +325,7 @@ def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         sample_rows=lambda logits, columns: greedy(logits),
         apply_penalties=lambda logits, counts, columns: None,
     )
-    counts = TokenCounts(VOCAB, CpuPlatform())
+    counts = TokenCounts(64, VOCAB, CpuPlatform())
     rows = [
         row(SamplingParams(**options), [1, 2], [3], i, [9], counts, i)  # type: ignore[arg-type]
         for i, options in enumerate([*MIXED, {"min_tokens": 3}])
