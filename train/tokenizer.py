@@ -1,0 +1,80 @@
+"""Train the tokenizer of the shipped model on generated dialogues, and write its files.
+
+    python train/tokenizer.py --output forkpoint/demo/checkpoint
+
+The same seed and versions of `tokenizers` and of the generator give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from forkpoint.demo.model import CHAT_TEMPLATE
+from forkpoint.evaluation.dialogue import END_OF_TEXT, IM_END, IM_START
+from forkpoint.evaluation.tasks import make_training_dialogue
+
+SPECIAL_TOKENS = (IM_START, IM_END, END_OF_TEXT)  # ids 0, 1, 2
+MAX_TOKENS = 8192
+
+
+def corpus(seed: int, num_dialogues: int) -> Iterator[str]:
+    """Contents of messages; the joints between them are special tokens, over which nothing merges."""
+    rng = random.Random(seed)
+    for _ in range(num_dialogues):
+        for message in make_training_dialogue(rng, 1000).messages:
+            yield f"{message.role}\n{message.content}"
+
+
+def train(seed: int, num_dialogues: int, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: each byte has a token, digits stand alone, so any text can be written and read back."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(seed, num_dialogues), trainer)
+    return tokenizer
+
+
+def write(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    ends = [fast.convert_tokens_to_ids(token) for token in (IM_END, END_OF_TEXT)]
+    generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1]}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the tokenizer of the shipped model.")
+    parser.add_argument("--output", type=Path, default=Path("forkpoint/demo/checkpoint"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-dialogues", type=int, default=4000)
+    parser.add_argument("--vocab-size", type=int, default=1024)
+    options = parser.parse_args()
+    write(train(options.seed, options.num_dialogues, options.vocab_size), options.output)
+
+
+if __name__ == "__main__":
+    main()
