@@ -6,31 +6,34 @@ import random
 from dataclasses import dataclass
 
 from forkpoint.evaluation.tasks.builder import pick
-from forkpoint.evaluation.tasks.words import ENDINGS
+from forkpoint.evaluation.tasks.words import AFFIXES
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """`rule` is the sentence of the system prompt; answers are `prefix`, the value, in capitals or not, `suffix`."""
+    """`rule` is the sentence of the system prompt; `form` is an answer, with `{}` where the value goes."""
 
     rule: str = ""
-    prefix: str = ""
-    suffix: str = ""
-    capitals: bool = False
+    form: str = "{}"
 
     def apply(self, value: str) -> str:
-        return f"{self.prefix}{value.upper() if self.capitals else value}{self.suffix}"
+        return self.form.format(value)
 
 
 PLAIN = Style()
+FIXED = (
+    Style("Put each answer about a key in brackets.", "[{}]"),
+    Style("Put a star before each answer about a key.", "* {}"),
+    Style("Say each answer about a key twice.", "{0}, {0}"),
+)
 
 
 def draw_style(rng: random.Random) -> Style:
     kind = rng.random()
-    if kind < 0.35:
-        word = pick(rng, ENDINGS)
-        return Style(f"End each answer about a key with the word {word}.", suffix=f" {word}")
-    if kind < 0.7:
-        word = pick(rng, ENDINGS)
-        return Style(f"Begin each answer about a key with the word {word}.", prefix=f"{word} ")
-    return Style("Write each answer about a key in capitals.", capitals=True)
+    if kind < 0.3:
+        word = pick(rng, AFFIXES)
+        return Style(f"End each answer about a key with the word {word}.", f"{{}} {word}")
+    if kind < 0.6:
+        word = pick(rng, AFFIXES)
+        return Style(f"Begin each answer about a key with the word {word}.", f"{word} {{}}")
+    return pick(rng, FIXED)

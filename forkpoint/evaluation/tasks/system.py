@@ -8,6 +8,8 @@ from forkpoint.evaluation.tasks.builder import Split, SystemPrompt, pick, shuffl
 from forkpoint.evaluation.tasks.recall import draw_value
 from forkpoint.evaluation.tasks.words import KEYS, NOUNS, TRIGGERS
 
+LARGEST_DIRECTORY = 48
+
 PLACES = {
     Split.TRAINING: (
         "the city library",
@@ -57,7 +59,7 @@ def short_system_prompt(rng: random.Random) -> SystemPrompt:
 def long_system_prompt(rng: random.Random, split: Split, num_tokens: int) -> SystemPrompt:
     """A role, manners, a directory of facts and replies to triggers; about `num_tokens` long."""
     noun = pick(rng, NOUNS)
-    num_facts = max(2, min(70, int(num_tokens / 11)))
+    num_facts = max(2, min(LARGEST_DIRECTORY, int(num_tokens / 11)))
     facts = {key: draw_value(rng, key, split) for key in shuffled(rng, KEYS, num_facts)}
     num_replies = int(rng.random() * (1 + num_tokens / 80))
     replies = {trigger: draw_value(rng, trigger, split) for trigger in shuffled(rng, TRIGGERS, num_replies)}

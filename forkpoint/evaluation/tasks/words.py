@@ -8,30 +8,24 @@ def words(text: str) -> tuple[str, ...]:
 
 
 KEYS = words(
-    "gate mill barn dock cave well tower bridge cellar attic kitchen chapel market station museum stable bakery "
-    "forge pier quarry orchard meadow castle tunnel theatre school clinic studio office garage cabin hangar depot "
-    "vault shed pond dam fort camp inn farm bank lab gym pool court plaza arena yard hall lodge tavern palace temple "
-    "prison island valley canyon desert forest jungle lagoon beach cliff ridge crater swamp delta oasis reef creek "
-    "trail summit basin harbor airport hostel cottage villa mansion bunker shelter tent igloo shrine abbey crypt "
-    "wharf canal lock weir ferry buoy mast cabinet drawer closet locker"
+    "gate mill barn dock cave well tower bridge cellar attic kitchen chapel market station stable forge pier orchard "
+    "meadow castle tunnel school studio office garage cabin depot vault shed pond dam fort camp inn farm bank lab gym "
+    "pool court arena yard hall lodge temple prison island valley canyon desert forest beach cliff ridge swamp reef "
+    "creek trail summit harbor hostel cottage villa bunker shelter tent shrine canal lock ferry mast locker"
 )
 COLORS = words(
-    "red blue green gold pink black white gray brown silver purple orange violet amber ivory jade teal navy coral "
-    "copper lime olive rose plum"
+    "red blue green gold pink black white gray brown silver orange violet amber ivory jade teal coral copper lime plum"
 )
 ANIMALS = words(
-    "fox owl wolf bear hawk deer hare lynx crow swan duck goat seal crab frog toad newt mole mouse otter raven robin "
-    "heron eagle tiger zebra camel horse snail whale shark badger"
+    "fox owl wolf bear hawk deer hare lynx crow swan duck goat seal crab frog toad newt mole otter raven robin heron "
+    "eagle tiger"
 )
-NAMES = words(
-    "Nora Ben Ada Tom Mia Leo Eva Max Ida Sam Zoe Kai Lea Jon Amy Dan Eli Fay Gus Hal Ivy Jim Kim Lou Meg Ned Pia Ray "
-    "Sue Ted Una Val Wes Yan"
-)
+NAMES = words("Nora Ben Ada Tom Mia Leo Eva Max Ida Sam Zoe Kai Lea Jon Amy Dan Eli Fay Gus Ivy Kim Meg Ned Pia")
 TRIGGERS = words(
-    "badge password motto slogan signal permit passport ticket receipt invoice license anthem emblem toast riddle "
-    "blessing greeting oath proverb verdict warrant voucher alibi curfew"
+    "badge password motto slogan signal permit ticket receipt license anthem emblem toast riddle oath proverb verdict "
+    "warrant voucher alibi curfew"
 )
 VARIABLES = words("a b c d e f g h k m n p q r s t u v w x y z")
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 NOUNS = ("code", "label", "mark", "tag", "number", "sign")
-ENDINGS = ("over", "sir", "roger", "amen", "thanks", "cheers", "done", "right")
+AFFIXES = ("over", "sir", "roger", "amen", "indeed", "done", "right")
