@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"sched", "cache", "runtime", "models", "ops", "obs", "sim.shape"} | VALUES,
     "server": {"engine", "obs"} | VALUES,
     "client": VALUES,
-    "evaluation": {"engine"} | VALUES,
+    "evaluation": {"engine", "demo.shipped"} | VALUES,
     "demo": {"engine", "evaluation"} | VALUES,
     "bench": {"*"},
     "cli": {"client", "engine", "demo", "server", "sim", "bench", "obs"} | VALUES,
