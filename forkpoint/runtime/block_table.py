@@ -138,11 +138,16 @@ class BlockTable:
         self._num_blocks.fill(0)
 
     def remap(self, moves: Sequence[Move]) -> None:
-        """Follow compaction: every row that names a moved block names its new place."""
-        origins: dict[int, int] = {}  # where contents are now -> where they were before the moves
+        """Follow compaction: every row that names a moved block names its new place.
+
+        A block that has been moved away may be taken and moved again; by then its contents are new, and no row names them.
+        """
+        contents: dict[int, int | None] = {}  # what lies in a block now: what lay there before the moves, None: new
         for move in moves:
             if move.kind is MoveKind.BLOCK:
-                origins[move.dst] = origins.pop(move.src, move.src)
+                contents[move.dst] = contents.get(move.src, move.src)
+                contents[move.src] = None
+        origins = {place: origin for place, origin in contents.items() if origin is not None}
         if not origins:
             return
         used = np.arange(self._table.shape[1]) < self._num_blocks[:, None]

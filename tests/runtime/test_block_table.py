@@ -152,6 +152,18 @@ class TestRows:
         assert table.host[1].tolist() == [18, 19, 4, 5, 0, 0, 0, 0]
         assert not table.host[2].any()
 
+    def test_remap_tells_a_block_from_a_new_one_in_its_place(self) -> None:
+        """Compaction empties one page twice in a plan: blocks of rows first, then new ones that no row names yet."""
+        table = BlockTable(2, 4, 8)
+        table.append(0, [49, 50, 3])
+        table.append(1, [37])
+        table.clear_row(1)
+        block = MoveKind.BLOCK
+        table.remap([Move(block, 49, 37), Move(block, 50, 38), Move(block, 49, 41), Move(block, 50, 17)])
+        assert table.host[0].tolist() == [37, 38, 3, 0]
+        table.remap([Move(block, 37, 5), Move(block, 5, 6), Move(block, 37, 5)])
+        assert table.host[0].tolist() == [6, 38, 3, 0]
+
     def test_commit_brings_changes_to_the_device(self) -> None:
         class Apart(CpuPlatform):
             """A device with memory of its own."""
