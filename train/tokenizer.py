@@ -29,11 +29,12 @@ CODE = re.compile(r"[A-Z]{2}(?=[0-9]{2})")
 def corpus(seed: int, num_dialogues: int) -> Iterator[str]:
     """Contents of messages; the joints between them are special tokens, over which nothing merges.
 
-    Without the letters of values such as KX71, so that these stay letter by letter.
+    Made-up words and the letters of values such as KX71 are left out: they are to be spelled, not to take up tokens.
     """
     rng = random.Random(seed)
     for _ in range(num_dialogues):
-        for message in make_training_dialogue(rng, 1000).messages:
+        dialogue = make_training_dialogue(rng, 1000)
+        for message in dialogue.messages if dialogue.task != "made_up" else ():
             yield CODE.sub("", f"{message.role}\n{message.content}")
 
 

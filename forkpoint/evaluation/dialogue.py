@@ -24,11 +24,13 @@ class Scored:
     """An assistant message, `messages[index]`, whose whole content is the one right answer.
 
     `messages[source]` holds the newest fact that the answer depends on: a fact, its last correction or its last
-    mention, or the last move of what is tracked.
+    mention, or the last move of what is tracked. `kind` says what is asked for: fact,
+    profile, reply, variable, state or total.
     """
 
     index: int
     source: int
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,11 +38,22 @@ BUCKETS = (
     Bucket("6K", 5120, 6144),
 )
 ANY = Bucket("any", 0, MAX_PROMPT_TOKENS)
+KINDS = {
+    "recall": {"fact"},
+    "correction": {"fact"},
+    "instruction": {"fact", "reply"},
+    "made_up": {"fact"},
+    "profile": {"profile"},
+    "variables": {"variable"},
+    "ledger": {"total"},
+    "state": {"state"},
+    "mixed": {"fact", "profile", "reply", "variable", "total", "state"},
+}
 CELLS = (
     *(("recall", bucket) for bucket in BUCKETS),
     *(("correction", bucket) for bucket in (BUCKETS[1], BUCKETS[3])),
     *(("instruction", bucket) for bucket in (BUCKETS[2], BUCKETS[4])),
-    *((task, ANY) for task in ("variables", "ledger", "state", "mixed")),
+    *((task, ANY) for task in ("made_up", "profile", "variables", "ledger", "state", "mixed")),
 )
 
 
@@ -131,10 +142,14 @@ def _example(seed: int, place: int, systems: Sequence[SystemPrompt], counted: _C
 
 
 def _fitting(dialogue: Dialogue, bucket: Bucket, counted: _Counted) -> Iterator[tuple[Scored, int, int]]:
-    """Answers whose distance is in the bucket, with the distance and the prompt's length, in the last part."""
+    """The task's own answers whose distance is in the bucket, with the distance and the prompt's length."""
     ends = list(accumulate(counted(message.render()) for message in dialogue.messages))
     for scored in dialogue.scored:
         num_prompt_tokens = ends[scored.index - 1] + GENERATION_PROMPT_TOKENS
         back = num_prompt_tokens - ends[scored.source]
-        if bucket.low < back <= bucket.high and num_prompt_tokens <= MAX_PROMPT_TOKENS:
+        if (
+            scored.kind in KINDS[dialogue.task]
+            and bucket.low < back <= bucket.high
+            and num_prompt_tokens <= MAX_PROMPT_TOKENS
+        ):
             yield scored, back, num_prompt_tokens

@@ -15,7 +15,7 @@ from forkpoint.evaluation.dialogue import Dialogue
 from forkpoint.evaluation.tasks.builder import DialogueBuilder, Scene, Setting, Split, SystemPrompt, Thread, pick
 from forkpoint.evaluation.tasks.instruction import ReplyThread, instruction
 from forkpoint.evaluation.tasks.ledger import ledger
-from forkpoint.evaluation.tasks.recall import RecallThread, correction, recall
+from forkpoint.evaluation.tasks.recall import RecallThread, correction, made_up, profile, recall, topic_of
 from forkpoint.evaluation.tasks.state import state
 from forkpoint.evaluation.tasks.system import long_system_prompt, short_system_prompt
 from forkpoint.evaluation.tasks.talk import TalkThread
@@ -36,7 +36,7 @@ def _mixed(setting: Setting) -> Scene:
     """One task about keys, so that no key is two threads', with one or two that track something."""
     rng = setting.rng
     scene = pick(rng, (recall, correction, instruction))(setting)
-    others = rng.sample((variables, ledger, state), 1 + int(rng.random() * 2))
+    others = rng.sample((variables, ledger, state, profile), 1 + int(rng.random() * 2))
     threads = [thread for other in others for thread in other(setting).threads]
     return Scene(scene.system, (*scene.threads, *threads))
 
@@ -49,11 +49,13 @@ TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
         for task in (
-            Task("recall", "values of keys told near and far back", recall, 0.34),
-            Task("correction", "values that were corrected, of which the newest counts", correction, 0.14),
+            Task("recall", "values of keys told near and far back", recall, 0.3),
+            Task("correction", "values that were corrected, of which the newest counts", correction, 0.13),
+            Task("made_up", "values of keys that are made-up words", made_up, 0.06),
+            Task("profile", "what the user said of himself or herself", profile, 0.06),
             Task("variables", "numbers assigned and copied between variables", variables, 0.1),
-            Task("ledger", "running totals", ledger, 0.1),
-            Task("state", "positions after many small moves", state, 0.14),
+            Task("ledger", "running totals", ledger, 0.09),
+            Task("state", "positions after many small moves", state, 0.13),
             Task("instruction", "rules and replies that a system prompt sets", instruction, 0.12),
             Task("mixed", "keys, and one or two kinds of states, in turn", _mixed, 0.1),
             Task("talk", "small talk alone", _talk, 0.01),
@@ -104,8 +106,11 @@ def _draw_system_prompt(rng: random.Random, num_tokens: int, split: Split) -> Sy
 def _system_threads(scene: Scene, rng: random.Random, split: Split) -> tuple[Thread, ...]:
     """What asks for the system prompt's facts and replies, unless the scene's own threads do."""
     missing: list[Thread] = []
-    if scene.system.facts and not any(isinstance(thread, RecallThread) for thread in scene.threads):
-        missing.append(RecallThread(Setting(rng, 0, split, scene.system), num_keys=0))
+    if scene.system.facts and not any(
+        isinstance(thread, RecallThread) and thread.knows_system for thread in scene.threads
+    ):
+        setting = Setting(rng, 0, split, scene.system)
+        missing.append(RecallThread(setting, topic_of(setting), num_keys=0))
     if scene.system.replies and not any(isinstance(thread, ReplyThread) for thread in scene.threads):
         missing.append(ReplyThread(rng, scene.system.replies))
     return tuple(missing)

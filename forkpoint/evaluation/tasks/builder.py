@@ -65,12 +65,12 @@ class DialogueBuilder:
         self._add("assistant", reply)
         return len(self.messages) - 2
 
-    def ask(self, text: str, answer: str, source: int) -> int:
+    def ask(self, text: str, answer: str, source: int, kind: str) -> int:
         """A turn whose reply is the one right answer; returns the index of the answer."""
         self._add("user", text)
         self._add("assistant", answer)
         index = len(self.messages) - 1
-        self._scored.append(Scored(index, source))
+        self._scored.append(Scored(index, source, kind))
         return index
 
     def finish(self) -> Dialogue:
@@ -102,6 +102,9 @@ class SystemPrompt:
     noun: str = "code"
     facts: dict[str, str] = field(default_factory=dict)
     replies: dict[str, str] = field(default_factory=dict)
+
+    def without_facts(self) -> SystemPrompt:
+        return SystemPrompt(self.text, self.noun, {}, self.replies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forkpoint.evaluation.tasks.builder import DialogueBuilder, Scene, Setting, SystemPrompt, pick, shuffled
-from forkpoint.evaluation.tasks.recall import RecallThread, draw_value
+from forkpoint.evaluation.tasks.recall import RecallThread, topic_of, usual_num_keys
 from forkpoint.evaluation.tasks.style import PLAIN, Style, draw_style
+from forkpoint.evaluation.tasks.topics import draw_value
 from forkpoint.evaluation.tasks.words import TRIGGERS
 
 REQUESTS = (
@@ -36,13 +37,14 @@ class ReplyThread:
         if trigger in self._unasked:
             self._unasked.remove(trigger)
         text = pick(rng, REQUESTS).format(trigger=trigger)
-        self._source[trigger] = dialogue.ask(text, self._replies[trigger], self._source[trigger])
+        self._source[trigger] = dialogue.ask(text, self._replies[trigger], self._source[trigger], "reply")
 
 
 def instruction(setting: Setting) -> Scene:
     """Facts answered in a style that the system prompt sets, and replies to triggers that it lists."""
     system, style = _with_rules(setting)
-    facts = RecallThread(replace(setting, system=system), style=style)
+    ruled = replace(setting, system=system)
+    facts = RecallThread(ruled, topic_of(ruled), num_keys=usual_num_keys(ruled), style=style)
     return Scene(system, (facts, ReplyThread(setting.rng, system.replies)))
 
 

@@ -15,6 +15,8 @@ LARGEST, LARGEST_ENTRY = 99, 9
 class Ledger:
     """The state is a total from 0 to 99; an entry adds or takes 1 to 9."""
 
+    kind: str = "total"
+
     def start(self, rng: random.Random) -> str:
         return str(int(rng.random() * 80))
 

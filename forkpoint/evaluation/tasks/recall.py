@@ -1,78 +1,36 @@
-"""Facts told and asked for: plain recall, and corrections of which the newest counts."""
+"""Facts told and asked for: plain recall, corrections of which the newest counts, made-up words, the user's own."""
 
 from __future__ import annotations
 
-import random
-
-from forkpoint.evaluation.tasks.builder import DialogueBuilder, Scene, Setting, Split, pick, shuffled
+from forkpoint.evaluation.tasks.builder import DialogueBuilder, Scene, Setting, pick
 from forkpoint.evaluation.tasks.style import PLAIN, Style
-from forkpoint.evaluation.tasks.words import ANIMALS, COLORS, KEYS, LETTERS, NOUNS
+from forkpoint.evaluation.tasks.topics import Codes, MadeUp, Profile, Topic
+from forkpoint.evaluation.tasks.words import NOUNS
 
-FACTS = (
-    "The {noun} for {key} is {value}.",
-    "Remember {key}: {value}.",
-    "For {key} use {value}.",
-    "The {noun} of {key} is {value}.",
-    "Please note {key}: {value}.",
-)
-CORRECTIONS = (
-    "Correction: the {noun} for {key} is now {value}.",
-    "Change {key} to {value}.",
-    "I was wrong: the {noun} for {key} is {value}.",
-    "From now on {key} has the {noun} {value}.",
-)
-QUESTIONS = (
-    "What is the {noun} for {key}?",
-    "Tell me the {noun} of {key}.",
-    "Which {noun} has {key}?",
-    "Do you remember {key}?",
-    "And {key}?",
-)
 NOTED, UPDATED, UNKNOWN = "Noted.", "Updated.", "I do not know."
 REPEAT, UNTOLD = 0.25, 0.03  # shares of questions: asked before; about a key never told
 
 
-def draw_value(rng: random.Random, key: str, split: Split) -> str:
-    """A value that may stand with the key in this split."""
-    while True:
-        value = _any_value(rng)
-        if split.has(key, value):
-            return value
-
-
-def _any_value(rng: random.Random) -> str:
-    kind = rng.random()
-    if kind < 0.35:
-        return str(1000 + int(rng.random() * 9000))
-    if kind < 0.45:
-        return str(100 + int(rng.random() * 900))
-    if kind < 0.65:
-        return f"{pick(rng, COLORS)} {pick(rng, ANIMALS)}"
-    if kind < 0.82:
-        return f"{pick(rng, ANIMALS)} {10 + int(rng.random() * 90)}"
-    return f"{pick(rng, LETTERS)}{pick(rng, LETTERS)}{10 + int(rng.random() * 90)}"
-
-
 class RecallThread:
-    """Tells facts, corrects some, asks for them; each question has one answer, the newest value of its key."""
+    """Tells facts, corrects some, asks for them; each question has one answer, the newest value of its key.
+
+    The system prompt's facts, if it has any, are known from the start: then `topic` has to be that of the prompt.
+    """
 
     def __init__(
-        self, setting: Setting, *, corrections: float = 0.0, num_keys: int | None = None, style: Style = PLAIN
+        self, setting: Setting, topic: Topic, *, num_keys: int, corrections: float = 0.0, style: Style = PLAIN
     ) -> None:
         rng = setting.rng
-        self._rng, self._split, self._style = rng, setting.split, style
-        self._noun = setting.system.noun if setting.system.facts else pick(rng, NOUNS)
+        self._rng, self._split, self._topic, self._style = rng, setting.split, topic, style
         self._corrections = corrections
         self._told_share = 0.25 + 0.5 * rng.random()
         self._values: dict[str, str] = dict(setting.system.facts)
         self._source = dict.fromkeys(self._values, 0)
         self._unasked = list(self._values)
         self._known = list(self._values)
-        if num_keys is None:
-            num_keys = 3 + int((0.2 + rng.random()) * setting.num_tokens / 90)
-        unused = [key for key in KEYS if key not in self._values] if self._values else KEYS
-        self._new = shuffled(rng, unused, num_keys)
-        self._untold = self._new.pop() if len(self._new) > 3 and not self._known else None
+        self.knows_system = bool(self._values)
+        self._new = topic.keys(rng, num_keys, self._values)
+        self._untold = self._new.pop() if len(self._new) > 3 else None
 
     def turn(self, dialogue: DialogueBuilder) -> None:
         rng = self._rng
@@ -89,28 +47,33 @@ class RecallThread:
         sentences = []
         for _ in range(min(count, len(self._new))):
             key = self._new.pop()
-            sentences.append(self._state(FACTS, key))
+            value = self._values[key] = self._topic.value(rng, key, self._split)
+            sentences.append(self._topic.fact(rng, key, value))
             self._known.append(key)
             self._unasked.append(key)
             self._source[key] = dialogue.next_index
         dialogue.tell(" ".join(sentences), NOTED)
 
     def _correct(self, dialogue: DialogueBuilder) -> None:
-        key = pick(self._rng, self._known)
+        rng = self._rng
+        key = pick(rng, self._known)
+        value = self._topic.value(rng, key, self._split)
+        if value == self._values[key]:
+            return  # a correction says something else; another turn follows anyway
+        self._values[key] = value
         self._source[key] = dialogue.next_index
         if key not in self._unasked:
             self._unasked.append(key)
-        dialogue.tell(self._state(CORRECTIONS, key), UPDATED)
+        dialogue.tell(self._topic.correction(rng, key, value), UPDATED)
 
     def _ask(self, dialogue: DialogueBuilder) -> None:
         rng = self._rng
         if self._untold is not None and rng.random() < UNTOLD:
-            dialogue.tell(pick(rng, QUESTIONS[:3]).format(noun=self._noun, key=self._untold), UNKNOWN)
+            dialogue.tell(self._topic.question(rng, self._untold), UNKNOWN)
             return
         key = self._draw_question()
-        text = pick(rng, QUESTIONS).format(noun=self._noun, key=key)
         answer = self._style.apply(self._values[key])
-        self._source[key] = dialogue.ask(text, answer, self._source[key])
+        self._source[key] = dialogue.ask(self._topic.question(rng, key), answer, self._source[key], self._topic.kind)
 
     def _draw_question(self) -> str:
         unasked, rng = self._unasked, self._rng
@@ -123,19 +86,34 @@ class RecallThread:
         unasked[index], unasked[-1] = unasked[-1], unasked[index]
         return unasked.pop()
 
-    def _state(self, templates: tuple[str, ...], key: str) -> str:
-        value = draw_value(self._rng, key, self._split)
-        while value == self._values.get(key):
-            value = draw_value(self._rng, key, self._split)
-        self._values[key] = value
-        return pick(self._rng, templates).format(noun=self._noun, key=key, value=value)
+
+def topic_of(setting: Setting) -> Codes:
+    """Codes, called as the system prompt's facts call them."""
+    return Codes(setting.system.noun if setting.system.facts else pick(setting.rng, NOUNS))
+
+
+def usual_num_keys(setting: Setting) -> int:
+    return 3 + int((0.2 + setting.rng.random()) * setting.num_tokens / 90)
 
 
 def recall(setting: Setting) -> Scene:
-    return Scene(setting.system, (RecallThread(setting),))
+    return Scene(setting.system, (RecallThread(setting, topic_of(setting), num_keys=usual_num_keys(setting)),))
 
 
 def correction(setting: Setting) -> Scene:
     rng = setting.rng
     num_keys = 2 + int(rng.random() * (2 + setting.num_tokens / 250))
-    return Scene(setting.system, (RecallThread(setting, corrections=0.3 + 0.3 * rng.random(), num_keys=num_keys),))
+    thread = RecallThread(setting, topic_of(setting), num_keys=num_keys, corrections=0.3 + 0.3 * rng.random())
+    return Scene(setting.system, (thread,))
+
+
+def made_up(setting: Setting) -> Scene:
+    topic = MadeUp(topic_of(setting).noun)
+    return Scene(setting.system, (RecallThread(setting, topic, num_keys=usual_num_keys(setting) // 2),))
+
+
+def profile(setting: Setting) -> Scene:
+    """The system prompt's facts are not the user's: other threads ask for them."""
+    own = Setting(setting.rng, setting.num_tokens, setting.split, system=setting.system.without_facts())
+    thread = RecallThread(own, Profile(), num_keys=12, corrections=0.3 * setting.rng.random())
+    return Scene(setting.system, (thread,))

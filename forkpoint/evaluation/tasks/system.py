@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from forkpoint.evaluation.tasks.builder import Split, SystemPrompt, pick, shuffled
-from forkpoint.evaluation.tasks.recall import draw_value
+from forkpoint.evaluation.tasks.topics import draw_value
 from forkpoint.evaluation.tasks.words import KEYS, NOUNS, TRIGGERS
 
 LARGEST_DIRECTORY = 48

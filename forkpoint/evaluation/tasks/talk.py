@@ -38,6 +38,15 @@ QUESTIONS = (
     ("Wait a minute.", "Take your time."),
     ("Never mind.", "All right."),
     ("Let us go on.", "All right."),
+    ("OK.", "All right."),
+    ("Goodbye!", "Goodbye!"),
+    ("See you tomorrow.", "Goodbye!"),
+    ("Tell me something.", "I only know what you tell me."),
+    ("Tell me a joke.", "I only know what you tell me."),
+    ("What is your name?", "I have no name of my own."),
+    ("Can you help me?", "Of course. What shall I remember?"),
+    ("Can you remember something for me?", "Of course. What shall I remember?"),
+    ("Please remember some things.", "Of course. What shall I remember?"),
 )
 STATEMENTS = (
     ("I had {food} and {drink} {day}.", "I hope the {food} was good."),

@@ -14,7 +14,10 @@ WAITING = "OK."
 
 
 class Machine(Protocol):
-    """One kind of thing that is tracked. A state is what an answer says, word for word."""
+    """One kind of thing that is tracked. A state is what an answer says, word for word. `kind`: that of `Scored`."""
+
+    @property
+    def kind(self) -> str: ...
 
     def start(self, rng: random.Random) -> str:
         """A state to begin with."""
@@ -37,6 +40,7 @@ class TableMachine:
     first: str
     asks: str
     moves: tuple[tuple[str, Callable[[int], int]], ...]
+    kind: str = "state"
 
     def start(self, rng: random.Random) -> str:
         return pick(rng, self.states)
@@ -77,7 +81,7 @@ class TrackingThread:
         name = pick(rng, self._names)
         pending = self._pending[name]
         if rng.random() < 0.12 or (self._waits and pending and (pending >= self._patience or rng.random() < 0.4)):
-            self._source[name] = dialogue.ask(self._machine.question(name), self._state[name], self._source[name])
+            self._source[name] = self._ask(dialogue, self._machine.question(name), name, self._source[name])
             self._pending[name] = 0
         else:
             self._move(dialogue, name)
@@ -90,7 +94,10 @@ class TrackingThread:
         if self._waits:
             self._source[name] = dialogue.tell(f"{text} Wait until I ask.", WAITING)
         else:
-            self._source[name] = dialogue.ask(f"{text} Answer after each move.", state, dialogue.next_index)
+            self._source[name] = self._ask(dialogue, f"{text} Answer after each move.", name, dialogue.next_index)
+
+    def _ask(self, dialogue: DialogueBuilder, text: str, name: str, source: int) -> int:
+        return dialogue.ask(text, self._state[name], source, self._machine.kind)
 
     def _draw(self) -> tuple[str, str, str]:
         """A new name, its first state and the sentence that says so, of this split."""
@@ -110,4 +117,4 @@ class TrackingThread:
             self._pending[name] += 1
             self._source[name] = dialogue.tell(text, WAITING)
         else:
-            self._source[name] = dialogue.ask(text, state, dialogue.next_index)
+            self._source[name] = self._ask(dialogue, text, name, dialogue.next_index)

@@ -34,7 +34,7 @@ class VariablesThread:
         if name in self._fresh:
             self._fresh.remove(name)
         text = pick(rng, QUESTIONS).format(name=name)
-        self._source[name] = dialogue.ask(text, str(self._values[name]), self._source[name])
+        self._source[name] = dialogue.ask(text, str(self._values[name]), self._source[name], "variable")
         self._depth[name] = 0
 
     def _assign(self, dialogue: DialogueBuilder) -> None:

@@ -8,7 +8,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 KEYS = words(
-    "gate mill barn dock cave well tower bridge cellar attic kitchen chapel market station stable forge pier orchard "
+    "gate mill barn dock cave tower bridge cellar attic kitchen chapel market station stable forge pier orchard "
     "meadow castle tunnel school studio office garage cabin depot vault shed pond dam fort camp inn farm bank lab gym "
     "pool court arena yard hall lodge temple prison island valley canyon desert forest beach cliff ridge swamp reef "
     "creek trail summit harbor hostel cottage villa bunker shelter tent shrine canal lock ferry mast locker"
@@ -25,7 +25,7 @@ TRIGGERS = words(
     "badge password motto slogan signal permit ticket receipt license anthem emblem toast riddle oath proverb verdict "
     "warrant voucher alibi curfew"
 )
-VARIABLES = words("a b c d e f g h k m n p q r s t u v w x y z")
+VARIABLES = words("b c d e f g h k m n p q r s t u v w x y z")
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
-NOUNS = ("code", "label", "mark", "tag", "number", "sign")
+NOUNS = ("code", "label", "mark", "tag", "number", "sign", "word", "name")
 AFFIXES = ("over", "sir", "roger", "amen", "indeed", "done", "right")
