@@ -52,7 +52,7 @@ class Layers:
             randn(num_tokens, SHAPE.mixed_dim),
             randn(num_tokens, heads),
             randn(num_tokens, heads),
-            randn(SHAPE.mixed_dim, WIDTH),
+            randn(WIDTH, SHAPE.mixed_dim).t(),
             gdn_params(),
             [randn(num_slots, WIDTH - 1, SHAPE.mixed_dim) for _ in range(LAYERS)],
             [torch.randn(*shape, device=DEVICE) for _ in range(LAYERS)],

@@ -126,14 +126,19 @@ def conv_cases() -> Iterator[Case]:
     for total in (128, 2048, 8192):
 
         def prefill(total: int = total) -> list[Call]:
-            x, weight, pool, index = randn(total, dim), randn(dim, WIDTH), randn(1, WIDTH - 1, dim), segments([total])
+            x, weight, pool, index = (
+                randn(total, dim),
+                randn(WIDTH, dim).t(),
+                randn(1, WIDTH - 1, dim),
+                segments([total]),
+            )
             return [lambda: OPS.conv_prefill(x, weight, None, pool, index, True)]
 
         yield Case(f"conv_prefill, {total} tokens", 4 * total * dim, 0, prefill)
     for rows in (1, 32, 128):
 
         def update(rows: int = rows) -> list[Call]:
-            x, weight, pool = randn(rows, dim), randn(dim, WIDTH), randn(rows, WIDTH - 1, dim)
+            x, weight, pool = randn(rows, dim), randn(WIDTH, dim).t(), randn(rows, WIDTH - 1, dim)
             slots = ints(list(range(rows)))
             return [lambda: OPS.conv_update(x, weight, None, pool, DecodeIndex(slots, slots), True)]
 
@@ -171,7 +176,7 @@ class _Layer:
         heads, value = SHAPE.num_v_heads, SHAPE.value_dim
         self._x, self._gate = randn(tokens, SHAPE.mixed_dim), randn(tokens, heads, value)
         self._a, self._b = randn(tokens, heads), randn(tokens, heads)
-        self._weight, self._norm = randn(SHAPE.mixed_dim, WIDTH), torch.rand(value, device=DEVICE)
+        self._weight, self._norm = randn(WIDTH, SHAPE.mixed_dim).t(), torch.rand(value, device=DEVICE)
         self._params, self._windows = gdn_params(), randn(slots, WIDTH - 1, SHAPE.mixed_dim)
         self._matrices = torch.randn(slots, heads, value, SHAPE.key_dim, device=DEVICE)
 

@@ -52,7 +52,7 @@ class GatedDeltaNet:
         self._ops, self._index, self._shape = build.ops, index, shape
         self._value_size = shape.num_v_heads * shape.value_dim
         self._input = Projection(build.ops, names.read_input(build, name))
-        self._conv_weight = names.read_conv(build, name).contiguous()
+        self._conv_weight = names.read_conv(build, name).t().contiguous().t()  # tap by tap, as kernels read it
         heads, fp32 = (shape.num_v_heads,), torch.float32
         self._params = GDNParams(
             shape,

@@ -24,6 +24,18 @@ def inputs(num_tokens: int, dim: int, width: int, dtype: torch.dtype) -> tuple[T
     return x, weight, bias, padded_pool(16, (width - 1, dim), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_layout_of_weights_leaves_the_bits_alone(dtype: torch.dtype) -> None:
+    x, weight, bias, pool = inputs(70, 40, 4, dtype)
+    by_tap = weight.t().contiguous().t()
+    index, decodes = on_device(segments([70], [0], [1])), on_device(rows([0, -1], [1, -1]))
+    for got, want in (
+        (OURS.conv_prefill(x, w, bias, pool, index, True) for w in (by_tap, weight)),
+        (OURS.conv_update(x[:2], w, bias, pool, decodes, True) for w in (by_tap, weight)),
+    ):
+        assert torch.equal(got, want)
+
+
 def check(got: Tensor, want: Tensor) -> None:
     tolerance = {"atol": 4e-2, "rtol": 1e-2} if got.dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(got, want, **tolerance)
