@@ -23,6 +23,7 @@ from forkpoint.evaluation.tasks import make_training_dialogue
 
 SPECIAL_TOKENS = (IM_START, IM_END, END_OF_TEXT)  # ids 0, 1, 2
 MAX_TOKENS = 8192
+SEED, NUM_DIALOGUES, VOCAB_SIZE = 0, 4000, 1536  # those of the shipped files
 CODE = re.compile(r"[A-Z]{2}(?=[0-9]{2})")
 
 
@@ -78,9 +79,9 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tokenizer of the shipped model.")
     parser.add_argument("--output", type=Path, default=Path("forkpoint/demo/checkpoint"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-dialogues", type=int, default=4000)
-    parser.add_argument("--vocab-size", type=int, default=1536, help="at most; fewer if each word has a token")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--num-dialogues", type=int, default=NUM_DIALOGUES)
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="at most; fewer if each word has a token")
     options = parser.parse_args()
     write(train(options.seed, options.num_dialogues, options.vocab_size), options.output)
 

@@ -30,7 +30,7 @@ class Count:
         share, spread = self.accuracy, z * z / self.num
         middle = (share + spread / 2) / (1 + spread)
         half = z / (1 + spread) * sqrt(share * (1 - share) / self.num + spread / (4 * self.num))
-        return max(0.0, middle - half), min(1.0, middle + half)
+        return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
     def __add__(self, other: Count) -> Count:
         return Count(self.num_right + other.num_right, self.num + other.num)
