@@ -38,6 +38,15 @@ def _store_window(
 
 
 @triton.jit
+def _rows(first, stride, mask, COUNT: tl.constexpr):
+    """A tuple of what lies at `first`, `first + stride`, .."""
+    rows = ()
+    for j in tl.static_range(COUNT):
+        rows += (tl.load(first + j * stride, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
 def _prefill_kernel(
     x,
     weight,
@@ -84,10 +93,7 @@ def _prefill_kernel(
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
     here = first + offset.to(tl.int64) * x_stride + channel
-    window, taps = (), ()
-    for j in tl.static_range(W):
-        tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
-        taps += (tap.to(tl.float32),)  # type: ignore[assignment]
+    taps, window = _rows(weight + channel * w_channel, w_tap, present, W), ()
     for j in tl.static_range(W - 1):
         # Parts are longer than a window: it lies before the segment, or inside.
         value = tl.zeros((BLOCK,), x.dtype.element_ty)
@@ -104,9 +110,9 @@ def _prefill_kernel(
     for t in tl.static_range(TOKENS):
         inside = present & (offset + t < length)
         window += (tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-        total = window[0] * taps[0]  # type: ignore[misc]
+        total = window[0] * taps[0].to(tl.float32)  # type: ignore[misc]
         for j in tl.static_range(1, W):
-            total += window[j] * taps[j]
+            total += window[j] * taps[j].to(tl.float32)
         total += shift
         if SILU:
             total = silu_fp32(total)
@@ -157,19 +163,16 @@ def _update_kernel(
     # Without branches all loads are under way at once.
     seen, kept = present & (source >= 0), present & (target >= 0)
     old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
-    taps, window = (), ()
-    for j in tl.static_range(W):
-        taps += (tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0),)  # type: ignore[assignment]
-    for j in tl.static_range(W - 1):
-        window += (tl.load(old + j * row_stride, mask=seen, other=0.0),)  # type: ignore[assignment]
+    taps = _rows(weight + channel * w_channel, w_tap, present, W)
+    window = _rows(old, row_stride, seen, W - 1)
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
-        total += window[j].to(x.dtype.element_ty).to(tl.float32) * taps[j].to(tl.float32)  # type: ignore[misc]
+        total += window[j].to(x.dtype.element_ty).to(tl.float32) * taps[j].to(tl.float32)
         if j > 0:
             # Row j - 1 has been read already, by this very program.
-            tl.store(new + (j - 1) * row_stride, window[j], mask=kept)  # type: ignore[misc]
-    total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)  # type: ignore[misc]
+            tl.store(new + (j - 1) * row_stride, window[j], mask=kept)
+    total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)
     tl.store(new + (W - 2) * row_stride, newest.to(pool.dtype.element_ty), mask=kept)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
