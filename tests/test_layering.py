@@ -29,10 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"sched", "cache", "runtime", "models", "ops", "obs", "sim.shape"} | VALUES,
     "server": {"engine", "obs"} | VALUES,
     "client": VALUES,
-    "evaluation": {"engine", "demo.shipped"} | VALUES,
+    "evaluation": {"engine", "sched", "cache", "runtime.buffers", "demo.shipped"} | VALUES,
     "demo": {"engine", "evaluation"} | VALUES,
     "bench": {"*"},
-    "cli": {"client", "engine", "demo", "server", "sim", "bench", "obs"} | VALUES,
+    "cli": {"client", "engine", "demo", "evaluation", "server", "sim", "bench", "obs"} | VALUES,
     "__init__": {"engine"} | VALUES,
 }
 NO_TORCH = ("cache", "sched", "sim")

@@ -11,7 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from forkpoint.cli.bench import add_offline_benches
 from forkpoint.cli.client_commands import add_bench_serve, add_client_commands
-from forkpoint.cli.options import Parser, add_engine_options, add_sampling_options, add_server_options
+from forkpoint.cli.eval_options import EvalOptions
+from forkpoint.cli.options import (
+    Parser,
+    add_engine_options,
+    add_option_group,
+    add_sampling_options,
+    add_server_options,
+)
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 
@@ -72,6 +79,19 @@ def build_parser() -> Parser:
     add_engine_options(demo, model_required=False)
     demo.set_defaults(command=_demo)
 
+    evaluation = commands.add_parser(
+        "eval",
+        help="ask a held-out suite with the cache cold, warm, forked, preempted and under pressure",
+        description="Ask held-out questions in several ways that use the prefix cache, and compare the answers with "
+        "those of a cold cache; exit code 1 if they differ. --seed draws the questions.",
+    )
+    evaluation.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="default: the model that comes with forkpoint"
+    )
+    add_option_group(evaluation, "evaluation options", EvalOptions)
+    add_engine_options(evaluation, model_required=False)
+    evaluation.set_defaults(command=_eval)
+
     simulate = commands.add_parser(
         "simulate",
         help="replay request traces without a model",
@@ -112,6 +132,12 @@ def _demo(options: argparse.Namespace) -> int:
     from forkpoint.cli.demo import demo
 
     return demo(options)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from forkpoint.cli.eval import run_eval
+
+    return run_eval(options)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ class BlockTable:
     def remap(self, moves: Sequence[Move]) -> None:
         """Follow compaction: every row that names a moved block names its new place.
 
-        A block that has been moved away may be taken and moved again; by then its contents are new, and no row names them.
+        A block that has been moved away may be taken and moved again: its contents are then new, and no row names them.
         """
         contents: dict[int, int | None] = {}  # what lies in a block now: what lay there before the moves, None: new
         for move in moves:

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forkpoint.cli import eval as eval_command
+from forkpoint.cli.eval_options import MODES
+from forkpoint.cli.main import main
+from forkpoint.evaluation import modes, preempting
+from tests.evaluation.eval_suite import make_suite, write_model
+
+ENGINE = ["--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("eval-cli"))
+
+
+@pytest.fixture(autouse=True)
+def suite(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_command, "held_out_suite", lambda seed, count: make_suite(model, count, least_turns=3))
+
+
+def test_the_modes_that_the_command_names_are_those_that_there_are() -> None:
+    assert tuple(modes.MODES) == MODES
+
+
+def test_a_table_a_sentence_and_a_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results.json"
+    given = ["eval", model, "--num-examples", "3", "--modes", "warm", "preempted", "--json", str(results), *ENGINE]
+    assert main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["cold", "warm", "preempted"]
+    assert (
+        lines[-1] == "the answers agree with those of the cold cache to within the noise of the count: warm, preempted"
+    )
+    content = json.loads(results.read_text())
+    assert content["problems"] == [] and content["modes"]["preempted"]["counters"]["num_preemptions"] > 0
+
+
+def test_a_mode_that_does_nothing_fails(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preempting.PreemptingPlanner, "schedule", lambda self: self._scheduler.schedule())
+    assert main(["eval", model, "--num-examples", "2", "--modes", "preempted", *ENGINE]) == 1
+    assert "FAILED preempted: it did not do what its name says" in capsys.readouterr().out
+
+
+def test_mutations(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--model", model, "--num-examples", "12", "--mutations", *ENGINE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fault of the checkpoint") and lines[-1].startswith("the suite notices: one block early")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--num-examples", "0"], "num_examples=0"),
+        (["--modes", "hot"], "unknown mode 'hot'"),
+        (["--mutations", "--modes", "warm"], "leave out --modes"),
+        (["--mutations", "--checkpoint-interval", "128"], "evaluation sets checkpoint_interval itself"),
+        (["--kv-cache-memory-bytes", "9"], "evaluation sets kv_cache_memory_bytes itself"),
+        (["--model", "MODEL"], "named twice"),
+        (["--modes", "cold", "--json", "/nowhere/results.json"], "cannot write the results"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(
+    model: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [model if argument == "MODEL" else argument for argument in arguments]
+    few = [] if "--num-examples" in given else ["--num-examples", "1"]
+    assert main(["eval", model, *few, *given, *ENGINE]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and text in error

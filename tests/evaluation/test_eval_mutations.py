@@ -1,0 +1,170 @@
+"""Faults are put in where they are said to be, are taken out again, and make the answers worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.errors import ForkpointError
+from forkpoint.evaluation import sensitivity
+from forkpoint.evaluation.mutation_report import as_json, mutation_summary, mutation_table
+from forkpoint.evaluation.mutations import MUTATIONS, ZERO, Served, find_served, mutated, round_to_steps, slot_bytes
+from forkpoint.evaluation.question import Question, make_families
+from forkpoint.evaluation.sensitivity import Sensitivity, measure_sensitivity
+from forkpoint.evaluation.subject import Subject
+from tests.evaluation.eval_suite import OPTIONS, Example, make_suite, write_model
+
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
+SALT = "mine"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("eval-mutations"))
+
+
+@pytest.fixture(scope="module")
+def suite(model: str) -> list[Example]:
+    return make_suite(model, 12, least_turns=3)
+
+
+@pytest.fixture(scope="module")
+def found(model: str, suite: list[Example]) -> Sensitivity:
+    return measure_sensitivity(model, suite, seed=0, options=OPTIONS)
+
+
+def test_the_sound_cache_answers_as_the_cold_one(found: Sensitivity) -> None:
+    assert found.num_right == found.num_questions == 36
+
+
+def test_faults_are_noticed(found: Sensitivity) -> None:
+    assert found.problems == []
+    results = {result.mutation.name: result for result in found.results}
+    for name in ("one block early", "swapped", "lost"):
+        assert results[name].lowers_accuracy and results[name].lowers_log_probability
+        assert results[name].num_right < found.num_questions / 4
+    assert results["8 bits, one scale"].lowers_accuracy
+    assert results["4 bits, scale per tensor"].num_changed_tokens > 2 * results["8 bits, one scale"].num_changed_tokens
+
+
+def test_the_report(found: Sensitivity) -> None:
+    lines = mutation_table(found).splitlines()
+    assert [line[:25].strip() for line in lines[2:]] == ["none", *BY_NAME]
+    assert "accuracy" in lines[3] and mutation_summary(found)[-1].startswith("the suite notices: one block early")
+    assert json.loads(json.dumps(as_json(found)))["mutations"]["swapped"]["accuracy"]["num"] == found.num_questions
+
+
+def test_a_fault_that_changes_nothing_is_told(model: str, suite: list[Example]) -> None:
+    nothing = dataclasses.replace(BY_NAME["swapped"], name="nothing", spoil=lambda arena, served: None)
+    found = measure_sensitivity(model, suite[:3], seed=0, options=OPTIONS, mutations=[nothing])
+    (result,) = found.results
+    assert result.num_changed_tokens == 0 and result.log_probability.mean == 0.0
+    assert found.problems and mutation_summary(found)[-1].startswith("FAILED nothing")
+
+
+# --- where the faults are put
+
+
+@dataclasses.dataclass
+class Primed:
+    """A subject that has seen the questions, with the slots that their next sightings read."""
+
+    subject: Subject
+    questions: Sequence[Question]
+
+    def served(self) -> list[Served]:
+        return [find_served(self.subject, question, SALT) for question in self.questions]
+
+    def contents(self) -> list[Tensor]:
+        return [slot_bytes(self.subject.arena, state.slot).clone() for state in self.served()]
+
+
+@pytest.fixture(scope="module")
+def primed(model: str, suite: list[Example]) -> Iterator[Primed]:
+    with Subject(model, {**OPTIONS, **sensitivity.DENSE, "kv_cache_memory_bytes": 32 << 20}) as subject:
+        families = make_families(subject, suite[:3])
+        questions = [family[-1] for family in families]
+        subject.ask([question.prompt for question in questions], 1, salts=[SALT] * len(questions))
+        yield Primed(subject, questions)
+
+
+def test_one_block_early_is_the_state_of_the_shorter_prompt(primed: Primed) -> None:
+    """The earlier state is what a prompt that ends 64 tokens sooner leaves behind."""
+    subject = primed.subject
+    for question, state in zip(primed.questions, primed.served(), strict=True):
+        usable = subject.layout.usable_prefix(question.num_prompt_tokens)
+        cut = dataclasses.replace(question.prompt, token_ids=question.prompt.token_ids[: usable - 63])
+        subject.ask([cut], 1, salts=["other"])
+        shorter = find_served(subject, dataclasses.replace(question, prompt=cut), "other")
+        earlier = slot_bytes(subject.arena, shorter.slot)
+        tensors = [t.view(torch.float32) for t in (earlier, slot_bytes(subject.arena, state.earlier_slot))]
+        assert torch.allclose(*tensors, atol=1e-4, rtol=1e-3)
+        assert not torch.equal(earlier, slot_bytes(subject.arena, state.slot))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_states_are_spoilt_and_put_back(primed: Primed, name: str) -> None:
+    before = primed.contents()
+    with mutated(primed.subject.arena, primed.served(), BY_NAME[name]):
+        spoilt = primed.contents()
+    assert all(not torch.equal(a, b) for a, b in zip(before, spoilt, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, primed.contents(), strict=True))
+
+
+def test_swapped_states_are_those_of_others(primed: Primed) -> None:
+    before = primed.contents()
+    with mutated(primed.subject.arena, primed.served(), BY_NAME["swapped"]):
+        spoilt = primed.contents()
+    assert sorted(bytes(t.numpy()) for t in before) == sorted(bytes(t.numpy()) for t in spoilt)
+
+
+def test_the_first_block_has_the_zero_state_before_it(primed: Primed) -> None:
+    question = primed.questions[0]
+    cut = dataclasses.replace(question.prompt, token_ids=question.prompt.token_ids[:70])
+    assert find_served(primed.subject, dataclasses.replace(question, prompt=cut), SALT).earlier_slot == ZERO
+
+
+def test_a_state_that_is_not_cached_is_told(primed: Primed) -> None:
+    with pytest.raises(ForkpointError, match="0 are cached"):
+        find_served(primed.subject, primed.questions[0], "never seen")
+
+
+@pytest.mark.parametrize(("num_bits", "num_levels"), [(8, 255), (4, 15), (2, 3)])
+def test_rounding_goes_to_the_nearest_step(num_bits: int, num_levels: int) -> None:
+    values = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    rounded = values.clone()
+    round_to_steps(rounded, values.abs().max(), num_bits)
+    levels = torch.linspace(-1, 1, num_levels) * values.abs().max()
+    nearest = (values[:, None] - levels).abs().min(1).values
+    assert torch.allclose((rounded - values).abs(), nearest, atol=1e-6)
+    zeros = torch.zeros(3)
+    round_to_steps(zeros, zeros.max(), num_bits)
+    assert zeros.tolist() == [0, 0, 0]
+
+
+# --- what the log-probability of an answer is
+
+
+def test_log_probabilities_are_those_of_the_answers_tokens(model: str, suite: list[Example]) -> None:
+    """Against transformers, from the cache and without it."""
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with Subject(model, OPTIONS) as subject:
+        questions = [family[-1] for family in make_families(subject, suite)]
+        answers: list[Any] = [questions[(i + 1) % len(questions)].answer_ids for i in range(len(questions))]
+        prompts = [question.prompt for question in questions]
+        asked = [subject.log_probabilities(prompts, answers, ["", *[""] * (len(prompts) - 1)]) for _ in range(2)]
+        assert subject.counters().num_cached_tokens > 0
+    for question, answer, cold, warm in zip(questions, answers, *asked, strict=True):
+        ids = torch.tensor([[*question.prompt.token_ids.tolist(), *answer]])
+        with torch.no_grad():
+            scores = oracle(ids).logits[0, -len(answer) - 1 : -1].log_softmax(-1)
+        want = float(scores.gather(1, ids[0, -len(answer) :, None]).sum())
+        assert cold == pytest.approx(want, abs=2e-3, rel=1e-3) and warm == pytest.approx(cold, abs=1e-3)
