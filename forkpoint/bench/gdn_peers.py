@@ -54,7 +54,7 @@ def compare(peer: Any, lens: Sequence[int]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--commit", default="", help="what to print as the commit where there is no repository")

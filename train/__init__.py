@@ -1,0 +1,1 @@
+"""Trains the small hybrid model that forkpoint ships: `python -m train --help`."""

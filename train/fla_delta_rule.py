@@ -1,0 +1,49 @@
+"""The gated delta rule through flash-linear-attention 0.6 on an NVIDIA GPU.
+
+Triton 3.4 to 3.7.0 miscompile one kernel of its backward pass for Hopper GPUs, and the library refuses to run it
+there. That step has no sequential part; here it is done with matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fla.backends import BaseBackend, register
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from torch import Tensor
+
+from train.chunk_gradients import chunk_gradients
+from train.delta_rule import CHUNK
+
+_compiled_gradients: Callable[..., tuple[Tensor, ...]] = torch.compile(chunk_gradients, dynamic=False)
+
+
+def fla_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """See `train.delta_rule.DeltaRule`; bf16 q, k, v, fp32 gates."""
+    if q.shape[1] % CHUNK:
+        raise ValueError(f"rows of {q.shape[1]} tokens; pad them to a multiple of {CHUNK}")
+    out: Tensor = chunk_gated_delta_rule(q, k, v, g, beta)[0]
+    return out
+
+
+class _MatrixProducts(BaseBackend):
+    backend_type = "matrix_products"
+    priority = 1
+
+    def chunk_bwd_dqkwg_verifier(self, **given: Any) -> tuple[bool, str | None]:
+        fits = given.get("cu_seqlens") is None and not given.get("state_v_first") and given.get("chunk_size") == CHUNK
+        return fits and given.get("g") is not None and given.get(
+            "w"
+        ) is not None, "serves equal rows of this rule alone"
+
+    def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor, ...]:
+        """Compiled for one shape: chunks do not care which row they are of."""
+        q, scale = given["q"], given["scale"]
+        names = ("q", "k", "v", "do", "dv", "h", "dh", "g")
+        gradients = _compiled_gradients(*(given[name].flatten(0, 1)[None] for name in names), scale)
+        return tuple(x.view(*q.shape[:2], *x.shape[2:]) for x in gradients)
+
+
+register("common")(_MatrixProducts)
