@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from forkpoint.cli.model import choose_model
 from forkpoint.cli.options import engine_options, sampling_fields, sampling_params
 from forkpoint.cli.stats import cache_line
 from forkpoint.errors import ConfigError, RequestError
@@ -54,8 +55,8 @@ def chat(options: argparse.Namespace) -> int:
 
 def _model(options: argparse.Namespace, stack: ExitStack) -> Model:
     engine = engine_options(options)
-    if (options.url is None) == ("model" not in engine):
-        raise ConfigError("chat needs either --model PATH, loaded here, or --url URL of a running server")
+    if options.url is not None and "model" in engine:
+        raise ConfigError("--model is loaded here and --url names a running server; give one of the two")
     if options.url is not None:
         from forkpoint.cli.chat_url import ServerModel
         from forkpoint.cli.remote import Remote
@@ -66,7 +67,8 @@ def _model(options: argparse.Namespace, stack: ExitStack) -> Model:
 
     params = sampling_params(options)
     engine.setdefault("log_level", "warning")
-    return LocalModel(stack.enter_context(LLM(**engine)), params)
+    llm = LLM(**{**engine, "model": choose_model(engine)})
+    return LocalModel(stack.enter_context(llm), params)
 
 
 class LocalModel:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.cli.eval_options import MODES, EvalOptions
+from forkpoint.cli.model import choose_model
 from forkpoint.cli.options import engine_options, option_values
-from forkpoint.demo.shipped import default_model
 from forkpoint.errors import ConfigError
 from forkpoint.evaluation import mutation_report, report
 from forkpoint.evaluation.evaluate import evaluate
@@ -23,7 +23,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Print the table; 1 if a mode's answers are not those of the cold cache, or a fault would go unseen."""
     options = EvalOptions(**option_values(arguments, EvalOptions))
     engine = engine_options(arguments)
-    model = _model(arguments.model_tag, engine.pop("model", None))
+    model = choose_model(engine, arguments.model_tag)
+    engine.pop("model", None)
     engine.setdefault("log_level", "error")
     seed = engine.get("seed", 0)
     examples = held_out_suite(seed, options.num_examples)
@@ -43,12 +44,6 @@ def _mutations(model: str, examples: Sequence[Example], options: EvalOptions, sh
     print(mutation_report.mutation_table(sensitivity), *mutation_report.mutation_summary(sensitivity), sep="\n")
     _write(options.json, mutation_report.as_json(sensitivity))
     return int(bool(sensitivity.problems))
-
-
-def _model(tag: str | None, named: str | None) -> str:
-    if tag is not None and named is not None:
-        raise ConfigError(f"the model is named twice: {tag!r} and --model {named!r}; give one")
-    return tag or named or default_model()
 
 
 def _write(path: str | None, content: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+MODEL_HELP = "a Hugging Face model folder; default: the model that comes with forkpoint"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def build_parser() -> Parser:
     generate.add_argument("--n", type=int, default=1, metavar="INT", help="completions per prompt (default: 1)")
     generate.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt, n 1)")
     add_sampling_options(generate, max_tokens=128)
-    add_engine_options(generate)
+    add_engine_options(generate, model_required=False)
     generate.set_defaults(command=_generate)
 
     add_client_commands(commands)
@@ -65,7 +66,7 @@ def build_parser() -> Parser:
     serve = commands.add_parser(
         "serve", help="serve a model over HTTP, as OpenAI's API does", description="Serve a model over HTTP."
     )
-    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="a Hugging Face model folder")
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
     add_server_options(serve)
     add_engine_options(serve, model_required=False)
     serve.set_defaults(command=_serve)
@@ -73,7 +74,8 @@ def build_parser() -> Parser:
     demo = commands.add_parser(
         "demo",
         help="show what the cache saves",
-        description="Chat, shared system prompt and fork, with the cache on and off; exit code 1 if an answer differs.",
+        description="A chat, a shared system prompt and forks, with the cache on and off; exit code 1 if an answer "
+        "differs. Without --model the model that comes with forkpoint answers.",
     )
     demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
     add_engine_options(demo, model_required=False)
@@ -85,9 +87,7 @@ def build_parser() -> Parser:
         description="Ask held-out questions in several ways that use the prefix cache, and compare the answers with "
         "those of a cold cache; exit code 1 if they differ. --seed draws the questions.",
     )
-    evaluation.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="default: the model that comes with forkpoint"
-    )
+    evaluation.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
     add_option_group(evaluation, "evaluation options", EvalOptions)
     add_engine_options(evaluation, model_required=False)
     evaluation.set_defaults(command=_eval)

@@ -1,4 +1,4 @@
-"""What the demo runs: a three-turn chat, two users of one system prompt, and forks of one long prompt."""
+"""What the demo runs: a chat, two users of one system prompt, and forks of one long prompt."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forkpoint.demo.conversation import STORIES, Turn, conversation, look_ups, system_prompt
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import RequestFailedError
+from forkpoint.evaluation.tasks.talk import STORY_REPLY
 from forkpoint.params import SamplingParams
-
-RULES = (
-    "Answer in one sentence.",
-    "Name the shelf where a book stands, never the room.",
-    "Opening hours are nine to six; on Saturdays the reading room closes at two.",
-    "Loans run four weeks and may be renewed twice unless somebody is waiting.",
-    "Maps and manuscripts are read in the reading room and do not leave it.",
-    "Where a title is not in the catalogue, offer to order it and say how long that takes.",
-    "Fees are told in full before they are charged.",
-    "Never guess a call number.",
-)
-QUESTIONS = ("Where do I find the atlas of 1913?", "May I take it home?", "And when do you close on Saturday?")
-OTHER_QUESTIONS = ("Which maps may be copied?", "Who may renew a loan for me?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +27,20 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One prompt of a scenario, answered with the cache on and with it off."""
+    """One turn of a scenario, answered with the cache on and with it off."""
 
     scenario: str
+    turn: Turn
     on: Measurement
     off: Measurement
 
     @property
     def identical(self) -> bool:
         return self.on.token_ids == self.off.token_ids
+
+    @property
+    def right(self) -> bool:
+        return self.on.text.strip() == self.turn.answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +52,25 @@ class Pair:
     off: LLM
     params: SamplingParams
 
-    def ask(self, scenario: str, messages: Sequence[dict[str, str]]) -> Row:
-        """Answer the conversation with both."""
-        prompt = self.on.render_chat(messages)
-        return Row(scenario, _measure(self.on, prompt, self.params), _measure(self.off, prompt, self.params))
+    def ask(self, scenario: str, messages: Sequence[dict[str, str]], turn: Turn) -> Row:
+        """Answer the turn after the messages with both."""
+        prompt = self.on.render_chat([*messages, {"role": "user", "content": turn.text}])
+        return Row(scenario, turn, _measure(self.on, prompt, self.params), _measure(self.off, prompt, self.params))
 
 
-def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Results:
+    """`chat` is one conversation, turn after turn; `others` are the shared system prompt and the forks."""
+
+    chat: tuple[Row, ...]
+    others: tuple[Row, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.chat + self.others
+
+
+def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> Results:
     """Run every scenario with the cache on and off."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with (
@@ -74,40 +80,39 @@ def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> list[Ro
         _warm_up(on)
         _warm_up(off)
         pair = Pair(on, off, params)
-        return _chat(pair) + _system_prompt(pair) + _forks(pair)
+        return Results(tuple(_chat(pair)), (*_system_prompt(pair), *_forks(pair)))
 
 
 def _chat(pair: Pair) -> list[Row]:
-    messages = [{"role": "system", "content": _system_text("the city library", 14)}]
+    system = system_prompt(0)
+    messages = [{"role": "system", "content": system.text}]
     rows = []
-    for turn, question in enumerate(QUESTIONS, start=1):
-        messages.append({"role": "user", "content": question})
-        rows.append(pair.ask(f"chat, turn {turn}", messages))
+    for number, turn in enumerate(conversation(system), start=1):
+        rows.append(pair.ask(f"chat, turn {number}", messages, turn))
+        messages.append({"role": "user", "content": turn.text})
         messages.append({"role": "assistant", "content": rows[-1].on.text})
     return rows
 
 
 def _system_prompt(pair: Pair) -> list[Row]:
-    system = {"role": "system", "content": _system_text("the map archive", 18)}
+    system = system_prompt(1)
+    message = {"role": "system", "content": system.text}
     return [
-        pair.ask(f"one system prompt, user {number}", [system, {"role": "user", "content": question}])
-        for number, question in enumerate(OTHER_QUESTIONS, start=1)
+        pair.ask(f"one system prompt, user {number}", [message], turn)
+        for number, turn in enumerate(look_ups(system, range(5, 7)), start=1)
     ]
 
 
 def _forks(pair: Pair) -> list[Row]:
-    """Prompts that part in the middle of a text, where no message ends."""
+    """Prompts that part in the middle of a message."""
     names = ("fork, original", "fork, first branch", "fork, second branch")
-    trunk = _system_text("the music school", 14)
-    branches = (
-        _system_text("the concert hall", 6),
-        _system_text("the rehearsal rooms", 6),
-        _system_text("the attic", 6),
-    )
-    return [
-        pair.ask(name, [{"role": "user", "content": trunk + branch}])
-        for name, branch in zip(names, branches, strict=True)
-    ]
+    system = system_prompt(2)
+    (turn,) = look_ups(system, range(3, 4))
+    rows = []
+    for name, story in zip(names, STORIES, strict=True):
+        told = ({"role": "user", "content": story}, {"role": "assistant", "content": STORY_REPLY})
+        rows.append(pair.ask(name, [{"role": "system", "content": system.text}, *told], turn))
+    return rows
 
 
 def _measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
@@ -124,8 +129,3 @@ def _warm_up(llm: LLM) -> None:
     for size in (200, 2000):
         llm.generate("-" * size, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     llm.reset_prefix_cache()
-
-
-def _system_text(place: str, count: int) -> str:
-    rules = (f"{number}. {RULES[(number - 1) % len(RULES)]}" for number in range(1, count + 1))
-    return f"You answer visitors of {place}.\n" + "\n".join(rules) + "\n"

@@ -9,10 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from forkpoint.cli.main import main
+from forkpoint.cli.model import choose_model
+from forkpoint.demo import shipped
+from forkpoint.demo.conversation import Turn
 from forkpoint.demo.model import DemoSpec, make_demo_model
-from forkpoint.demo.scenarios import Measurement, Row
+from forkpoint.demo.scenarios import Measurement, Row, run_demo
 from forkpoint.demo.table import table
+from forkpoint.demo.transcript import transcript
 from forkpoint.engine.inputs import Prompt
+from forkpoint.errors import ConfigError
 from tests.cli.test_cli import TINY
 
 
@@ -67,8 +72,54 @@ def test_the_demo_prints_identical_outputs(tmp_path: Path, capsys: pytest.Captur
     assert 0 < cached["fork, first branch"] < cached["fork, second branch"]
 
 
+def test_the_chat_goes_on_from_the_models_own_answers_and_is_told_turn_by_turn(tmp_path: Path) -> None:
+    model = str(make_demo_model(tmp_path, TINY))
+    results = run_demo(model, max_tokens=3, options={"dtype": "float32", "log_level": "error"})
+    lines = transcript(results.chat).splitlines()
+    assert [line.removeprefix("user       ") for line in lines[:-2:2]] == [row.turn.text for row in results.chat]
+    assert all(line.startswith("assistant  ") for line in lines[1:-2:2])
+    assert "without" in lines[1] and "(right: " in lines[1]  # random weights are not right
+    assert lines[-1] == f"{sum(row.right for row in results.chat)} of {len(results.chat)} answers right"
+    lengths = [len(row.on.prompt.token_ids) for row in results.chat]
+    assert lengths == sorted(lengths) and results.chat[-1].on.num_cached_tokens > lengths[-2] - 64
+
+
+def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
+    prompt = Prompt(np.arange(9, dtype=np.int32))
+    turn = Turn("What is my name?", "Nora")
+    right, wrong = Measurement(prompt, "Nora", (1, 2), 4, 0.5), Measurement(prompt, "Ben", (1, 3), 0, 1.0)
+    shown = transcript([Row("a", turn, right, right), Row("b", turn, wrong, wrong)]).splitlines()
+    assert shown[1] == "assistant  Nora  [4 of 9 prompt tokens cached, first token after 500 ms, without 500 ms]"
+    assert shown[3].startswith("assistant  Ben   [0 of 9") and shown[3].endswith("  (right: Nora)")
+    assert shown[-1] == "1 of 2 answers right"
+
+
 def test_a_difference_is_told() -> None:
     prompt = Prompt(np.arange(9, dtype=np.int32))
+    turn = Turn("And gate?", "ab")
     on, off = Measurement(prompt, "ab", (1, 2), 4, 0.5), Measurement(prompt, "ac", (1, 3), 0, 1.0)
-    shown = table([Row("a", on, on), Row("b", on, off)])
+    shown = table([Row("a", turn, on, on), Row("b", turn, on, off)])
     assert "NO" in shown and "2.0x" in shown and "1 of 2 outputs identical" in shown
+
+
+def test_without_a_model_the_shipped_one_is_taken_and_what_it_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    for command in (["serve"], ["generate", "--prompt", "x"], ["chat", "-q", "x"]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: no model was named") and "config.json" in error and "*.safetensors" in error
+        assert error.count("\n") == 1
+    make_demo_model(tmp_path, TINY)
+    assert shipped.default_model() == str(tmp_path)
+    assert main(["demo", "--max-tokens", "2", "--log-level", "error"]) == 0
+    assert "answers right" in capsys.readouterr().out
+    assert main(["generate", "--prompt", "x", "--max-tokens", "2", "--log-level", "error"]) == 0
+    assert main(["chat", "-q", "x", "--max-tokens", "2", "--log-level", "error"]) == 0
+
+
+def test_one_model_is_loaded() -> None:
+    assert choose_model({"model": "a"}) == choose_model({}, "a") == "a"
+    with pytest.raises(ConfigError, match="named twice"):
+        choose_model({"model": "a"}, "b")
