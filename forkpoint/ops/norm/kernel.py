@@ -10,7 +10,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_inputs, overlap
 
-TILE = 4096  # elements of a program, unless one row is wider
+TILE = 1024  # elements of a program, unless one row is wider
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -33,22 +33,26 @@ def _norm_kernel(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`other` is the gate (GATED) or the residual, which is written (ADD)."""
-    await_inputs(OVERLAP)
+    """`other` is the gate (GATED) or the residual, which is written (ADD). Both are older than x, so that they can be
+    read while the launch that writes x is still at work."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
     inside = (row < num_rows)[:, None] & (at < D)[None, :]
     token, head = (row // heads).to(tl.int64), row % heads
-    wide = tl.load(x + (token * x_token + head * x_head)[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
     beside = other + (token * other_token + head * other_head)[:, None] + at[None, :]
+    factor = tl.load(weight + at, mask=at < D, other=0.0)[None, :]
+    if ADD or GATED:
+        side = tl.load(beside, mask=inside, other=0.0).to(tl.float32)
+    await_inputs(OVERLAP)
+    wide = tl.load(x + (token * x_token + head * x_head)[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        total = (wide + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(other.dtype.element_ty)
+        total = (wide + side).to(other.dtype.element_ty)
         tl.store(beside, total, mask=inside)
         wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
-    normed = wide * scale[:, None] * tl.load(weight + at, mask=at < D, other=0.0)[None, :]
+    normed = wide * scale[:, None] * factor
     if GATED:
-        normed *= silu(tl.load(beside, mask=inside, other=0.0).to(tl.float32))
+        normed *= silu(side)
     tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -81,7 +85,7 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, gated: bo
             GATED=gated,
             ADD=add,
             **overlap(x.device, x.shape[0]),
-            num_warps=8 if block > TILE // 2 else 4,
+            num_warps=8 if block > 2048 else 4,
         )
     return out
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
@@ -14,8 +15,11 @@ ELEMENTWISE_TILE = 4096
 
 
 @triton.jit
-def _tile_top_kernel(logits, tops, places, stride, vocab, num_tiles, TILE: tl.constexpr):
+def _tile_top_kernel(
+    logits, tops, places, stride, vocab, num_tiles, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """The largest logit of a tile (inf if one is NaN) and its lowest id."""
+    await_inputs(OVERLAP)
     row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -26,7 +30,8 @@ def _tile_top_kernel(logits, tops, places, stride, vocab, num_tiles, TILE: tl.co
 
 
 @triton.jit
-def _top_kernel(tops, places, token_ids, finite, vocab, num_tiles, TILES: tl.constexpr):
+def _top_kernel(tops, places, token_ids, finite, vocab, num_tiles, TILES: tl.constexpr, OVERLAP: tl.constexpr):
+    await_inputs(OVERLAP)
     row = tl.program_id(0)
     at = tl.arange(0, TILES)
     top = tl.load(tops + row * num_tiles + at, mask=at < num_tiles, other=float("-inf"))
@@ -46,13 +51,12 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         return token_ids, finite
     tops = torch.empty(num_rows * num_tiles, dtype=torch.float32, device=device)
     places = torch.empty(num_rows * num_tiles, dtype=torch.int32, device=device)
-    stride = dense_rows(logits)
+    stride, options = dense_rows(logits), overlap(device, num_rows)
     _tile_top_kernel[(num_rows * num_tiles,)](
-        logits, tops, places, stride, vocab, num_tiles, TILE=GREEDY_TILE, num_warps=4
+        logits, tops, places, stride, vocab, num_tiles, TILE=GREEDY_TILE, **options, num_warps=4
     )
-    _top_kernel[(num_rows,)](
-        tops, places, token_ids, finite, vocab, num_tiles, TILES=triton.next_power_of_2(num_tiles), num_warps=1
-    )
+    tiles = triton.next_power_of_2(num_tiles)
+    _top_kernel[(num_rows,)](tops, places, token_ids, finite, vocab, num_tiles, TILES=tiles, **options, num_warps=1)
     return token_ids, finite
 
 
