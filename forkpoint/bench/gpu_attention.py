@@ -15,12 +15,13 @@ from torch import Tensor
 
 from forkpoint.bench.gpu_ops import Call, Case, ceilings, median_seconds, randn, turns
 from forkpoint.bench.machine import commit_hash, today
-from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.metadata import DECODE_PROGRAMS, AttentionIndex, KeySplits
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable, PagedAttention, QKNorm
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, DIM, ROTARY, LAYERS = 16, 4, 256, 64, 8
+SPLITS = KeySplits(wanted=DECODE_PROGRAMS // KV_HEADS)
 DECODES = ((1, 300), (1, 4096), (1, 16384), (32, 2048), (32, 4096), (128, 350), (256, 1024))
 PREFILLS = ((128, 16384), (256, 4096), (512, 4096), (200, 2200), (64, 64), (2048, 2048), (8192, 8192), (8192, 16384))
 
@@ -57,7 +58,7 @@ class Shape:
         q, gate = randn(self.rows * self.queries, HEADS, DIM), randn(self.rows * self.queries, HEADS * DIM)
         decodes, none = self.rows if self.queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
         lens = [self.queries] * self.rows, [self.length] * self.rows
-        indices = [AttentionIndex.create(*lens, table, none, decodes) for table in tables]
+        indices = [AttentionIndex.create(*lens, table, none, decodes, splits=SPLITS) for table in tables]
         return q, gate, cache[:, 0], cache[:, 1], indices
 
     def calls(self, attend: PagedAttention) -> list[Call]:

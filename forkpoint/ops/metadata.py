@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 TILE = 64  # tokens of one row that a tiled kernel takes at a time
-PART_BLOCKS = 4  # blocks of keys in a part of a decode row, and the unit of larger ones
-SHORT_BLOCKS = 8  # up to here parts are half as long: few programs would wait for one block after another
+PART_BLOCKS = 2  # blocks of keys in the smallest part of a decode row
+SHORT_BLOCKS = 8  # longer rows have parts of twice as many: few programs would wait for one block after another
 MAX_PARTS = 64  # of one decode row
+DECODE_PROGRAMS = 256  # (part, key head) pairs that keep a large GPU busy
 
 IntArray = npt.NDArray[np.int32]
 
@@ -33,21 +34,44 @@ def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
     return np.stack([rows + np.int32(first_row), within * np.int32(TILE)], axis=1).astype(np.int32)
 
 
-def part_table(kv_lens: IntArray, block_size: int) -> tuple[IntArray, IntArray]:
-    """How decode rows' keys are split: `[NP, 3]` (row, first block, end block), and each row's first part `[N + 1]`.
+@dataclass(frozen=True, slots=True)
+class KeySplits:
+    """How the keys of decode rows are split into parts for programs that run at once.
 
-    The size of a row's parts is a function of its `kv_lens` alone, so that its bits do not depend on the batch.
+    With `wanted`, a step has about so many parts, dealt to its rows by their lengths. Without, a row's parts are a
+    function of its own length, and so are its bits.
     """
-    blocks = -(-kv_lens.astype(np.int64) // block_size)
-    unit = MAX_PARTS * PART_BLOCKS
-    sizes = np.where(blocks <= SHORT_BLOCKS, PART_BLOCKS // 2, np.maximum(1, -(-blocks // unit)) * PART_BLOCKS)
-    counts = -(-blocks // sizes)
-    pointers = np.zeros(len(kv_lens) + 1, np.int32)
-    np.cumsum(counts, out=pointers[1:])
-    rows = np.repeat(np.arange(len(kv_lens)), counts)
-    first = (np.arange(len(rows)) - pointers[rows]) * sizes[rows]
-    end = np.minimum(first + sizes[rows], blocks[rows])
-    return np.stack([rows, first, end], axis=1).astype(np.int32), pointers
+
+    block_size: int = TILE
+    wanted: int | None = None
+
+    def table(self, kv_lens: IntArray) -> tuple[IntArray, IntArray]:
+        """`[NP, 3]` (row, first block, end block), and each row's first part `[N + 1]`."""
+        blocks = -(-kv_lens.astype(np.int64) // self.block_size)
+        sizes = self._sizes(blocks)
+        counts = -(-blocks // sizes)
+        pointers = np.zeros(len(kv_lens) + 1, np.int32)
+        np.cumsum(counts, out=pointers[1:])
+        rows = np.repeat(np.arange(len(kv_lens)), counts)
+        first = (np.arange(len(rows)) - pointers[rows]) * sizes[rows]
+        end = np.minimum(first + sizes[rows], blocks[rows])
+        return np.stack([rows, first, end], axis=1).astype(np.int32), pointers
+
+    def most(self, num_rows: int, max_blocks: int) -> int:
+        """Parts that a step of `num_rows` rows of up to `max_blocks` blocks can have."""
+        if self.wanted is not None:
+            return min(num_rows * min(MAX_PARTS, -(-max_blocks // PART_BLOCKS)), num_rows + self.wanted)
+        blocks = np.arange(1, max_blocks + 1)
+        return num_rows * int(np.max(-(-blocks // self._sizes(blocks))))
+
+    def _sizes(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Blocks in each part of each row."""
+        if self.wanted is None:
+            long = PART_BLOCKS * 2
+            return np.where(blocks <= SHORT_BLOCKS, PART_BLOCKS, long * np.maximum(1, -(-blocks // (MAX_PARTS * long))))
+        smallest = np.minimum(-(-blocks // PART_BLOCKS), MAX_PARTS)
+        counts = np.minimum(blocks * self.wanted // max(1, int(blocks.sum())), smallest)
+        return np.maximum(1, -(-blocks // np.maximum(1, counts)))
 
 
 def running_total(lens: Sequence[int] | IntArray) -> IntArray:
@@ -124,7 +148,7 @@ class AttentionWork:
     """What attention kernels run over."""
 
     tiles: Tensor  # [NT, 2]: the tiles of the rows behind the decodes, see `tile_table`
-    parts: Tensor  # [NP, 3]: the parts of the decode rows, see `part_table`
+    parts: Tensor  # [NP, 3]: the parts of the decode rows, see `KeySplits`
     part_ptr: Tensor  # [num_decodes + 1]: row r's parts are [part_ptr[r], part_ptr[r+1])
 
 
@@ -157,13 +181,13 @@ class AttentionIndex:
         slot_mapping: Tensor,
         num_decodes: int = 0,
         table_rows: Sequence[int] | None = None,
-        block_size: int = TILE,
+        splits: KeySplits = KeySplits(),
     ) -> AttentionIndex:
         """From host lists, on the block table's device; line `r` of the table is row `r`'s if not said otherwise."""
         device = block_table.device
         queries, keys = np.asarray(query_lens, np.int32), np.asarray(kv_lens, np.int32)
         lines = np.arange(len(keys)) if table_rows is None else np.asarray(table_rows)
-        parts, part_ptr = part_table(keys[:num_decodes], block_size)
+        parts, part_ptr = splits.table(keys[:num_decodes])
         arrays = [tile_table(queries[num_decodes:], num_decodes), parts, part_ptr]
         work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
         return cls(

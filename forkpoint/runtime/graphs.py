@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from forkpoint.ops.metadata import MAX_PARTS
 from forkpoint.runtime.platform import Platform
 from forkpoint.runtime.staging import InputRegion, layout_of
 from forkpoint.runtime.step_inputs import Arrays, StepBuilder, StepShape, Tensors
@@ -114,7 +113,7 @@ class StepGraphs:
     def _empty(self, shape: StepShape) -> Arrays:
         """A step of nothing but padding, with room for all parts."""
         arrays = self._builder.build(StepPlan(0), shape, shape.num_rows)
-        arrays["parts"] = np.full((shape.num_decodes * MAX_PARTS, 3), -1, np.int32)
+        arrays["parts"] = np.full((self._builder.most_parts(shape.num_decodes), 3), -1, np.int32)
         return arrays
 
     def _capture(self, shape: StepShape) -> _Captured:

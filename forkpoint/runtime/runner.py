@@ -14,6 +14,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import StepFailedError
 from forkpoint.models.decoder import Model
+from forkpoint.ops.metadata import DECODE_PROGRAMS, KeySplits
 from forkpoint.ops.table import OpTable
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
@@ -81,9 +82,8 @@ class ModelRunner:
         self._ops = ops
         self._redirects: frozenset[str] = frozenset() if force_state_copy else ops.redirects
         self._sampler = Sampler(ops, self.platform)
-        self._builder = StepBuilder(
-            self.batch.table, self.batch.rows, layout.has_kv, for_kernels=not self.platform.shares_memory
-        )
+        splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic)
+        self._builder = StepBuilder(self.batch.table, self.batch.rows, layout.has_kv, splits)
         self._graphs: StepGraphs | None = None
         if graph_shapes and self.platform.has_graphs:
             self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
@@ -231,6 +231,13 @@ class ModelRunner:
             following = self.platform.upload(added.token_ids[start + 1 : stop + 1].astype(np.int64))
             tiles.append((start + 1, score(logits, following, num_top, self.platform)))
         return PromptScores(chunk.row, tuple(tiles))
+
+
+def _splits(layout: CacheLayout, deterministic: bool) -> KeySplits:
+    """Rows of a small batch are split into more parts, unless their bits must not depend on the batch."""
+    if deterministic or not layout.has_kv:
+        return KeySplits(layout.block_size)
+    return KeySplits(layout.block_size, max(1, DECODE_PROGRAMS // layout.kv[0].num_heads))
 
 
 def _sampled_positions(plan: StepPlan) -> IntArray:

@@ -17,8 +17,8 @@ from forkpoint.ops.metadata import (
     AttentionIndex,
     AttentionWork,
     DecodeIndex,
+    KeySplits,
     SegmentIndex,
-    part_table,
     running_total,
     tile_table,
 )
@@ -59,12 +59,16 @@ class StepBuilder:
     """Makes the arrays of plans whose rows are up to date in the block table.
 
     Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
-    samples that go to the spare row `table.num_rows`; list entries of row -1.
+    samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
+    kernels on a device run over; None makes none.
     """
 
-    def __init__(self, table: BlockTable, rows: Mapping[int, AddedRow], has_kv: bool, for_kernels: bool) -> None:
-        self._table, self._rows, self._has_kv = table, rows, has_kv
-        self._for_kernels = for_kernels  # make the work lists that kernels on a device run over
+    def __init__(self, table: BlockTable, rows: Mapping[int, AddedRow], has_kv: bool, splits: KeySplits | None) -> None:
+        self._table, self._rows, self._has_kv, self._splits = table, rows, has_kv, splits
+
+    def most_parts(self, num_decodes: int) -> int:
+        """Entries of `parts` that a step of so many decode rows can need."""
+        return 0 if self._splits is None else self._splits.most(num_decodes, self._table.max_blocks_per_row)
 
     def build(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Arrays:
         """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`."""
@@ -128,7 +132,7 @@ class StepBuilder:
         }
         for decode, prefill in READ_SLOTS.values():
             arrays |= {decode: read_decode, prefill: read}
-        if self._for_kernels:
+        if self._splits is not None:
             tiles = tile_table(lens)
             arrays["segment_tiles"] = _padded(tiles, _num_tiles(tiles, shape, len(chunks)), -1)
         return arrays
@@ -145,10 +149,10 @@ class StepBuilder:
             "kv_lens": _parts_padded(kv_lens, num_decodes, shape, 0),
             "table_rows": _parts_padded(rows, num_decodes, shape, 0),
         }
-        if self._for_kernels:
+        if self._splits is not None:
             tiles = tile_table(lens[num_decodes:], shape.num_decodes)
             arrays["query_tiles"] = _padded(tiles, _num_tiles(tiles, shape, num_chunks), -1)
-            parts, pointers = part_table(kv_lens[:num_decodes], self._table.block_size)
+            parts, pointers = self._splits.table(kv_lens[:num_decodes])
             arrays["part_ptr"] = _padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
             arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
         return arrays

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid_mul
-from forkpoint.ops.attention.kernel import MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
+from forkpoint.ops.attention.kernel import FEW, MANY, MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork
 from tests.ops.triton_cases import DEVICE, gpu_only, relative_error, sized, triton_ops
 
@@ -188,9 +188,20 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
         assert torch.equal(batch.run(None, alone, batch.q[row : row + 1]), want[row : row + 1])
 
 
+@pytest.mark.parametrize("heads", sized([SMALL], [Heads(16, 4, 256, 256)]))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_how_far_ahead_keys_are_loaded_leaves_the_bits_alone(heads: Heads, dtype: torch.dtype) -> None:
+    batch = Batch([70, 300], [1, 1], 2, heads, dtype)
+    few, many = (
+        PagedAttention(True, launch)(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None)
+        for launch in (FEW, MANY)
+    )
+    assert torch.equal(few, many)
+
+
 def test_parts_of_several_blocks() -> None:
     """A row of more than MAX_PARTS smallest parts; in windows, parts that see nothing."""
-    length = (MAX_PARTS * PART_BLOCKS + 1) * 64 + 5
+    length = (2 * MAX_PARTS * PART_BLOCKS + 1) * 64 + 5
     batch = Batch([length], [1], 1, Heads(1, 1, 16, 16), torch.float32)
     assert batch.index.work is not None and len(batch.index.work.parts) <= MAX_PARTS
     for window in (None, 1000):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint.models.decoder import Model
-from forkpoint.ops.metadata import MAX_PARTS, part_table, tile_table
+from forkpoint.ops.metadata import MAX_PARTS, KeySplits, tile_table
 from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.block_table import BlockTable
@@ -68,16 +68,37 @@ def test_the_smallest_shape_that_fits_is_found(
         raise AssertionError("every decode batch has a shape")
 
 
-@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=6))
-def test_parts_cover_each_row_once_whatever_is_beside_it(kv_lens: list[int]) -> None:
-    parts, pointers = part_table(np.asarray(kv_lens, np.int32), 64)
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=6), st.sampled_from([None, 1, 7, 64]))
+def test_parts_cover_each_row_once(kv_lens: list[int], wanted: int | None) -> None:
+    splits, longest = KeySplits(64, wanted), -(-max(kv_lens) // 64)
+    parts, pointers = splits.table(np.asarray(kv_lens, np.int32))
+    assert len(parts) == pointers[-1] <= splits.most(len(kv_lens), longest) <= len(kv_lens) * MAX_PARTS
     for row, length in enumerate(kv_lens):
         own = parts[pointers[row] : pointers[row + 1]]
-        assert (own[:, 0] == row).all() and len(own) <= MAX_PARTS
+        assert (own[:, 0] == row).all() and (own[:, 1] < own[:, 2]).all()
         assert own[0, 1] == 0 and own[-1, 2] == -(-length // 64) and (own[1:, 1] == own[:-1, 2]).all()
-        alone, _ = part_table(np.asarray([length], np.int32), 64)
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=6))
+def test_parts_of_a_row_are_the_same_whatever_is_beside_it(kv_lens: list[int]) -> None:
+    parts, pointers = KeySplits().table(np.asarray(kv_lens, np.int32))
+    for row, length in enumerate(kv_lens):
+        own = parts[pointers[row] : pointers[row + 1]]
+        alone, _ = KeySplits().table(np.asarray([length], np.int32))
         assert (own[:, 1:] == alone[:, 1:]).all()
         assert (own[:, 1] % (2 if length <= 512 else 4) == 0).all()
+
+
+def test_rows_of_a_small_batch_have_more_parts() -> None:
+    splits = KeySplits(64, 64)
+
+    def counts(*kv_lens: int) -> list[int]:
+        return np.diff(splits.table(np.asarray(kv_lens, np.int32))[1]).tolist()
+
+    assert counts(300) == [3] and counts(4096) == [32] and counts(16_384) == [64]
+    assert counts(*[320] * 128) == [1] * 128
+    many = counts(*[320] * 127, 16_384)
+    assert many[:127] == [1] * 127 and 15 <= many[127] <= 20
 
 
 @given(st.lists(st.integers(1, 300), max_size=5))
@@ -113,7 +134,7 @@ def test_padding_changes_nothing_but_adds_rows_that_do_nothing(
     exact = StepShape.of(plan)
     tokens = -(-exact.num_prefill_tokens // 64) * 64 + 64
     shape = StepShape(num_decodes + 2, tokens, len(chunks) + 1) if chunks else StepShape(num_decodes + 2, 0, 0)
-    builder = StepBuilder(table, rows, has_kv=True, for_kernels=True)
+    builder = StepBuilder(table, rows, has_kv=True, splits=KeySplits())
     own = builder.build(plan, exact, len(plan.sampled_rows))
     wide = builder.build(plan, shape, shape.num_rows)
     assert list(own) == list(wide) and list(wide)[-1] == "parts"

@@ -17,6 +17,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import BlockTableError, StepFailedError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
+from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
 from forkpoint.params import SamplingParams
@@ -246,7 +247,7 @@ def test_256_decode_rows_cost_little_python(model: Model) -> None:
     layout = CacheLayout.create(model.kv_specs, model.state_specs)
     count = 256
     batch = Batch(layout, count, 8192, VOCAB, CpuPlatform())
-    builder = StepBuilder(batch.table, batch.rows, layout.has_kv, for_kernels=True)
+    builder = StepBuilder(batch.table, batch.rows, layout.has_kv, KeySplits())
     rows = np.arange(count, dtype=np.int32)
     ids, blocks = np.zeros(5000, np.int32), np.ones(79, np.int32)
     row = AddedRow(0, "r", ids, len(ids), GREEDY, 0, (), blocks)

@@ -1,4 +1,7 @@
-"""Attention of rows with one query: each part of a row's keys by itself, then the parts put together."""
+"""Attention of rows with one query: each part of a row's keys by itself, then the parts put together.
+
+A row with one part has its answer after the first of the two launches.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import triton
 import triton.language as tl
 
 from forkpoint.ops.attention.softmax import LOWEST, gated, join, see
+from forkpoint.ops.launch import await_inputs
 
 
-@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
+@triton.jit(do_not_specialize=["num_decodes", "table_stride", "gate_token"])
 def decode_kernel(
     q,
     k_cache,
     v_cache,
+    out,
+    gate,
     totals,
     weights,
     tops,
@@ -23,6 +29,7 @@ def decode_kernel(
     block_table,
     num_decodes,
     table_stride,
+    gate_token,
     q_token,
     q_head,
     k_block,
@@ -36,12 +43,17 @@ def decode_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Programs take turns over (part, key head); the sums of a part's query heads go to its line of the scratch."""
+    """Programs take turns over (part, key head), KEYS keys at a time. A row's only part is its answer; else the sums
+    of a part's query heads go to its line of the scratch."""
+    SUBS: tl.constexpr = BLOCK // KEYS
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     num_items = tl.load(part_ptr + num_decodes) * HEADS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -49,8 +61,13 @@ def decode_kernel(
         row = tl.load(parts + 3 * part)
         low, end = tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
         kv_len, line = tl.load(kv_lens + row), tl.load(table_rows + row)
+        alone = tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1
         if HAS_WINDOW:
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
+        table = block_table + line.to(tl.int64) * table_stride
+        coming = tl.load(table + low)
+        # What was read so far has been there since before the step.
+        await_inputs(OVERLAP)
         head = kv_head * GROUP + m
         q_at = q + row.to(tl.int64) * q_token + head[:, None] * q_head + at[None, :]
         rows = tl.load(q_at, mask=(m < GROUP)[:, None] & (at < D)[None, :], other=0.0)
@@ -58,33 +75,45 @@ def decode_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-        table = block_table + line.to(tl.int64) * table_stride
-        for j in range(low, end):
-            block = tl.load(table + j).to(tl.int64)
+        for j in range(low * SUBS, tl.minimum(end * SUBS, tl.cdiv(kv_len, KEYS))):
+            block, first = coming.to(tl.int64), j % SUBS * KEYS
+            # A turn ahead, so that the loads of the next keys need not wait for where they are.
+            coming = tl.load(table + tl.minimum((j + 1) // SUBS, end - 1))
             total, weight, top = see(
                 rows,
                 total,
                 weight,
                 top,
-                k_cache + block * k_block + kv_head * k_head,
-                v_cache + block * v_block + kv_head * v_head,
-                j * BLOCK,
+                k_cache + block * k_block + kv_head * k_head + first * D,
+                v_cache + block * v_block + kv_head * v_head + first * DV,
+                j * KEYS,
                 position,
                 kv_len,
                 scale,
                 window,
                 D,
                 DV,
-                BLOCK,
+                KEYS,
                 BLOCK_D,
                 BLOCK_DV,
                 True,
                 HAS_WINDOW,
             )
-        entry = (part * (HEADS * GROUP) + head).to(tl.int64)
-        tl.store(totals + entry[:, None] * DV + at_v[None, :], total, mask=(m < GROUP)[:, None] & (at_v < DV)[None, :])
-        tl.store(weights + entry, weight, mask=m < GROUP)
-        tl.store(tops + entry, top, mask=m < GROUP)
+        inside = (m < GROUP)[:, None] & (at_v < DV)[None, :]
+        if alone:
+            token = row.to(tl.int64)
+            answer = total / weight[:, None]
+            if GATED:
+                gate_at = gate + token * gate_token + head[:, None] * DV + at_v[None, :]
+                answer = gated(answer, tl.load(gate_at, mask=inside, other=0.0))
+            out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+            tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
+        else:
+            entry = (part * (HEADS * GROUP) + head).to(tl.int64)
+            tl.store(totals + entry[:, None] * DV + at_v[None, :], total, mask=inside)
+            tl.store(weights + entry, weight, mask=m < GROUP)
+            tl.store(tops + entry, top, mask=m < GROUP)
+    await_inputs(OVERLAP)  # of programs without a turn
 
 
 @triton.jit(do_not_specialize=["gate_token"])
@@ -101,16 +130,17 @@ def combine_kernel(
     BLOCK_DV: tl.constexpr,
     PARTS: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One query head of one row; a row without parts gives zeros."""
+    """One query head of one row of several parts; a row without parts gives zeros."""
     pid, at = tl.program_id(0), tl.arange(0, BLOCK_DV)
     row, head = pid // HEADS, pid % HEADS
-    if GATED:  # read early, beside the parts
-        gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
-        factor = tl.load(gate_at, mask=at < DV, other=0.0)
     begin, end = tl.load(part_ptr + row), tl.load(part_ptr + row + 1)
-    first = begin.to(tl.int64) * HEADS + head
-    answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, PARTS)
-    if GATED:
-        answer = gated(answer, factor)
-    tl.store(out + pid.to(tl.int64) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)
+    await_inputs(OVERLAP)
+    if end - begin != 1:
+        first = begin.to(tl.int64) * HEADS + head
+        answer = join(totals, weights, tops, first, end - begin, HEADS, at, DV, PARTS)
+        if GATED:
+            gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
+            answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
+        tl.store(out + pid.to(tl.int64) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)

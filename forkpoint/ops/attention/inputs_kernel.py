@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.table import QKNorm
 
 
@@ -96,8 +97,10 @@ def _inputs_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Of one token the query heads of one key head, or that key head and its value. HALF is 0 without rotation."""
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     token, unit = (pid // (2 * HEADS)).to(tl.int64), pid % (2 * HEADS)
     angle = cos_sin + tl.load(positions + token) * (2 * HALF)
@@ -170,6 +173,7 @@ def qk_norm_rope_write(
             BLOCK_DV=triton.next_power_of_2(v.shape[2]),
             BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
             NORM=norm is not None,
+            **overlap(q.device, num_tokens),
             num_warps=num_warps,
         )
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
+from forkpoint.ops.launch import overlap
 from forkpoint.ops.metadata import TILE, AttentionIndex
 
 PREFILL_PROGRAMS = 132  # of `prefill_kernel` that a large GPU runs at once
@@ -26,13 +27,19 @@ MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """How decode kernels are launched. None of it depends on the batch."""
+    """How decode kernels are launched."""
 
     num_programs: int = 2112  # at most; they take turns
+    keys: int = 64  # that a program takes at a time
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     parts: int = 8  # that a combining program adds at once
     combine_warps: int = 2
+
+
+FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
+FEW, MANY = DecodeLaunch(), DecodeLaunch(num_stages=2)
+MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor; other bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +108,31 @@ class _Call:
     def gate_token(self) -> int:
         return 0 if self.gate is None else self.gate.stride(0)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What all launches have in common."""
+        return {"GATED": self.gate is not None, **overlap(self.q.device, self.q.shape[0])}
+
 
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
-    into chunks; otherwise the keys of few queries are spread over programs as the device has room for them."""
+    into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
+    room for them. `decode` fixes the launch of decode kernels, for tests and measurements."""
 
     def __init__(
         self,
         deterministic: bool,
-        decode: DecodeLaunch = DecodeLaunch(),
+        decode: DecodeLaunch | None = None,
         prefill: PrefillLaunch = PrefillLaunch(),
     ) -> None:
-        self._deterministic, self._decode_launch, self._prefill_launch = deterministic, decode, prefill
+        self._deterministic, self._given, self._prefill_launch = deterministic, decode, prefill
+
+    def _decode_launch(self, num_rows: int) -> DecodeLaunch:
+        if self._given is not None:
+            return self._given
+        if num_rows <= FEW_DECODES:
+            return FEW
+        return MANY if self._deterministic else MANY_SMALL
 
     def __call__(
         self,
@@ -139,15 +159,18 @@ class PagedAttention:
         return out
 
     def _decode(self, call: _Call, index: AttentionIndex) -> None:
-        work, sizes, how, heads = index.work, call.sizes, self._decode_launch, call.q.shape[1]
+        work, sizes, how, heads = index.work, call.sizes, self._decode_launch(index.num_decodes), call.q.shape[1]
         assert work is not None
         num_parts = work.parts.shape[0]
         scratch = _Scratch(num_parts * heads, sizes["DV"], call.q.device)
+        gate = call.out if call.gate is None else call.gate
         if num_parts:
             decode_kernel[(min(num_parts * sizes["HEADS"], how.num_programs),)](
                 call.q,
                 call.k_cache,
                 call.v_cache,
+                call.out,
+                gate,
                 scratch.totals,
                 scratch.weights,
                 scratch.tops,
@@ -158,10 +181,13 @@ class PagedAttention:
                 index.block_table,
                 index.num_decodes,
                 index.block_table.stride(0),
+                call.gate_token,
                 *call.strides,
                 call.scale,
                 call.window or 0,
                 **sizes,
+                **call.options,
+                KEYS=min(how.keys, sizes["BLOCK"]),
                 BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])),
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
@@ -172,13 +198,13 @@ class PagedAttention:
             scratch.tops,
             work.part_ptr,
             call.out,
-            call.out if call.gate is None else call.gate,
+            gate,
             call.gate_token,
             HEADS=heads,
             DV=sizes["DV"],
             BLOCK_DV=sizes["BLOCK_DV"],
             PARTS=how.parts,
-            GATED=call.gate is not None,
+            **call.options,
             num_warps=how.combine_warps,
         )
 
@@ -193,7 +219,7 @@ class PagedAttention:
         splits = 1 if self._deterministic else num_splits(programs, how.programs)
         scratch = _Scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         gate = call.out if call.gate is None else call.gate
-        shared = {"QUERIES": queries, "TOKENS": TILE, "GATED": call.gate is not None}
+        shared = {"QUERIES": queries, "TOKENS": TILE, **call.options}
         prefill_kernel[(programs * splits,)](
             call.q,
             call.k_cache,

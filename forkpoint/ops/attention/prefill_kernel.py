@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from forkpoint.ops.attention.softmax import LOWEST, gated, join, see
+from forkpoint.ops.launch import await_inputs
 
 FEWEST = tl.constexpr(4)  # blocks of keys that are worth a program
 
@@ -81,6 +82,7 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """QUERIES queries of one tile, all heads of one key head, over all their keys or (SPLIT) an even share of them.
 
@@ -88,6 +90,7 @@ def prefill_kernel(
     to the scratch, entry
     `((tile * TOKENS + query) * num_splits + share) * num_heads + head`, unless it is the only one.
     """
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     kv_head, rest = pid % HEADS, pid // HEADS
     share, own = rest // (num_tiles * SUBS), num_tiles * SUBS - 1 - rest % (num_tiles * SUBS)
@@ -180,8 +183,10 @@ def join_kernel(
     PARTS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One query head of one query, if several programs of `prefill_kernel` shared its keys."""
+    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     head, within = pid % HEADS, pid // HEADS
     tile, query = within // TOKENS, within % TOKENS
