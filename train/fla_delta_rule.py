@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from fla.backends import BaseBackend, register
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.common import chunk_delta_h, chunk_o
+from fla.ops.gated_delta_rule import chunk_fwd, chunk_gated_delta_rule, wy_fast
+from fla.ops.utils import cumsum
 from torch import Tensor
+from triton import Config
 
 from train.chunk_gradients import chunk_gradients
 from train.delta_rule import CHUNK
@@ -46,4 +49,22 @@ class _MatrixProducts(BaseBackend):
         return tuple(x.view(*q.shape[:2], *x.shape[2:]) for x in gradients)
 
 
+def _fix_launches() -> None:
+    """What tuning chose on an H200 for heads of 64: trying all candidates again takes longer than it saves."""
+    tiles = {"BK": 32, "BV": 32}
+    chosen = {
+        cumsum.chunk_local_cumsum_scalar_kernel: Config({}, num_warps=2),
+        chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel: Config({"BK": 32}, num_warps=2),
+        wy_fast.recompute_w_u_fwd_kernel: Config({}, num_warps=2, num_stages=3),
+        wy_fast.prepare_wy_repr_bwd_kernel: Config({}, num_warps=4, num_stages=3),
+        chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64: Config({"BV": 32}, num_warps=4, num_stages=3),
+        chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64: Config({"BV": 32}, num_warps=2, num_stages=3),
+        chunk_o.chunk_fwd_kernel_o: Config(tiles, num_warps=2, num_stages=3),
+        chunk_o.chunk_bwd_kernel_dv_local: Config({}, num_warps=4, num_stages=3),
+    }
+    for kernel, config in chosen.items():
+        kernel.fn.configs = [config]  # below the heuristics stands the tuner
+
+
 register("common")(_MatrixProducts)
+_fix_launches()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOKENIZER_FOLDER = Path(__file__).parent.parent / "forkpoint" / "demo" / "checkpoint"
-SCORING_S = 45.0  # kept of the time limit for saving and scoring
+SCORING_S = 60.0  # kept of the time limit for saving and scoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--num-workers", type=int, default=12, help="processes that generate dialogues")
     parser.add_argument("--matrix-rate", type=float, default=0.02, help="learning rate of Muon")
     parser.add_argument("--other-rate", type=float, default=0.003, help="learning rate of AdamW")
-    parser.add_argument("--num-scored", type=int, default=1024, help="held-out dialogues to score at the end")
+    parser.add_argument("--num-scored", type=int, default=800, help="held-out dialogues to score at the end")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", dest="compiled", action="store_false")
     values = vars(parser.parse_args(arguments))
