@@ -14,7 +14,7 @@ MODES = ("cold", "warm", "forked", "preempted", "pressure", "bf16")
 class EvalOptions:
     """What is asked and how. Raises ConfigError for values out of range."""
 
-    num_examples: int = option(40, "held-out examples; each is asked at two earlier turns too")
+    num_examples: int = option(30, "held-out examples; each is asked at two earlier turns too")
     modes: tuple[str, ...] = option((), f"some of {', '.join(MODES)}; default: all. The cold cache is always asked")
     mutations: bool = option(False, "put faults into the cache instead, and show that the answers get worse")
     json: str | None = option(None, "write the results to this file too", metavar="FILE")
