@@ -13,9 +13,10 @@ import pytest
 import forkpoint
 
 ROOT = Path(forkpoint.__file__).parent
-VALUES = {"errors", "config", "params", "outputs"}
+VALUES = {"errors", "config", "params", "outputs", "version"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "params": {"errors"},
     "outputs": {"params"},
     "config": {"errors"},

@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from forkpoint.cli.bench import add_offline_benches
 from forkpoint.cli.client_commands import add_bench_serve, add_client_commands
@@ -21,6 +20,7 @@ from forkpoint.cli.options import (
 )
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
+from forkpoint.version import installed_version
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 MODEL_HELP = "a Hugging Face model folder; default: the model that comes with forkpoint"
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="forkpoint", description="Run hybrid language models with exact, fine-grained prefix caching.")
-    parser.add_argument("--version", action="version", version=f"forkpoint {_version()}")
+    parser.add_argument("--version", action="version", version=f"forkpoint {installed_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
@@ -104,13 +104,6 @@ def build_parser() -> Parser:
     env = commands.add_parser("collect-env", help="print what a bug report needs")
     env.set_defaults(command=_collect_env)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("forkpoint")
-    except PackageNotFoundError:
-        return "(a source tree that is not installed)"
 
 
 # The commands import torch, which --help and --version need not wait for.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
@@ -30,6 +29,7 @@ from forkpoint.server.tokens import (
     detokenize,
     tokenize,
 )
+from forkpoint.version import installed_version
 
 MAX_SHOWN = 80  # characters of a wrong value, in an error message
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The engine may still be loading; what needs it answers 503 until it is ready."""
-    app = FastAPI(title="forkpoint", version=version("forkpoint"), docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="forkpoint", version=installed_version(), docs_url="/docs", redoc_url=None)
     app.add_middleware(Gate, config=service.config)
     _add_error_handlers(app)
     _add_openai_routes(app, service)
@@ -131,7 +131,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/version", response_model=VersionReply)
     async def forkpoint_version() -> VersionReply:
-        return VersionReply(version=version("forkpoint"))
+        return VersionReply(version=installed_version())
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:

@@ -26,7 +26,8 @@ def inputs(num_tokens: int, dim: int, width: int, dtype: torch.dtype) -> tuple[T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_layout_of_weights_leaves_the_bits_alone(dtype: torch.dtype) -> None:
-    x, weight, bias, pool = inputs(70, 40, 4, dtype)
+    x, weight, bias, cpu_pool = inputs(70, 40, 4, dtype)
+    pool = copy_pool(cpu_pool)
     by_tap = weight.t().contiguous().t()
     index, decodes = on_device(segments([70], [0], [1])), on_device(rows([0, -1], [1, -1]))
     for got, want in (
