@@ -103,8 +103,7 @@ def test_complete_reads_standard_input_and_tells_of_errors(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["chat"], "either --model"),
-        (["chat", "--url", "http://127.0.0.1:1", "--model", "x"], "either --model"),
+        (["chat", "--url", "http://127.0.0.1:1", "--model", "x"], "give one of the two"),
         (["chat", "--url", "http://127.0.0.1:1"], "nothing answers"),
         (["complete", "--url", "127.0.0.1:1", "--prompt", "x"], "http://"),
         (["complete", "--url", "SERVER", "--prompt", "x", "--model-name", "other"], "does not serve"),
