@@ -15,6 +15,7 @@ HEADER = (
     "p",
     "changed answers",
     "changed tokens",
+    "changed log-probs",
     "log-prob of the right answer",
     "t",
     "noticed by",
@@ -22,10 +23,12 @@ HEADER = (
 
 
 def mutation_table(sensitivity: Sensitivity) -> str:
-    """A line for the sound cache, then one for each fault."""
+    """Two lines for the sound cache, asked twice, then one for each fault."""
     num, right = sensitivity.num_questions, sensitivity.num_right
-    sound = ("none", f"{right}/{num}", "", "", "", "", f"{sensitivity.mean_log_probability:.3f}", "", "")
-    return aligned([HEADER, sound, *(_line(result) for result in sensitivity.results)], rule_after=(0,))
+    sound = ("none", f"{right}/{num}", "", "", "", "", "", f"{sensitivity.mean_log_probability:.2g}", "", "")
+    results = (sensitivity.control, *sensitivity.results)
+    lines = [(*_line(result), ", ".join(sensitivity.noticed_by(result)) or "nothing") for result in results]
+    return aligned([HEADER, sound, *lines], rule_after=(0,))
 
 
 def _line(result: MutationResult) -> tuple[str, ...]:
@@ -37,20 +40,10 @@ def _line(result: MutationResult) -> tuple[str, ...]:
         f"{accuracy.p_value:.1g}",
         f"{result.num_changed_answers}/{accuracy.num}",
         f"{result.num_changed_tokens}/{result.num_tokens}",
-        f"{change.mean:+.3f}",
+        f"{result.num_changed_scores}/{accuracy.num}",
+        f"{change.mean:+.2g}",
         f"{change.t:.1f}",
-        noticed_by(result),
     )
-
-
-def noticed_by(result: MutationResult) -> str:
-    """What falls by more than chance explains."""
-    found = [
-        name
-        for name, falls in (("accuracy", result.lowers_accuracy), ("log-prob", result.lowers_log_probability))
-        if falls
-    ]
-    return ", ".join(found) or "nothing"
 
 
 def mutation_summary(sensitivity: Sensitivity) -> list[str]:
@@ -61,8 +54,14 @@ def mutation_summary(sensitivity: Sensitivity) -> list[str]:
     ]
     if sensitivity.problems:
         return [*lines, *(f"FAILED {problem}" for problem in sensitivity.problems)]
-    names = ", ".join(result.mutation.name for result in sensitivity.results if result.mutation.required)
-    return [*lines, f"the suite notices: {names}"]
+    lowers = [r.mutation.name for r in sensitivity.results if r.lowers_accuracy or r.lowers_log_probability]
+    others = [r.mutation.name for r in sensitivity.results if r.mutation.name not in lowers]
+    by_bits = [r.mutation.name for r in sensitivity.results if sensitivity.noticed_by(r) == ["bits"]]
+    if others:
+        lines.append(f"the score does not fall with: {', '.join(others)}")
+    if by_bits:
+        lines.append(f"bits of log-probabilities alone, which --deterministic holds equal, tell: {', '.join(by_bits)}")
+    return [*lines, f"the score falls with: {', '.join(lowers)}"]
 
 
 def as_json(sensitivity: Sensitivity) -> dict[str, Any]:
@@ -75,13 +74,15 @@ def as_json(sensitivity: Sensitivity) -> dict[str, Any]:
             result.mutation.name: {
                 "about": result.mutation.about,
                 "required": result.mutation.required,
+                "noticed_by": sensitivity.noticed_by(result),
                 "num_right": result.num_right,
                 "accuracy": {**asdict(result.accuracy), "p_value": result.accuracy.p_value},
                 "log_probability": asdict(result.log_probability),
+                "num_changed_scores": result.num_changed_scores,
                 "num_changed_answers": result.num_changed_answers,
                 "num_changed_tokens": result.num_changed_tokens,
                 "num_tokens": result.num_tokens,
             }
-            for result in sensitivity.results
+            for result in (sensitivity.control, *sensitivity.results)
         },
     }

@@ -110,6 +110,12 @@ def slot_tensors(arena: ArenaBuffer, slot: int) -> list[Tensor]:
     return [pool[slot] for layer in arena.states for pool in (layer.conv, layer.matrix) if pool[slot].numel()]
 
 
+def _into_bytes(tensors: list[Tensor]) -> None:
+    """Copied by value, not byte by byte, into memory of unsigned bytes: whole numbers modulo 256."""
+    for values in tensors:
+        values.copy_(values.float().trunc().remainder(256))
+
+
 def _to_float8(dtype: torch.dtype) -> Rounding:
     def rounding(tensors: list[Tensor]) -> None:
         largest = torch.finfo(dtype).max
@@ -147,24 +153,16 @@ def _scale_per_tensor(num_bits: int) -> Rounding:
     return rounding
 
 
-def _scale_per_row(num_bits: int) -> Rounding:
-    """One scale for each row of a matrix and for each token of a window."""
-
-    def rounding(tensors: list[Tensor]) -> None:
-        for values in tensors:
-            round_to_steps(values, values.float().abs().amax(-1, keepdim=True), num_bits)
-
-    return rounding
-
-
+CONTROL: Final = Mutation(
+    "none, asked again", "the right state: what changes here is noise", lambda arena, served: None
+)
 MUTATIONS: Final = (
     Mutation("one block early", "the state 64 tokens before the right one", _one_block_early, required=True),
     Mutation("swapped", "the state of another request", _swapped, required=True),
-    Mutation("8 bits, one scale", "int8, one scale for a checkpoint", _each(_one_scale(8)), required=True),
-    Mutation("8 bits, scale per tensor", "int8, a scale per layer", _each(_scale_per_tensor(8))),
-    Mutation("8 bits, scale per row", "int8, a scale per row of a matrix", _each(_scale_per_row(8))),
+    Mutation("8 bits, by value", "copied by value into unsigned bytes", _each(_into_bytes), required=True),
+    Mutation("8 bits, one scale", "int8, one scale for a checkpoint", _each(_one_scale(8))),
+    Mutation("8 bits, scale per tensor", "int8, a scale for each tensor", _each(_scale_per_tensor(8))),
     Mutation("8 bits, float8 e4m3", "cast without a scale", _each(_to_float8(torch.float8_e4m3fn))),
-    Mutation("8 bits, float8 e5m2", "cast without a scale", _each(_to_float8(torch.float8_e5m2))),
-    Mutation("4 bits, scale per tensor", "int4, a scale per layer", _each(_scale_per_tensor(4))),
+    Mutation("4 bits, scale per tensor", "int4, a scale for each tensor", _each(_scale_per_tensor(4))),
     Mutation("lost", "the zero state", _lost),
 )

@@ -12,7 +12,7 @@ from forkpoint.errors import ForkpointError
 from forkpoint.evaluation.compare import PairedAccuracy, PairedMean
 from forkpoint.evaluation.evaluate import RESERVED, prepare, subject_pool
 from forkpoint.evaluation.modes import BATCH_TOKENS, Paper
-from forkpoint.evaluation.mutations import MUTATIONS, Mutation, find_served, mutated
+from forkpoint.evaluation.mutations import CONTROL, MUTATIONS, Mutation, find_served, mutated
 from forkpoint.evaluation.question import Family, Question, SuiteExample, batches
 from forkpoint.evaluation.score import is_right
 from forkpoint.evaluation.subject import Reply, Subject
@@ -38,6 +38,7 @@ class MutationResult:
     num_right: int
     accuracy: PairedAccuracy
     log_probability: PairedMean
+    num_changed_scores: int  # right answers whose log-probability changed, be it in its last bit
     num_changed_answers: int
     num_changed_tokens: int
     num_tokens: int
@@ -58,7 +59,14 @@ class Sensitivity:
     num_questions: int
     num_right: int
     mean_log_probability: float
+    control: MutationResult  # the sound cache, asked again
     results: tuple[MutationResult, ...]
+
+    def noticed_by(self, result: MutationResult) -> list[str]:
+        """What tells the fault from the sound cache: the score, or at least the bits of log-probabilities."""
+        bits = result.num_changed_scores > self.control.num_changed_scores
+        signs = (("accuracy", result.lowers_accuracy), ("log-prob", result.lowers_log_probability), ("bits", bits))
+        return [name for name, noticed in signs if noticed]
 
     @property
     def problems(self) -> list[str]:
@@ -80,26 +88,29 @@ def measure_sensitivity(
     show_progress: bool = False,
 ) -> Sensitivity:
     """Ask every question from its cached prefix: as it is, and spoilt by each mutation. Raises ConfigError."""
+    asked = (CONTROL, *mutations)
     sound = Marks((), (), ())
-    spoilt = [sound] * len(mutations)
+    spoilt = [sound] * len(asked)
     with subject_pool(model, options, (*RESERVED, *DENSE)) as pool:
         paper = prepare(pool, examples, seed)
         subject = pool.get({"kv_cache_memory_bytes": paper.ample_bytes, **DENSE})
-        total = len(paper.questions) * (1 + len(mutations))
+        total = len(paper.questions) * (1 + len(asked))
         bar = tqdm(total=total, desc="mutations", unit="question", disable=not show_progress, dynamic_ncols=True)
         with bar:
             for batch in batches(paper.families, BATCH_TOKENS):
                 before = subject.counters()
-                marks = _ask_batch(subject, paper, batch, mutations, bar.update)
+                marks = _ask_batch(subject, paper, batch, asked, bar.update)
                 if subject.counters().since(before).num_checkpoints_evicted:
                     raise ForkpointError("checkpoints gave way while faults were put in; give more memory")
                 sound, *spoilt = (_joined(a, b) for a, b in zip((sound, *spoilt), marks, strict=True))
                 subject.llm.reset_prefix_cache()
+    control, *results = (_result(mutation, sound, own) for mutation, own in zip(asked, spoilt, strict=True))
     return Sensitivity(
         num_questions=len(sound.right),
         num_right=sum(sound.right),
         mean_log_probability=sum(sound.log_probabilities) / len(sound.right),
-        results=tuple(_result(mutation, sound, own) for mutation, own in zip(mutations, spoilt, strict=True)),
+        control=control,
+        results=tuple(results),
     )
 
 
@@ -149,6 +160,7 @@ def _result(mutation: Mutation, sound: Marks, spoilt: Marks) -> MutationResult:
         num_right=sum(spoilt.right),
         accuracy=PairedAccuracy.of(sound.right, spoilt.right),
         log_probability=PairedMean.of(sound.log_probabilities, spoilt.log_probabilities),
+        num_changed_scores=sum(a != b for a, b in zip(sound.log_probabilities, spoilt.log_probabilities, strict=True)),
         num_changed_answers=sum(a != b for a, b in pairs),
         num_changed_tokens=sum(_num_changed(a, b) for a, b in pairs),
         num_tokens=sum(len(a) for a, _ in pairs),

@@ -52,7 +52,9 @@ def test_a_mode_that_does_nothing_fails(
 def test_mutations(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--model", model, "--num-examples", "12", "--mutations", *ENGINE]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fault of the checkpoint") and lines[-1].startswith("the suite notices: one block early")
+    assert lines[0].startswith("fault of the checkpoint") and lines[-1].startswith(
+        "the score falls with: one block early"
+    )
 
 
 @pytest.mark.parametrize(

@@ -49,14 +49,16 @@ def test_faults_are_noticed(found: Sensitivity) -> None:
     for name in ("one block early", "swapped", "lost"):
         assert results[name].lowers_accuracy and results[name].lowers_log_probability
         assert results[name].num_right < found.num_questions / 4
-    assert results["8 bits, one scale"].lowers_accuracy
+    assert results["8 bits, by value"].lowers_accuracy and results["8 bits, one scale"].lowers_accuracy
     assert results["4 bits, scale per tensor"].num_changed_tokens > 2 * results["8 bits, one scale"].num_changed_tokens
+    assert found.control.num_changed_scores == found.control.num_changed_tokens == 0
+    assert all("bits" in found.noticed_by(result) for result in found.results)
 
 
 def test_the_report(found: Sensitivity) -> None:
     lines = mutation_table(found).splitlines()
-    assert [line[:25].strip() for line in lines[2:]] == ["none", *BY_NAME]
-    assert "accuracy" in lines[3] and mutation_summary(found)[-1].startswith("the suite notices: one block early")
+    assert [line[:25].strip() for line in lines[2:]] == ["none", "none, asked again", *BY_NAME]
+    assert "accuracy" in lines[4] and mutation_summary(found)[-1].startswith("the score falls with: one block early")
     assert json.loads(json.dumps(as_json(found)))["mutations"]["swapped"]["accuracy"]["num"] == found.num_questions
 
 
