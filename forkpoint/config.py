@@ -86,7 +86,7 @@ class SchedulerOptions:
 class EngineConfig:
     """Everything that `LLM(...)` and the command line accept."""
 
-    model: str = option("", "a Hugging Face model folder")
+    model: str = option("", "a Hugging Face model folder; the commands' default: the model that comes with forkpoint")
     tokenizer: str | None = option(None, "a tokenizer folder, where it is not the model's")
     skip_tokenizer_init: bool = option(False, "token ids in, token ids out")
     load_format: Literal["auto", "dummy"] = option("auto", "'dummy' makes random weights from config.json alone")

@@ -9,6 +9,7 @@ from typing import Any
 
 from forkpoint.bench.offline_options import LatencyOptions, ThroughputOptions
 from forkpoint.bench.serve.dataset_options import DatasetOptions
+from forkpoint.cli.model import with_model
 from forkpoint.cli.options import add_engine_options, add_option_group, engine_options, option_values
 
 
@@ -31,7 +32,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     from forkpoint.bench.latency import run_latency
 
     options = LatencyOptions(**option_values(arguments, LatencyOptions))
-    return _print(run_latency(options, engine_options(arguments), sys.stderr.isatty()))
+    return _print(run_latency(options, with_model(engine_options(arguments)), sys.stderr.isatty()))
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
 
     options = ThroughputOptions(**option_values(arguments, ThroughputOptions))
     dataset = DatasetOptions(**option_values(arguments, DatasetOptions))
-    return _print(run_throughput(options, dataset, engine_options(arguments), sys.stderr.isatty()))
+    return _print(run_throughput(options, dataset, with_model(engine_options(arguments)), sys.stderr.isatty()))
 
 
 def _print(lines: Iterable[str]) -> int:

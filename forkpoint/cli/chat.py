@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forkpoint.cli.model import choose_model
+from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options, sampling_fields, sampling_params
 from forkpoint.cli.stats import cache_line
-from forkpoint.errors import ConfigError, RequestError
+from forkpoint.errors import RequestError
 from forkpoint.obs.logs import wants_color
 from forkpoint.params import FinishReason, SamplingParams
 
@@ -55,9 +55,8 @@ def chat(options: argparse.Namespace) -> int:
 
 def _model(options: argparse.Namespace, stack: ExitStack) -> Model:
     engine = engine_options(options)
-    if options.url is not None and "model" in engine:
-        raise ConfigError("--model is loaded here and --url names a running server; give one of the two")
     if options.url is not None:
+        require_no_engine_options(engine)
         from forkpoint.cli.chat_url import ServerModel
         from forkpoint.cli.remote import Remote
 
@@ -67,7 +66,7 @@ def _model(options: argparse.Namespace, stack: ExitStack) -> Model:
 
     params = sampling_params(options)
     engine.setdefault("log_level", "warning")
-    llm = LLM(**{**engine, "model": choose_model(engine)})
+    llm = LLM(**with_model(engine))
     return LocalModel(stack.enter_context(llm), params)
 
 

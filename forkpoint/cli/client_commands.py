@@ -26,7 +26,7 @@ def add_client_commands(commands: argparse._SubParsersAction[Any]) -> None:
     chat.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this one thing and end")
     _add_url_options(chat)
     add_sampling_options(chat, max_tokens=512)
-    add_engine_options(chat, model_required=False)
+    add_engine_options(chat)
     chat.set_defaults(command=_chat)
 
     text = "Complete prompts on a server."
@@ -39,7 +39,7 @@ def add_client_commands(commands: argparse._SubParsersAction[Any]) -> None:
     text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to go on where it was stopped."
     batch = commands.add_parser("run-batch", help="answer a file of requests", description=text)
     _add_batch_options(batch)
-    add_engine_options(batch, model_required=False)
+    add_engine_options(batch)
     batch.set_defaults(command=_run_batch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from forkpoint.cli.model import choose_model
+from forkpoint.cli.model import with_model
 from forkpoint.cli.options import engine_options, sampling_params
 from forkpoint.cli.stats import cache_line
 from forkpoint.engine.llm import LLM
@@ -20,8 +20,7 @@ def generate(options: argparse.Namespace) -> int:
     prompts = options.prompt or [standard_input()]
     if options.stream and (len(prompts) > 1 or options.n > 1):
         raise ConfigError("--stream prints one completion; give one prompt and leave --n at 1")
-    engine = engine_options(options)
-    with LLM(**{**engine, "model": choose_model(engine)}) as llm:
+    with LLM(**with_model(engine_options(options))) as llm:
         if options.stream:
             outputs = [_stream(llm, prompts[0], params)]
         else:

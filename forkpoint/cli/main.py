@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     generate.add_argument("--n", type=int, default=1, metavar="INT", help="completions per prompt (default: 1)")
     generate.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt, n 1)")
     add_sampling_options(generate, max_tokens=128)
-    add_engine_options(generate, model_required=False)
+    add_engine_options(generate)
     generate.set_defaults(command=_generate)
 
     add_client_commands(commands)
@@ -68,7 +68,7 @@ def build_parser() -> Parser:
     )
     serve.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
     add_server_options(serve)
-    add_engine_options(serve, model_required=False)
+    add_engine_options(serve)
     serve.set_defaults(command=_serve)
 
     demo = commands.add_parser(
@@ -78,7 +78,7 @@ def build_parser() -> Parser:
         "differs. Without --model the model that comes with forkpoint answers.",
     )
     demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
-    add_engine_options(demo, model_required=False)
+    add_engine_options(demo)
     demo.set_defaults(command=_demo)
 
     evaluation = commands.add_parser(
@@ -89,7 +89,7 @@ def build_parser() -> Parser:
     )
     evaluation.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
     add_option_group(evaluation, "evaluation options", EvalOptions)
-    add_engine_options(evaluation, model_required=False)
+    add_engine_options(evaluation)
     evaluation.set_defaults(command=_eval)
 
     simulate = commands.add_parser(

@@ -44,23 +44,23 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add every option of EngineConfig and its parts. Only those given end up in the namespace."""
     for title, kind in GROUPS:
-        add_option_group(parser, title, kind, required="model" if model_required else "")
+        add_option_group(parser, title, kind)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_option_group(parser, "server options", ServerConfig)
 
 
-def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], *, required: str = "") -> None:
-    """Add every option of the dataclass `kind`; the one named `required` must be given."""
+def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any]) -> None:
+    """Add every option of the dataclass `kind`."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(kind)
     for field in fields(kind):
         if field.metadata:
-            _add_flag(group, field, hints[field.name], required=field.name == required)
+            _add_flag(group, field, hints[field.name])
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -107,7 +107,7 @@ def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, A
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
-def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> None:
+def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     choices = get_args(hint) if get_origin(hint) is Literal else None
     text = field.metadata["help"].replace("%", "%%")
@@ -126,7 +126,7 @@ def _add_flag(group: Any, field: Field[Any], hint: Any, *, required: bool) -> No
         group.add_argument(flag, type=int, metavar="INT", **common)
     else:
         shown = "PATH" if field.name in ("model", "tokenizer") else "TEXT"
-        group.add_argument(flag, metavar=field.metadata.get("metavar", shown), required=required, **common)
+        group.add_argument(flag, metavar=field.metadata.get("metavar", shown), **common)
 
 
 class _Gather(argparse.Action):

@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from forkpoint.cli.local_server import local_server
+from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options
 from forkpoint.client.batch import BatchAnswer, BatchOutput, BatchRequest, read_batch, run_batch
 from forkpoint.client.server import Server
@@ -27,8 +28,10 @@ def run_batch_command(options: argparse.Namespace) -> int:
     if options.max_concurrency < 1:
         raise ConfigError(f"max_concurrency={options.max_concurrency} must be 1 or more")
     engine = engine_options(options)
-    if (options.url is None) == ("model" not in engine):
-        raise ConfigError("run-batch needs either --model PATH, loaded here, or --url URL of a running server")
+    if options.url is None:
+        engine = with_model(engine)
+    else:
+        require_no_engine_options(engine)
     requests = read_batch(options.input_file)
     output = BatchOutput(options.output_file, requests)
     todo = [request for request in requests if request.custom_id not in output.done]

@@ -70,7 +70,6 @@ def test_version_and_commands_need_no_torch() -> None:
 
 
 ERRORS = [
-    (["bench", "latency"], "--model"),
     (["generate", "--model", "/nowhere", "--prompt", "x"], "no model folder"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--temperature", "-1"], "temperature"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--kv-cache-memory-bytes", "10"], "needs"),

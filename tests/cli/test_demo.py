@@ -106,7 +106,13 @@ def test_without_a_model_the_shipped_one_is_taken_and_what_it_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    for command in (["serve"], ["generate", "--prompt", "x"], ["chat", "-q", "x"]):
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
+    run_batch = ["run-batch", "-i", str(batch), "-o", str(tmp_path / "answers.jsonl")]
+    latency = ["bench", "latency", "--output-len", "2", "--num-iters-warmup", "0", "--num-iters", "1"]
+    throughput = ["bench", "throughput", "--num-prompts", "1", "--input-len", "9", "--output-len", "2"]
+    loading = (["generate", "--prompt", "x"], ["chat", "-q", "x"], latency, throughput)
+    for command in (["serve"], ["eval"], run_batch, *loading):
         assert main(command) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: no model was named") and "config.json" in error and "*.safetensors" in error
@@ -115,8 +121,9 @@ def test_without_a_model_the_shipped_one_is_taken_and_what_it_lacks_is_named(
     assert shipped.default_model() == str(tmp_path)
     assert main(["demo", "--max-tokens", "2", "--log-level", "error"]) == 0
     assert "answers right" in capsys.readouterr().out
-    assert main(["generate", "--prompt", "x", "--max-tokens", "2", "--log-level", "error"]) == 0
-    assert main(["chat", "-q", "x", "--max-tokens", "2", "--log-level", "error"]) == 0
+    for command in loading:
+        limit = [] if "bench" in command else ["--max-tokens", "2"]
+        assert main([*command, *limit, "--cpu-ops", "torch", "--log-level", "error"]) == 0
 
 
 def test_one_model_is_loaded() -> None:

@@ -137,8 +137,8 @@ def test_nothing_answers(files: Files, server: FakeServer, capsys: pytest.Captur
     ("arguments", "text"),
     [
         (["-i", "/nowhere", "-o", "OUT", "--url", "http://x"], "cannot be read"),
-        (["-i", "IN", "-o", "OUT"], "either --model"),
-        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--model", "m"], "either --model"),
+        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--model", "m"], "--model is for a model loaded here"),
+        (["-i", "IN", "-o", "OUT", "--url", "http://x", "--max-num-seqs", "3"], "--max-num-seqs is for a model"),
         (["-i", "IN", "-o", "OUT", "--url", "http://x", "--max-concurrency", "0"], "max_concurrency"),
         (["-i", "EMPTY", "-o", "OUT", "--url", "http://x"], "no lines"),
     ],

@@ -103,7 +103,8 @@ def test_complete_reads_standard_input_and_tells_of_errors(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["chat", "--url", "http://127.0.0.1:1", "--model", "x"], "give one of the two"),
+        (["chat", "--url", "http://127.0.0.1:1", "--model", "x"], "--model is for a model loaded here"),
+        (["chat", "--url", "http://127.0.0.1:1", "--no-enable-prefix-caching"], "--enable-prefix-caching is for"),
         (["chat", "--url", "http://127.0.0.1:1"], "nothing answers"),
         (["complete", "--url", "127.0.0.1:1", "--prompt", "x"], "http://"),
         (["complete", "--url", "SERVER", "--prompt", "x", "--model-name", "other"], "does not serve"),
