@@ -51,20 +51,22 @@ class StepParts:
 class Device:
     """A device's ceilings, measured, and the share of them that each kind of work reaches.
 
-    `flops` in operations a second, `bandwidth` in bytes a second, `step_s` the time of a step beside its kernels.
+    `flops` in operations a second, `bandwidth` in bytes a second, `step_s` the time of a step beside its kernels. The
+    shares are those that docs/benchmarks/simulator/steps_h200.json gives; one above 1 says that the layers' products
+    run faster than the one that the ceiling was measured with.
     """
 
     name: str
     flops: float
     bandwidth: float
     memory_bytes: float
-    linear: float = 1.0
-    attention: float = 0.72
-    decode_attention: float = 0.8
-    prefill_states: float = 0.18
-    decode_states: float = 0.9
-    moved: float = 0.9
-    step_s: float = 0.002
+    linear: float = 1.04
+    attention: float = 0.64
+    decode_attention: float = 0.86
+    prefill_states: float = 0.165
+    decode_states: float = 0.77
+    moved: float = 0.77
+    step_s: float = 0.0008
 
     def __post_init__(self) -> None:
         bad = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name" and getattr(self, f.name) < 0}
