@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from forkpoint.cache.layout import SPARSE_STEP
 from forkpoint.cache.tree import Origin
 
 
@@ -54,6 +55,7 @@ class Source(enum.Enum):
     PROMPT_END = "prompt end"
     DECLARED = "declared"
     FALLBACK = "fallback"  # inside prompts that fill much of the arena: what is left when their end gives way
+    SPARSE = "sparse"  # far apart inside prompts, for those that come back edited in the middle
     INTERVAL = "interval"
 
 
@@ -88,6 +90,10 @@ class SourcedCapture:
             step = -(-context.fallback_step // grid) * grid
             last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
             offer(range(start // step * step + step, last + 1, step), Origin.FALLBACK)
+        if Source.SPARSE in sources and not 0 < context.fallback_step < SPARSE_STEP:
+            step = -(-SPARSE_STEP // grid) * grid
+            last = min(end, context.prompt_end - step // 2)
+            offer(range(start // step * step + step, last + 1, step), Origin.INTERVAL)
         if self._interval:
             step = -(-self._interval // grid) * grid
             first = start // step * step + step
@@ -96,7 +102,7 @@ class SourcedCapture:
 
 
 class DefaultCapture(SourcedCapture):
-    """Junctions, prompt end, declared boundaries, fallbacks, and every `interval` tokens (0: none) in free room."""
+    """All sources; of the periodic ones those `interval` tokens apart (0: none) take free room only."""
 
     def __init__(self, interval: int) -> None:
         super().__init__(Source, interval)

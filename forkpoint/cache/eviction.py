@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from forkpoint.cache.tree import Origin
 
@@ -33,9 +33,8 @@ class EntryFacts(NamedTuple):
 
     `saved` is the recompute cost from the nearest surviving ancestor checkpoint, `num_bytes` the slot plus
     the keys and values that only this entry makes useful, `last_used` a reading of the cache's clock (bytes
-    ever handed out, in arenas). `superseded`: a later checkpoint of the same conversation exists; `num_turns` is how
-    often the conversation that it ends was continued before; `reuse_distance` the median of the new data, in
-    arenas, between two uses of an entry (the same for all entries).
+    ever handed out, in arenas). `num_expected` waiting requests are known to resume there. `earnings`: uses to expect
+    for every arena of new data that the entry is held for, as learnt from entries of its kind, uses and age.
     """
 
     origin: Origin
@@ -44,9 +43,7 @@ class EntryFacts(NamedTuple):
     last_used: float
     num_hits: int
     num_expected: int
-    superseded: bool
-    num_turns: int = 0
-    reuse_distance: float = 0.25
+    earnings: float
 
 
 class EvictionPolicy(Protocol):
@@ -78,40 +75,17 @@ class LFUPolicy:
 
 
 class CostPolicy:
-    """Chance of reuse x recompute cost saved / bytes gives way from the small end.
+    """What gives way first saves the least recompute cost for the room and the time that it is held.
 
-    The chance starts at a prior by origin; that of a conversation's end, and of its fallbacks, rises with every turn
-    (the rule of succession, for conversations that stop after their first turn three times in four). All grow with
-    hits. It
-    decays with the new data since the last use, at a rate that the median reuse distance sets: where times until
-    reuse are exponential and most entries are never reused, it halves with every median. That decay is common to
-    all entries, so the order of two entries changes only when one is used (or the median is learnt anew), and the
-    logarithm of the value needs no refresh as time goes by.
+    Uses expected for the time held (`cache/reuse.py`) x recompute cost saved by each / bytes.
     """
 
     name = "cost"
-    PRIORS: ClassVar[dict[Origin, float]] = {
-        Origin.JUNCTION: 0.6,
-        Origin.DECLARED: 0.4,
-        Origin.INTERVAL: 0.02,
-    }
-    TURNS_CONTINUED, TURNS_ENDED = 1, 3  # what is taken as seen before the first turn
-    SUPERSEDED_FACTOR = 0.2
-    HALF_LIFE = 0.8  # median reuse distances; in the simulator all from 0.4 to 1 come close
     EXPECTED_FACTOR = 1e6  # a waiting request is known to resume there
 
     def key(self, entry: EntryFacts) -> float:
-        prior = self.PRIORS.get(entry.origin)
-        if prior is None:
-            continued = self.TURNS_CONTINUED + entry.num_turns
-            prior = continued / (continued + self.TURNS_ENDED)
-        chance = 1 - (1 - prior) * 0.5**entry.num_hits
-        if entry.superseded and entry.num_hits < 2:
-            chance *= self.SUPERSEDED_FACTOR
-        if entry.num_expected:
-            chance *= self.EXPECTED_FACTOR
-        value = math.log(max(chance * entry.saved / max(entry.num_bytes, 1), 1e-300))
-        return value + entry.last_used * math.log(2) / (self.HALF_LIFE * entry.reuse_distance)
+        value = entry.earnings * entry.saved / max(entry.num_bytes, 1)
+        return value * self.EXPECTED_FACTOR if entry.num_expected else value
 
 
 _POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = MappingProxyType(
@@ -136,40 +110,53 @@ Entry = TypeVar("Entry", bound=Queued)
 
 
 class EvictionQueue(Generic[Entry]):
-    """Entries by key. An entry's key may rise unnoticed (an ancestor was dropped): `lowest` looks again."""
+    """Entries by key. An entry's key may rise unnoticed (an ancestor was dropped): `lowest` looks again. It may
+    fall by itself when the clock reaches `due`: the entry is then filed anew."""
 
-    def __init__(self, key: Callable[[Entry], float], evictable: Callable[[Entry], bool]) -> None:
+    def __init__(
+        self, key: Callable[[Entry], float], evictable: Callable[[Entry], bool], due: Callable[[Entry], float]
+    ) -> None:
         self._key = key
         self._evictable = evictable
+        self._due = due
         self._heap: list[tuple[float, int, Entry]] = []
+        self._dues: list[tuple[float, int, Entry]] = []
         self._tickets = itertools.count()
 
     def push(self, entry: Entry) -> None:
         """Add an entry, or file it anew after its facts changed."""
-        entry.queue_entry = next(self._tickets)
-        heapq.heappush(self._heap, (self._key(entry), entry.queue_entry, entry))
+        entry.queue_entry = ticket = next(self._tickets)
+        heapq.heappush(self._heap, (self._key(entry), ticket, entry))
+        due = self._due(entry)
+        if due < math.inf:
+            heapq.heappush(self._dues, (due, ticket, entry))
 
-    def lowest(self) -> tuple[float, Entry] | None:
-        """The evictable entry of the smallest key, which stays in the queue; None if there is none.
+    def lowest(self, now: float) -> tuple[float, Entry] | None:
+        """The evictable entry of the smallest key at the time `now`, which stays in the queue; None: there is none.
 
         Entries that cannot go now leave the queue; push them again when they can.
         """
+        self._file_due(now)
         while self._heap:
             key, ticket, entry = self._heap[0]
             if entry.queue_entry != ticket or entry.dropped or not self._evictable(entry):
                 heapq.heappop(self._heap)
                 continue
-            now = self._key(entry)
-            if now <= key:
-                return now, entry
-            heapq.heapreplace(self._heap, (now, ticket, entry))
+            current = self._key(entry)
+            if current <= key:
+                return current, entry
+            heapq.heapreplace(self._heap, (current, ticket, entry))
         return None
 
-    def refresh(self) -> None:
-        """Every key may have changed, either way."""
-        live = [entry for _, ticket, entry in self._heap if entry.queue_entry == ticket and not entry.dropped]
-        self._heap = [(self._key(entry), entry.queue_entry, entry) for entry in live]
-        heapq.heapify(self._heap)
+    def _file_due(self, now: float) -> None:
+        due = []
+        while self._dues and self._dues[0][0] <= now:
+            _, ticket, entry = heapq.heappop(self._dues)
+            if entry.queue_entry == ticket and not entry.dropped and self._evictable(entry):
+                due.append(entry)
+        for entry in due:
+            self.push(entry)
 
     def clear(self) -> None:
         self._heap.clear()
+        self._dues.clear()

@@ -20,34 +20,25 @@ class GhostTable:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._kinds: OrderedDict[BlockHash, GhostKind] = OrderedDict()
-        self._last_used: dict[BlockHash, float] = {}  # of those that had a turn's end
 
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def add(self, block_hash: BlockHash, kind: GhostKind, last_used: float | None = None) -> None:
-        """Remember an evicted entry; `last_used` is the clock at the last use of a turn's end."""
+    def add(self, block_hash: BlockHash, kind: GhostKind) -> None:
+        """Remember an evicted entry."""
         if not self._capacity:
             return
-        if last_used is not None:
-            self._last_used[block_hash] = last_used
         self._kinds[block_hash] = kind
         self._kinds.move_to_end(block_hash)
         if len(self._kinds) > self._capacity:
-            self._last_used.pop(self._kinds.popitem(last=False)[0], None)
+            self._kinds.popitem(last=False)
 
     def get(self, block_hash: BlockHash) -> GhostKind | None:
         return self._kinds.get(block_hash)
 
-    def take_last_use(self, block_hash: BlockHash) -> float | None:
-        """When the checkpoint there was last used, once; None if there was none, or it was asked before."""
-        return self._last_used.pop(block_hash, None)
-
     def discard(self, block_hash: BlockHash) -> None:
         """The block, or its checkpoint, is cached again."""
         self._kinds.pop(block_hash, None)
-        self._last_used.pop(block_hash, None)
 
     def clear(self) -> None:
         self._kinds.clear()
-        self._last_used.clear()

@@ -13,7 +13,7 @@ BLOCK_SIZE: Final = 64
 ALIGNMENT_BYTES: Final = 64
 MAX_PADDING: Final = 0.05
 FALLBACKS_PER_ARENA: Final = 4
-FALLBACK_SLOTS: Final = 6  # keys and values between two fallbacks take as much room as so many slots
+SPARSE_STEP: Final = 8192  # tokens between the periodic states that compete for room
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -134,12 +134,18 @@ class CacheLayout:
         return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
 
     def fallback_step(self, num_pages: int) -> int:
-        """Tokens between the states inside a prompt that outlive its end: so many that the states take a small
-        share of its room, but no more than a quarter of what the arena holds. 0: none."""
+        """Tokens between the states inside a prompt that outlive its end. 0: none.
+
+        With `n` of them in an arena of `s` slots they take n / s of it, and a conversation that gives way loses 1 / 2n
+        of the arena more than was needed on average: least is lost at n = sqrt(s / 2), that is sqrt(2 s) slots apart.
+        A conversation that fills much of the arena is to have one in any case.
+        """
         if not (self.has_kv and self.has_states):
             return 0
-        quarter = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
-        return min(quarter, FALLBACK_SLOTS * self.slot_bytes // self.block_bytes) * self.block_size
+        part = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
+        apart = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.slot_bytes / self.block_bytes)
+        step = min(part, apart) * self.block_size
+        return step // SPARSE_STEP * SPARSE_STEP or step
 
     def usable_prefix(self, num_prompt_tokens: int) -> int:
         """The longest prefix of a prompt that a hit may cover: at least one token is always computed."""

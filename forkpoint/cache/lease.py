@@ -30,6 +30,7 @@ class Lease:
     provenance: Provenance = Provenance.PREFILL
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None
+    num_lost_turns: int = 0  # those that the conversation had when it lost its last checkpoint
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
     made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
@@ -38,9 +39,10 @@ class Lease:
 
     @property
     def num_turns(self) -> int:
-        """How often the conversation of this request was continued before, as far as checkpoints tell."""
+        """How often the conversation of this request was continued before, going by checkpoints, lost ones too."""
         hit = self.hit
-        return hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
+        known = hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
+        return max(known, self.num_lost_turns)
 
     def rebind(self, old: int, new: int) -> None:
         """Compaction moved a unit that this lease owns (a block, or the running slot)."""

@@ -49,7 +49,9 @@ def find_prefix(
     ghost_blocks = len(path)
     while ghost_blocks < usable // size and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
         ghost_blocks += 1
-    ends = {kv_num_tokens, ghost_blocks * size}
+    ends = {ghost_blocks * size}
+    if path and path[-1].children:  # others went on from here, whatever of this history was evicted
+        ends.add(kv_num_tokens)
     lost, salted = path[num_tokens // size :], not path and tree.has_first_block(chain.block_tokens(0))
     return PrefixHit(
         num_tokens=num_tokens,

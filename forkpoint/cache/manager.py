@@ -19,7 +19,6 @@ from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.store import PendingSave, PrefixStore
 from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, TURN_ENDS, Checkpoint, Node, Origin, Provenance
 from forkpoint.config import CacheConfig
-from forkpoint.outputs import MissReason
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -147,8 +146,7 @@ class CacheManager:
         lease.provenance = hit.checkpoint.provenance
         lease.touched.append(hit.checkpoint)
         hit.checkpoint.num_hits += 1
-        if hit.checkpoint.origin in TURN_ENDS:
-            self.store.note_return(hit.checkpoint.last_used)
+        self.store.note_hit(hit.checkpoint)
         self.store.counters.checkpoint_hits[hit.checkpoint.origin] += 1
         self._start_reading(hit.checkpoint)
         self.store.refile(hit.checkpoint, used=True)
@@ -207,6 +205,8 @@ class CacheManager:
             slot = self._take_candidate_slot(save, lease, candidate.displaces)
             if slot is None:
                 self.store.counters.checkpoints_skipped[candidate.origin] += 1
+                if candidate.origin is Origin.PROMPT_END:
+                    self.store.note_unsaved_end(hashes[index], lease.num_turns)
                 continue
             save.slot = slot
             lease.pending.append(save)
@@ -216,7 +216,7 @@ class CacheManager:
     def _take_candidate_slot(self, save: PendingSave, lease: Lease, displaces: bool) -> int | None:
         if not displaces:
             return self.arena.take_slot(save, compact=False)
-        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, lease.num_turns)
+        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, lease.num_turns, lease.pending)
         return self.store.take_slot(save, below=key)
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
@@ -359,8 +359,7 @@ class CacheManager:
         self.store.refile(checkpoint)
         if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
             return
-        hit.superseded = True
-        self.store.refile(hit)
+        self.store.supersede(hit)
 
     def drain_filed(self) -> list[Node | Checkpoint]:
         """What was filed since the last call: it is computed by the plan now issued, or by earlier ones."""
@@ -411,6 +410,7 @@ class CacheManager:
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0
         lease.hit = lease.decode_checkpoint = None
+        lease.num_lost_turns = 0
         lease.has_duplicates = False
         lease.provenance, lease.frozen = Provenance.PREFILL, not self.enabled
 
@@ -457,13 +457,19 @@ class CacheManager:
         self._num_own_blocks -= len(lease.own_blocks)
         lease.own_blocks.clear()
 
-    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> None:
-        """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got."""
+    def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
+        """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got.
+
+        Returns the junctions that it showed; where a conversation had lost its end and goes on there is none.
+        """
         size, counters = self.layout.block_size, self.store.counters
         counters.count_query(num_tokens, hit.num_tokens, max((hit.kv_num_tokens, *hit.junctions)), hit.miss)
-        if hit.miss is MissReason.EVICTED:
-            lost = slice(hit.num_tokens // size, self.layout.usable_prefix(num_tokens) // size)
-            self.store.note_lost_return(lease.chain.hashes[lost])
+        start = hit.num_tokens // size
+        lost = self.store.note_loss(lease.chain.hashes[start : self.layout.usable_prefix(num_tokens) // size])
+        if lost is None:
+            return hit.junctions
+        index, lease.num_lost_turns = lost
+        return frozenset(junction for junction in hit.junctions if junction < (start + index + 1) * size)
 
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""

@@ -1,35 +1,209 @@
-"""How long it takes until a conversation comes back, learnt from those that did."""
+"""How likely a checkpoint is to be used again, and how soon: learnt from all of them, by kind, uses so far and age.
+
+Time is counted in new data, in arenas. Each kind of checkpoint has a rate of reuse by age: uses over time at risk,
+those that gave way and were asked for again included, since the rates could otherwise never exceed what the arena
+happens to hold. A factor by the number of uses so far multiplies it. From both follows what it earns to keep an
+entry: the most uses for the time held, over all ages at which it could be given up. Where reuse is due later than
+at once, as with people who read an answer before they go on, an entry that has waited is worth more than a new one.
+"""
 
 from __future__ import annotations
 
-SHORTEST, LONGEST = 0.2, 2.0  # arenas of new data
-STEP = 0.04  # one observation moves the estimate by this share, the first ones by more
-NOTABLE = 1.2  # a change by so much is worth ordering all entries anew
+import enum
+from bisect import bisect_right
+from collections import OrderedDict
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.hashing import BlockHash
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+EDGES: Final = (0.0, *(2.0**power for power in range(-4, 5)))  # ages, in arenas; bin k is [EDGES[k], EDGES[k + 1])
+NUM_BINS: Final = len(EDGES) - 1
+ROUNDING: Final = 1e-6  # an age this close to an edge is beyond it
+MOST_USES: Final = 5  # entries of so many uses, and of more, are one class
+NUM_TRACKED: Final = 4096  # entries of a kind whose next use is waited for
+PRIOR_ENTRIES: Final = 8.0  # what is assumed beforehand counts as much as so many entries
+UPDATE_EVERY: Final = 1 / 32  # arenas
+HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
+LOST_SHARE_START: Final = 0.5  # not known
+LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first ones by more
+
+_LOW: Final = np.asarray(EDGES[:-1])
+_WIDTH: Final = np.diff(np.asarray(EDGES))
+# The share of the uses assumed in each bin. Below one arena at an even rate: between two uses of a conversation others
+# run, and in little room each of them is a good part of the arena. Beyond, any scale of time is as likely as another.
+_ASSUMED_AGES: Final = np.where(_LOW < 1, _WIDTH * (_LOW < 1).mean(), 1 / NUM_BINS)
 
 
-class ReuseDistance:
-    """A running median of the new data, in arenas, between the last use of an entry and its next one.
+@enum.unique
+class ReuseKind(enum.Enum):
+    """Checkpoints that are used alike."""
 
-    Entries that gave way and were asked for again count as much as those that were still there; otherwise the
-    estimate could never exceed what the arena happens to hold.
+    CONVERSATION = "conversation"  # the last one of a conversation, which goes on from there
+    PROMPT = "prompt"  # the end of a prompt whose output is kept too
+    SUPERSEDED = "superseded"  # the end of an earlier turn
+    JUNCTION = "junction"
+    DECLARED = "declared"
+    PERIODIC = "periodic"
+    BLOCK = "block"  # keys and values alone, of models without states
+
+    __hash__ = object.__hash__  # as Origin
+
+    def assumed_chance(self, num_uses: int) -> float:
+        """The chance of one more use, as assumed before anything was seen."""
+        match self:
+            case (
+                ReuseKind.CONVERSATION | ReuseKind.BLOCK
+            ):  # three in four end after their first turn, fewer after each further one
+                return (1 + num_uses) / (4 + num_uses)
+            case ReuseKind.PROMPT:
+                first = 0.1
+            case ReuseKind.SUPERSEDED:
+                first = 0.05
+            case ReuseKind.JUNCTION:
+                first = 0.6
+            case ReuseKind.DECLARED:
+                first = 0.4
+            case ReuseKind.PERIODIC:
+                first = 0.02
+        return 1 - (1 - first) * 0.5**num_uses
+
+
+class KindRates:
+    """One kind: entries that wait for their next use, what was seen of others, and what follows.
+
+    Arrays are `[classes, NUM_BINS]`, with one class for each number of uses so far.
     """
 
-    def __init__(self, start: float = 0.25) -> None:
-        self._now = self._reported = start
-        self._num_observed = 0
+    def __init__(self, kind: ReuseKind) -> None:
+        chances = np.asarray([[kind.assumed_chance(uses)] for uses in range(MOST_USES + 1)])
+        in_bin = chances * (np.full(NUM_BINS, 1 / NUM_BINS) if kind is ReuseKind.BLOCK else _ASSUMED_AGES)
+        unused = 1 - np.cumsum(in_bin, axis=1) + in_bin / 2
+        self._assumed_uses: FloatArray = PRIOR_ENTRIES * in_bin
+        self._assumed_time: FloatArray = PRIOR_ENTRIES * unused * _WIDTH
+        self._uses: FloatArray = np.zeros_like(in_bin)
+        self._time: FloatArray = np.zeros_like(in_bin)  # at risk, of entries that no longer wait
+        self._waiting: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # -> last use, class
+        self.earnings: list[list[float]] = []
+        self.update(0.0, 1.0)
 
-    @property
-    def median(self) -> float:
-        """As last reported, so that it stays put between notable changes."""
-        return self._reported
+    def add(self, block_hash: BlockHash, last_used: float, num_uses: int) -> BlockHash | None:
+        """Wait for the next use of an entry; returns one that is no longer waited for."""
+        self._waiting[block_hash] = last_used, min(num_uses, MOST_USES)
+        if len(self._waiting) <= NUM_TRACKED:
+            return None
+        oldest, (when, uses) = self._waiting.popitem(last=False)
+        self._time[uses] += _time_at_risk(last_used - when)
+        return oldest
 
-    def observe(self, distance: float) -> bool:
-        """One reuse. True if the median has changed notably."""
-        self._num_observed += 1
-        factor = 1 + max(STEP, 1 / self._num_observed)
-        moved = self._now * factor if distance > self._now else self._now / factor
-        self._now = min(max(moved, SHORTEST), LONGEST)
-        if 1 / NOTABLE < self._now / self._reported < NOTABLE:
-            return False
-        self._reported = self._now
-        return True
+    def discard(self, block_hash: BlockHash) -> None:
+        del self._waiting[block_hash]
+
+    def use(self, block_hash: BlockHash, now: float) -> int:
+        """An entry is asked for; returns how often it was before."""
+        when, uses = self._waiting.pop(block_hash)
+        self._time[uses] += _time_at_risk(now - when)
+        self._uses[uses, age_bin(now - when)] += 1
+        return uses
+
+    def update(self, now: float, kept: float) -> None:
+        """Work out `earnings` anew; what was seen before keeps the share `kept` of its weight."""
+        self._uses *= kept
+        self._time *= kept
+        uses, time = self._uses + self._assumed_uses, self._time + self._assumed_time
+        if self._waiting:
+            when, classes = np.asarray(list(self._waiting.values())).T
+            at_risk = _time_at_risk(now - when[:, None])
+            for number in range(len(time)):
+                time[number] += at_risk[classes == number].sum(axis=0)
+        by_age = uses.sum(axis=0) / time.sum(axis=0)
+        rate = uses.sum(axis=1, keepdims=True) / (time @ by_age)[:, None] * by_age
+        expected = np.cumsum(rate * _WIDTH, axis=1)
+        used = np.exp(rate * _WIDTH - expected) - np.exp(-expected)  # the chance of use in each bin
+        held = used / rate
+        self.earnings = [[_most(u[k:], h[k:]) for k in range(NUM_BINS)] for u, h in zip(used, held, strict=True)]
+
+
+class ReuseModel:
+    """What it earns to keep checkpoints, in uses for every arena of new data that they are held for."""
+
+    def __init__(self) -> None:
+        self._rates = {kind: KindRates(kind) for kind in ReuseKind}
+        self._kinds: dict[BlockHash, ReuseKind] = {}
+        self._updated = 0.0
+        self._num_returns = 0
+        self.lost_share = LOST_SHARE_START  # of the conversations that came back, those whose end was gone
+
+    def track(self, block_hash: BlockHash, kind: ReuseKind, num_uses: int, last_used: float) -> None:
+        """A checkpoint is there, or was used; `num_uses` so far, at `last_used` the last time."""
+        self.forget(block_hash)
+        self._kinds[block_hash] = kind
+        gone = self._rates[kind].add(block_hash, last_used, num_uses)
+        if gone is not None:
+            del self._kinds[gone]
+
+    def forget(self, block_hash: BlockHash) -> None:
+        """The checkpoint is gone, and nobody would have used it."""
+        kind = self._kinds.pop(block_hash, None)
+        if kind is not None:
+            self._rates[kind].discard(block_hash)
+
+    def use(self, block_hash: BlockHash, now: float, lost: bool) -> int | None:
+        """A checkpoint at this block is asked for, `lost` if it had given way.
+
+        Returns how many turns its conversation has had if it was the end of one, None otherwise.
+        """
+        kind = self._kinds.pop(block_hash, None)
+        if kind is None:
+            return None
+        num_uses = self._rates[kind].use(block_hash, now)
+        if kind not in (ReuseKind.CONVERSATION, ReuseKind.PROMPT):
+            return None
+        self._num_returns += 1
+        self.lost_share += max(LOST_SHARE_STEP, 1 / (1 + self._num_returns)) * (lost - self.lost_share)
+        return num_uses + 1
+
+    def waits_for(self, block_hash: BlockHash) -> bool:
+        """Whether there is, or was, a checkpoint at this block that would have been used."""
+        return block_hash in self._kinds
+
+    def advance(self, now: float) -> None:
+        """Take in what was seen, every now and then."""
+        passed = now - self._updated
+        if passed < UPDATE_EVERY:
+            return
+        for rates in self._rates.values():
+            rates.update(now, 0.5 ** (passed / HALF_FORGOTTEN))
+        self._updated = now
+
+    def earnings(self, kind: ReuseKind, num_uses: int, age: float) -> float:
+        """Uses to expect for every arena of new data that an entry is held for, if it is given up at the best age."""
+        return self._rates[kind].earnings[min(num_uses, MOST_USES)][age_bin(age)]
+
+    def clear(self) -> None:
+        """Forget what is waited for; what was learnt stays."""
+        for block_hash in list(self._kinds):
+            self.forget(block_hash)
+
+
+def age_bin(age: float) -> int:
+    return min(bisect_right(EDGES, age + ROUNDING), NUM_BINS) - 1
+
+
+def next_edge(age: float) -> float:
+    """The age at which an entry of that age changes its bin."""
+    bin_after = age_bin(age) + 1
+    return EDGES[bin_after] if bin_after < NUM_BINS else float("inf")
+
+
+def _time_at_risk(age: float | FloatArray) -> FloatArray:
+    found: FloatArray = np.clip(age - _LOW, 0, _WIDTH)
+    return found
+
+
+def _most(used: FloatArray, held: FloatArray) -> float:
+    return float((np.cumsum(used) / np.cumsum(held)).max())

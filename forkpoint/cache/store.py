@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
@@ -12,8 +13,8 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, EvictionQueue, 
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.reuse import ReuseDistance
-from forkpoint.cache.tree import NO_UNIT, TURN_ENDS, Checkpoint, Node, Origin, PrefixTree, Provenance
+from forkpoint.cache.reuse import ReuseKind, ReuseModel, next_edge
+from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Origin, PrefixTree, Provenance
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,17 @@ class PendingSave:
     def rebind(self, old: int, new: int) -> None:
         assert self.slot == old
         self.slot = new
+
+
+class History(NamedTuple):
+    """What tells the checkpoints of one origin apart. `inside`: blocks follow it; `has_fallback`: the checkpoint
+    before it is a fallback."""
+
+    num_hits: int
+    num_turns: int
+    superseded: bool
+    inside: bool
+    has_fallback: bool
 
 
 class PrefixStore:
@@ -51,14 +63,14 @@ class PrefixStore:
         self.ghosts = ghosts
         self.counters = CacheCounters()
         self.num_checkpoints = 0
-        self._reuse = ReuseDistance()
+        self._reuse = ReuseModel()
         self._policy = policy
         self._cost = cost
         self._dead: deque[Node] = deque()
         self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
-            lambda c: self._policy.key(self._facts(c)), lambda c: c.num_readers == 0
+            lambda c: self._policy.key(self._facts(c)), lambda c: c.num_readers == 0, self._due
         )
-        self._leaves: EvictionQueue[Node] = EvictionQueue(self._leaf_key, _is_free_leaf)
+        self._leaves: EvictionQueue[Node] = EvictionQueue(self._leaf_key, _is_free_leaf, self._due)
 
     # --- room
 
@@ -76,31 +88,40 @@ class PrefixStore:
                 return None
         return slot
 
-    def candidate_key(self, num_tokens: int, origin: Origin, parent: Node | None, num_turns: int = 0) -> float:
-        """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor."""
-        ancestor = _nearest_checkpoint(parent)
-        start = ancestor.num_tokens if ancestor else 0
-        saved, num_bytes = self._worth(start, num_tokens)
-        facts = EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, False, num_turns, self._reuse.median)
-        return self._policy.key(facts)
+    def candidate_key(
+        self,
+        num_tokens: int,
+        origin: Origin,
+        parent: Node | None,
+        num_turns: int = 0,
+        pending: Iterable[PendingSave] = (),
+    ) -> float:
+        """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor and
+        `pending` what is about to be stored beside it."""
+        before = max((save for save in pending if save.num_tokens < num_tokens), key=_num_tokens, default=None)
+        above = before or _nearest_checkpoint(parent)
+        inside = origin in (Origin.INTERVAL, Origin.FALLBACK)  # the prompt goes on
+        history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK)
+        saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, inside))
+        earnings = self._earnings(origin, history, age=0.0)
+        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, earnings))
 
     def _evict_one(self, below: float | None) -> bool:
         if self._evict_dead():
             return True
         if not self.layout.has_states:
-            found_leaf = self._leaves.lowest()
+            found_leaf = self._leaves.lowest(self.arena.turnover)
             if found_leaf is None:
                 return False
             self._evict_leaf(found_leaf[1])
             return True
-        found = self._checkpoints.lowest()
+        found = self._checkpoints.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
         checkpoint = found[1]
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
-        last_used = checkpoint.last_used if checkpoint.origin in TURN_ENDS else None
-        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT, last_used)
-        self.drop_checkpoint(checkpoint)
+        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT)
+        self._remove_checkpoint(checkpoint)
         return True
 
     def _evict_dead(self) -> bool:
@@ -168,11 +189,16 @@ class PrefixStore:
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
         self.ghosts.discard(node.hash)
+        self._track(checkpoint)
         self._checkpoints.push(checkpoint)
         return checkpoint
 
     def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
         """Forget a checkpoint that nobody reads; with `keep_slot` the caller takes its slot over."""
+        self._reuse.forget(checkpoint.node.hash)
+        self._remove_checkpoint(checkpoint, keep_slot)
+
+    def _remove_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
         assert checkpoint.num_readers == 0 and not checkpoint.dropped
         checkpoint.dropped = True
         checkpoint.node.checkpoint = None
@@ -187,24 +213,41 @@ class PrefixStore:
             return
         if used:
             checkpoint.last_used = self.arena.turnover
+            self._track(checkpoint)
         if checkpoint.node.condemned and checkpoint.num_readers == 0:
             self.drop_checkpoint(checkpoint)
         else:
             self._checkpoints.push(checkpoint)
 
-    def note_return(self, last_used: float) -> None:
-        """A conversation whose end was last used then goes on now, whether the entry was still there or not."""
-        if self._reuse.observe(self.arena.turnover - last_used):
-            self._checkpoints.refresh()
-            self._leaves.refresh()
+    def supersede(self, checkpoint: Checkpoint) -> None:
+        """A later checkpoint of the same conversation exists."""
+        checkpoint.superseded = True
+        self._track(checkpoint)
+        self.refile(checkpoint)
 
-    def note_lost_return(self, hashes: Sequence[BlockHash]) -> None:
-        """A history came back whose deepest checkpoint, at one of these blocks, had given way."""
-        for block_hash in reversed(hashes):
-            last_used = self.ghosts.take_last_use(block_hash)
-            if last_used is not None:
-                self.note_return(last_used)
-                return
+    def note_hit(self, checkpoint: Checkpoint) -> None:
+        """A request goes on from a checkpoint."""
+        self._reuse.use(checkpoint.node.hash, self.arena.turnover, lost=False)
+
+    def note_loss(self, hashes: Sequence[BlockHash]) -> tuple[int, int] | None:
+        """A request comes back to a history of which these blocks, or checkpoints there, had given way.
+
+        If it goes on with a conversation: (where in `hashes` that had ended, how many turns it has had).
+        """
+        self._reuse.advance(self.arena.turnover)
+        for index in range(len(hashes) - 1, -1, -1):
+            if self._reuse.waits_for(hashes[index]):
+                num_turns = self._reuse.use(hashes[index], self.arena.turnover, lost=True)
+                return None if num_turns is None else (index, num_turns)
+        return None
+
+    def note_unsaved_end(self, block_hash: BlockHash, num_turns: int) -> None:
+        """There was no room for the end of a prompt: as if it had given way at once."""
+        self._reuse.track(block_hash, ReuseKind.CONVERSATION, num_turns, self.arena.turnover)
+
+    def _track(self, c: Checkpoint) -> None:
+        if c.origin is not Origin.FALLBACK:  # these stand in for the end of their conversation, which is tracked
+            self._reuse.track(c.node.hash, *_class_of(c.origin, _history(c, None)), c.last_used)
 
     def pin(self, node: Node) -> None:
         self.tree.pin(node)
@@ -239,6 +282,7 @@ class PrefixStore:
         for node in [node for node in self.tree.nodes() if node.depth == 1]:
             self.condemn(node)
         self.ghosts.clear()
+        self._reuse.clear()
 
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""
@@ -265,26 +309,37 @@ class PrefixStore:
     # --- facts
 
     def _facts(self, c: Checkpoint) -> EntryFacts:
-        ancestor = _nearest_checkpoint(c.node.parent)
-        start = ancestor.num_tokens if ancestor else 0
-        saved, num_bytes = self._worth(start, c.num_tokens)
-        if c.node.children:  # what is below keeps its keys and values
-            num_bytes = self.layout.slot_bytes
-        return EntryFacts(
-            origin=c.origin,
-            saved=saved,
-            num_bytes=num_bytes,
-            last_used=c.last_used,
-            num_hits=c.num_hits,
-            num_expected=c.num_expected,
-            superseded=c.superseded,
-            num_turns=c.num_turns,
-            reuse_distance=self._reuse.median,
+        above = _nearest_checkpoint(c.node.parent)
+        history = _history(c, above)
+        saved, num_bytes = self._worth(
+            above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history.inside)
         )
+        earnings = self._earnings(c.origin, history, self.arena.turnover - c.last_used)
+        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings)
 
-    def _worth(self, start: int, end: int) -> tuple[float, int]:
+    def _earnings(self, origin: Origin, history: History, age: float) -> float:
+        earnings, lost_share = self._reuse.earnings(*_class_of(origin, history), age), self._reuse.lost_share
+        if origin is Origin.FALLBACK and history.inside:
+            earnings *= lost_share  # of use once the conversation has lost its end
+        if history.has_fallback and origin in OF_CONVERSATION:
+            earnings *= 1 - lost_share  # of use unless it gives way before; the fallback is counted on for that case
+        return earnings
+
+    def _kv_share(self, origin: Origin, inside: bool) -> float:
+        """Of the keys and values between a checkpoint and the one before it, the share held on its account: none
+        where what is below keeps them in any case; for a fallback those of the time after its conversation's end."""
+        if not inside:
+            return 1.0
+        return self._reuse.lost_share if origin is Origin.FALLBACK else 0.0
+
+    def _due(self, entry: Node | Checkpoint) -> float:
+        """When the entry's earnings change with its age."""
+        return entry.last_used + next_edge(self.arena.turnover - entry.last_used)
+
+    def _worth(self, start: int, end: int, kv_share: float) -> tuple[float, int]:
         """What a checkpoint at `end` saves if the nearest one before it is at `start`, and the bytes it takes."""
-        num_bytes = self.layout.slot_bytes + (end - start) // self.layout.block_size * self.layout.block_bytes
+        kv_bytes = (end - start) // self.layout.block_size * self.layout.block_bytes
+        num_bytes = self.layout.slot_bytes + int(kv_share * kv_bytes)
         return self._cost(start, end), num_bytes
 
     def _leaf_key(self, node: Node) -> float:
@@ -297,8 +352,7 @@ class PrefixStore:
                 last_used=node.last_used,
                 num_hits=node.num_hits,
                 num_expected=0,
-                superseded=False,
-                reuse_distance=self._reuse.median,
+                earnings=self._reuse.earnings(ReuseKind.BLOCK, node.num_hits, self.arena.turnover - node.last_used),
             )
         )
 
@@ -313,3 +367,26 @@ def _nearest_checkpoint(node: Node | None) -> Checkpoint | None:
             return node.checkpoint
         node = node.parent
     return None
+
+
+def _num_tokens(save: PendingSave) -> int:
+    return save.num_tokens
+
+
+def _history(c: Checkpoint, above: Checkpoint | None) -> History:
+    has_fallback = above is not None and above.origin is Origin.FALLBACK
+    return History(c.num_hits, c.num_turns, c.superseded, bool(c.node.children), has_fallback)
+
+
+def _class_of(origin: Origin, history: History) -> tuple[ReuseKind, int]:
+    """Which checkpoints such a one is used like, and how often it has been so far."""
+    num_hits, num_turns, superseded, inside, _ = history
+    if origin in OF_CONVERSATION:
+        if not inside or origin is Origin.FALLBACK:
+            return ReuseKind.CONVERSATION, num_turns
+        if not superseded:
+            return ReuseKind.PROMPT, num_turns
+        return (ReuseKind.SUPERSEDED, 0) if num_hits < 2 else (ReuseKind.JUNCTION, num_hits)
+    if origin is Origin.INTERVAL:
+        return ReuseKind.PERIODIC, num_hits
+    return (ReuseKind.JUNCTION if origin is Origin.JUNCTION else ReuseKind.DECLARED), num_hits

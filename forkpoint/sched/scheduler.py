@@ -340,9 +340,8 @@ class Scheduler:
         self._running.start(entry)
         entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
         entry.num_planned_outputs = len(request.output_token_ids)
-        entry.junctions = hit.junctions
         request.status = RequestStatus.RUNNING
-        self.cache.count_query(entry.lease, request.num_tokens, hit)
+        entry.junctions = self.cache.count_query(entry.lease, request.num_tokens, hit)
         entry.record_hit(hit)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +28,7 @@ BASE = EntryFacts(
     last_used=1.0,
     num_hits=0,
     num_expected=0,
-    superseded=False,
+    earnings=0.5,
 )
 
 
@@ -42,35 +43,13 @@ def test_lru_looks_at_the_last_use() -> None:
     [
         {"saved": 2000.0},
         {"num_bytes": 1 << 19},
-        {"last_used": 1.5},
-        {"num_hits": 1},
+        {"earnings": 0.6},
         {"num_expected": 1},
-        {"origin": Origin.JUNCTION},
     ],
     ids=str,
 )
 def test_cost_prefers(better: dict[str, object]) -> None:
     assert CostPolicy().key(BASE._replace(**better)) > CostPolicy().key(BASE)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("worse", [{"superseded": True}, {"origin": Origin.INTERVAL}], ids=str)
-def test_cost_gives_up_first(worse: dict[str, object]) -> None:
-    assert CostPolicy().key(BASE._replace(**worse)) < CostPolicy().key(BASE)  # type: ignore[arg-type]
-
-
-def test_a_used_entry_is_not_superseded() -> None:
-    used = BASE._replace(num_hits=2)
-    assert CostPolicy().key(used._replace(superseded=True)) == CostPolicy().key(used)
-
-
-@given(st.floats(0, 100), st.floats(0, 100), st.floats(1, 1e9), st.floats(1, 1e9), st.floats(0, 50))
-def test_the_order_does_not_change_as_time_passes(a: float, b: float, x: float, y: float, later: float) -> None:
-    """The decay is common to all, so that keys need no refresh."""
-    policy = CostPolicy()
-    one, two = BASE._replace(last_used=a, saved=x), BASE._replace(last_used=b, saved=y)
-    before = policy.key(one) - policy.key(two)
-    after = policy.key(one._replace(last_used=a + later)) - policy.key(two._replace(last_used=b + later))
-    assert after == pytest.approx(before, abs=1e-6)
 
 
 def test_names() -> None:
@@ -91,20 +70,35 @@ def test_recompute_cost_counts_attention() -> None:
 
 @dataclass(eq=False)
 class Entry:
+    """Its key is `key` until its due time and `later` from then on."""
+
     key: float
+    due: float = math.inf
+    later: float = 0.0
     evictable: bool = True
     queue_entry: int = -1
     dropped: bool = False
 
 
-def make_queue() -> EvictionQueue[Entry]:
-    return EvictionQueue(lambda entry: entry.key, lambda entry: entry.evictable)
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def key(self, entry: Entry) -> float:
+        return entry.key if self.now < entry.due else entry.later
+
+    def due(self, entry: Entry) -> float:
+        return entry.due if self.now < entry.due else math.inf
+
+
+def make_queue(clock: Clock) -> EvictionQueue[Entry]:
+    return EvictionQueue(clock.key, lambda entry: entry.evictable, clock.due)
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "raise", "lower", "drop", "pin", "unpin", "take"]),
+            st.sampled_from(["push", "raise", "lower", "drop", "pin", "unpin", "wait", "will_change", "take"]),
             st.integers(0, 7),
             st.integers(0, 99),
         ),
@@ -112,8 +106,10 @@ def make_queue() -> EvictionQueue[Entry]:
     )
 )
 def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]]) -> None:
-    """Against a plain list. A key may rise without notice; one that falls, or an entry freed, is pushed again."""
-    queue, entries = make_queue(), [Entry(float(index)) for index in range(8)]
+    """Against a plain list. A key may rise without notice, or change at its due time; one that falls otherwise, or an
+    entry freed, is pushed again."""
+    clock = Clock()
+    queue, entries = make_queue(clock), [Entry(float(index)) for index in range(8)]
     filed: set[int] = set()
     for op, index, value in ops:
         entry = entries[index]
@@ -123,52 +119,45 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
             filed.add(index)
         elif op == "raise":
             entry.key += value
+            entry.later += value
         elif op == "lower":
             entry.key -= value
+            entry.later -= value
             queue.push(entry)
             filed.add(index)
+        elif op == "will_change":
+            entry.key, entry.due, entry.later = clock.key(entry), clock.now + 1 + value % 7, float(value)
+            queue.push(entry)
+            filed.add(index)
+        elif op == "wait":
+            clock.now += value / 25
         elif op == "drop":
             entry.dropped = True
         elif op == "pin":
             entry.evictable = False
         elif op == "take":
-            found = queue.lowest()
+            found = queue.lowest(clock.now)
             gone = {i for i in filed if entries[i].dropped or not entries[i].evictable}
-            candidates = [entries[i].key for i in filed - gone]
+            candidates = [clock.key(entries[i]) for i in filed - gone]
             assert (found[0] if found else None) == min(candidates, default=None)
             if found:
-                assert found[1].key == found[0]
+                assert clock.key(found[1]) == found[0]
 
 
 def test_an_empty_queue() -> None:
-    queue = make_queue()
-    assert queue.lowest() is None
-    queue.push(Entry(1.0))
+    queue = make_queue(Clock())
+    assert queue.lowest(0.0) is None
+    queue.push(Entry(1.0, due=2.0))
     queue.clear()
-    assert queue.lowest() is None
+    assert queue.lowest(0.0) is None and queue.lowest(3.0) is None
 
 
-def test_a_conversation_that_went_on_before_is_kept_longer() -> None:
-    key = CostPolicy().key
-    keys = [key(BASE._replace(num_turns=turns)) for turns in range(5)]
-    assert keys == sorted(keys) and keys[1] - keys[0] > keys[4] - keys[3] > 0
-
-
-def test_recency_counts_by_the_learnt_distance() -> None:
-    """Twice the saving makes up for one half-life."""
-    key, half_life = CostPolicy().key, CostPolicy.HALF_LIFE * 0.5
-    facts = BASE._replace(reuse_distance=0.5)
-    older = facts._replace(last_used=1.0 - half_life, saved=2000.0)
-    assert key(older) == pytest.approx(key(facts))
-
-
-def test_refresh_orders_anew() -> None:
-    queue, entries = make_queue(), [Entry(float(index)) for index in range(6)]
-    for entry in entries:
-        queue.push(entry)
-    for index, entry in enumerate(entries):
-        entry.key = float(-index)
-    entries[5].dropped = True
-    queue.refresh()
-    found = queue.lowest()
-    assert found is not None and found[1] is entries[4]
+def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
+    """Pinned entries leave the queue; the due time of an older ticket does not bring them back."""
+    clock = Clock()
+    queue, entry = make_queue(clock), Entry(1.0, due=2.0, later=0.5, evictable=False)
+    queue.push(entry)
+    assert queue.lowest(0.0) is None
+    clock.now, entry.evictable = 3.0, True
+    entry.dropped = True
+    assert queue.lowest(3.0) is None
