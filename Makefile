@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint bench clean
 
 demo: $(INSTALLED)
-	$(PYTHON) -m forkpoint.cli.main demo
+	$(PYTHON) -m forkpoint demo
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n logical
@@ -28,5 +28,6 @@ clean:
 # The stamp comes last, so that an installation that broke off is done again.
 $(INSTALLED): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
+	@echo "making the environment in $(VENV): torch is large, this takes some minutes"
 	$(PYTHON) -m pip install --quiet -e '.[dev]'
 	touch $@

@@ -58,9 +58,9 @@ class StructuredOutputsParams:
         _require(len(given) == 1, "structured_outputs", given, f"exactly one of {names}")
         for name in ("json", "regex", "grammar", "structural_tag"):
             value = getattr(self, name)
-            ok = value is None or (isinstance(value, str) and bool(value))
+            ok = value is None or (_is_text(value) and bool(value))
             _require(ok, f"structured_outputs.{name}", value, "a text that is not empty")
-        ok = self.choice is None or (isinstance(self.choice, tuple) and all(isinstance(c, str) for c in self.choice))
+        ok = self.choice is None or (isinstance(self.choice, tuple) and all(map(_is_text, self.choice)))
         ok = ok and (self.choice is None or any(self.choice))
         _require(ok, "structured_outputs.choice", self.choice, "a list of texts, not all of them empty")
         ok = self.json_object is None or self.json_object is True
@@ -128,7 +128,8 @@ class SamplingParams:
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
             _require(ok, name, value, f"None or an integer from 0 to {MAX_LOGPROBS}")
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "non-empty strings")
+        _require(all(_is_text(s) and s for s in self.stop), "stop", self.stop, "non-empty strings of valid Unicode")
+        _require(_is_text(self.cache_salt), "cache_salt", self.cache_salt, "a string of valid Unicode")
         for name in ("stop_token_ids", "cache_breakpoints"):
             value = getattr(self, name)
             _require(all(_is_int(v) and v >= 0 for v in value), name, value, "integers of 0 or more")
@@ -167,6 +168,17 @@ def _json_text(name: str, value: Mapping[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         text = f"sampling parameter structured_outputs.{name} is not JSON: {error}"
         raise InvalidParamsError(text) from error
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string without lone surrogates, for which no bytes stand."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_int(value: object) -> bool:

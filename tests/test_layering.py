@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"*"},
     "cli": {"client", "engine", "demo", "evaluation", "server", "sim", "bench", "obs"} | VALUES,
     "__init__": {"engine"} | VALUES,
+    "__main__": {"cli"},
 }
 NO_TORCH = ("cache", "sched", "sim")
 

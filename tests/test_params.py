@@ -20,6 +20,8 @@ def test_a_schema_given_as_a_mapping_becomes_its_text() -> None:
         {"json_object": False},
         {"regex": "a", "json_object": True},
         {"regex": ""},
+        {"regex": "\ud800"},
+        {"choice": ["a", "\ud800"]},
         {"json": 3},
         {"json": {"default": object()}},
         {"choice": []},
@@ -37,3 +39,9 @@ def test_structured_outputs_that_make_no_sense_are_refused(given: dict[str, Any]
 def test_structured_outputs_are_of_their_own_type() -> None:
     with pytest.raises(InvalidParamsError, match="structured_outputs"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["stop", "cache_salt"])
+def test_texts_that_have_no_bytes_are_refused(name: str) -> None:
+    with pytest.raises(InvalidParamsError, match=rf"{name}=.*valid Unicode"):
+        SamplingParams(**{name: "\ud800"})

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from forkpoint.bench.offline_options import LatencyOptions
+from forkpoint.bench.result_file import ResultFile
 from forkpoint.bench.step_profile import profile_call
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, RequestFailedError
@@ -54,8 +53,9 @@ def run_latency(options: LatencyOptions, engine: dict[str, Any], show_progress: 
     """Measure, write the file if one is asked for, and yield the lines to print.
 
     `engine` are options of `LLM`. Without a word on prefix caching it is off, as in vLLM: the same prompts are
-    asked in every batch. Raises RequestFailedError if a completion fails.
+    asked in every batch. Raises ConfigError before anything runs, RequestFailedError if a completion fails.
     """
+    file = None if options.output_json is None else ResultFile(options.output_json)
     config = load_config(engine["model"], max_model_len=engine.get("max_model_len"))
     if options.input_len + options.output_len > config.max_model_len:
         raise ConfigError(
@@ -77,8 +77,8 @@ def run_latency(options: LatencyOptions, engine: dict[str, Any], show_progress: 
             return
         rounds = _counted(options.num_iters, "Bench iterations", show_progress)
         result = LatencyResult(tuple(_ask(llm, prompts, params) for _ in rounds))
-    if options.output_json is not None:
-        Path(options.output_json).write_text(json.dumps(result.to_json(), indent=4) + "\n")
+    if file is not None:
+        file.write(result.to_json())
     yield from result.lines()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forkpoint.bench.latency import check_succeeded
 from forkpoint.bench.offline_options import ThroughputOptions
+from forkpoint.bench.result_file import ResultFile
 from forkpoint.bench.serve.dataset_files import sharegpt_requests
 from forkpoint.bench.serve.dataset_options import DatasetOptions
 from forkpoint.bench.serve.datasets import synthetic
@@ -77,9 +76,11 @@ def run_throughput(
 ) -> Iterator[str]:
     """Measure, write the file if one is asked for, and yield the lines to print.
 
-    `engine` are options of `LLM`. Raises ConfigError for a dataset that needs a server, RequestFailedError if a
+    `engine` are options of `LLM`. Raises ConfigError for a dataset that needs a server or a file that
+    cannot be written, RequestFailedError if a
     completion fails.
     """
+    file = None if options.output_json is None else ResultFile(options.output_json)
     requests = draw_requests(options, dataset, engine)
     prompts: list[Any] = [request.content for request in requests]
     params = [
@@ -99,8 +100,8 @@ def run_throughput(
         num_output_tokens=sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
         num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
     )
-    if options.output_json is not None:
-        Path(options.output_json).write_text(json.dumps(result.to_json(), indent=4) + "\n")
+    if file is not None:
+        file.write(result.to_json())
     yield from result.lines()
 
 

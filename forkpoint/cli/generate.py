@@ -28,7 +28,9 @@ def generate(options: argparse.Namespace) -> int:
             _print(outputs)
     for output in outputs:
         print(cache_line(output), file=sys.stderr)
-    return int(any(_report_failures(output) for output in outputs))
+    if any(completion.finish_reason is FinishReason.ABORT for output in outputs for completion in output.outputs):
+        raise KeyboardInterrupt  # which ended the stream early
+    return int(sum(_report_failures(output) for output in outputs) > 0)
 
 
 def standard_input() -> str:

@@ -3,151 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
-from forkpoint.cli.bench import add_offline_benches
-from forkpoint.cli.client_commands import add_bench_serve, add_client_commands
-from forkpoint.cli.eval_options import EvalOptions
-from forkpoint.cli.options import (
-    Parser,
-    add_engine_options,
-    add_option_group,
-    add_sampling_options,
-    add_server_options,
-)
-from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
-from forkpoint.version import installed_version
 
 USAGE_ERROR, INTERRUPTED = 2, 130
-MODEL_HELP = "a Hugging Face model folder; default: the model that comes with forkpoint"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (an error, told in one line)."""
-    options = build_parser().parse_args(arguments)
-    command: Callable[..., int] = options.command
+    """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (an error, told in one line), 130 (Ctrl-C).
+
+    Raises SystemExit, as argparse does, for --help and for wrong usage.
+    """
+    options = argparse.Namespace()
     try:
-        return command(options)
+        _prepare_streams()
+        from forkpoint.cli.parser import build_parser  # here, where Ctrl-C while it loads is handled
+
+        options = build_parser().parse_args(arguments)
+        command: Callable[..., int] = options.command
+        code = command(options)
+        sys.stdout.flush()
+        return code
     except ForkpointError as error:
         return _fail(_one_line(error), options)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads on; close quietly
+    except BrokenPipeError:  # nobody reads on
+        _drop_output()
         return 0
+    except OSError as error:
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or _one_line(error)}", options)
     except Exception as error:
         return _fail(f"unexpected {type(error).__name__}: {_one_line(error)} (traceback: --log-level debug)", options)
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog="forkpoint", description="Run hybrid language models with exact, fine-grained prefix caching.")
-    parser.add_argument("--version", action="version", version=f"forkpoint {installed_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    generate = commands.add_parser("generate", help="complete prompts", description="Complete prompts.")
-    generate.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
-    generate.add_argument("--n", type=int, default=1, metavar="INT", help="completions per prompt (default: 1)")
-    generate.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt, n 1)")
-    add_sampling_options(generate, max_tokens=128)
-    add_engine_options(generate)
-    generate.set_defaults(command=_generate)
-
-    add_client_commands(commands)
-
-    bench = commands.add_parser("bench", help="measure speed", description="Measure speed.")
-    benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
-    add_offline_benches(benches)
-    add_bench_serve(benches)
-
-    serve = commands.add_parser(
-        "serve", help="serve a model over HTTP, as OpenAI's API does", description="Serve a model over HTTP."
-    )
-    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_server_options(serve)
-    add_engine_options(serve)
-    serve.set_defaults(command=_serve)
-
-    demo = commands.add_parser(
-        "demo",
-        help="show what the cache saves",
-        description="A chat, a shared system prompt and forks, with the cache on and off; exit code 1 if an answer "
-        "differs. Without --model the model that comes with forkpoint answers.",
-    )
-    demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
-    add_engine_options(demo)
-    demo.set_defaults(command=_demo)
-
-    evaluation = commands.add_parser(
-        "eval",
-        help="ask a held-out suite with the cache cold, warm, forked, preempted and under pressure",
-        description="Ask held-out questions in several ways that use the prefix cache, and compare the answers with "
-        "those of a cold cache; exit code 1 if they differ. --seed draws the questions.",
-    )
-    evaluation.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_option_group(evaluation, "evaluation options", EvalOptions)
-    add_engine_options(evaluation)
-    evaluation.set_defaults(command=_eval)
-
-    simulate = commands.add_parser(
-        "simulate",
-        help="replay request traces without a model",
-        description="Replay request traces through the engine's scheduler and cache, or through emulations of others, "
-        "with a cost model of a model and a device in place of both.",
-    )
-    add_simulate_options(simulate)
-    simulate.set_defaults(command=_simulate)
-
-    env = commands.add_parser("collect-env", help="print what a bug report needs")
-    env.set_defaults(command=_collect_env)
-    return parser
+def _prepare_streams() -> None:
+    """Give every stream something that can be read or written, whatever the caller closed or its locale lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            # Input that is no text is refused as a prompt; output that the locale cannot show is told by its number.
+            stream.reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
 
 
-# The commands import torch, which --help and --version need not wait for.
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from forkpoint.cli.generate import generate
-
-    return generate(options)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from forkpoint.cli.serve import serve
-
-    return serve(options)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from forkpoint.cli.demo import demo
-
-    return demo(options)
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from forkpoint.cli.eval import run_eval
-
-    return run_eval(options)
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    from forkpoint.cli.simulate import simulate
-
-    return simulate(options)
-
-
-def _collect_env(options: argparse.Namespace) -> int:
-    from forkpoint.cli.env import report
-
-    print("\n".join(report()))
-    return 0
+def _drop_output() -> None:
+    """What is left of standard output goes nowhere, so that flushing it at exit cannot fail (again)."""
+    with contextlib.suppress(OSError, io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, options: argparse.Namespace) -> int:
     if getattr(options, "log_level", "") == "debug":
+        import traceback
+
         traceback.print_exc()
     print(f"error: {message}", file=sys.stderr)
     return USAGE_ERROR

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -38,6 +40,17 @@ SAMPLING_HELP: Final[Mapping[str, str]] = MappingProxyType(
 
 class Parser(argparse.ArgumentParser):
     """Reports a usage error in one line, as all other errors are reported."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads are about the kind of namespace
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What is not known is an error here already, of the subcommand whose flags are at hand."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see {self.prog} --help)", file=sys.stderr)
@@ -107,6 +120,23 @@ def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, A
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
+def num_bytes(text: str) -> int:
+    """A size as people write it: 1000000, 512MiB, 1.5GiB, 4GB; as in vLLM 4G is 4 GiB and 4g 4 GB.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i?B)?)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes, or a unit too, as in 512MiB or 4GiB")
+    number, unit, ending = found.groups()
+    if unit is None:
+        base, power = 1, 0
+    else:
+        is_decimal = ending == "B" or (ending is None and unit.islower())
+        base, power = 1000 if is_decimal else 1024, "kmgt".index(unit.lower()) + 1
+    return int(float(number) * base**power) if "." in number else int(number) * base**power
+
+
 def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
     flag = "--" + field.name.replace("_", "-")
     choices = get_args(hint) if get_origin(hint) is Literal else None
@@ -123,7 +153,8 @@ def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
     elif float in (hint, *get_args(hint)):
         group.add_argument(flag, type=float, metavar="FLOAT", **common)
     elif int in (hint, *get_args(hint)):
-        group.add_argument(flag, type=int, metavar="INT", **common)
+        is_size = field.name.endswith("_bytes")
+        group.add_argument(flag, type=num_bytes if is_size else int, metavar="BYTES" if is_size else "INT", **common)
     else:
         shown = "PATH" if field.name in ("model", "tokenizer") else "TEXT"
         group.add_argument(flag, metavar=field.metadata.get("metavar", shown), **common)

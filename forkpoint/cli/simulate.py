@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from forkpoint.bench.result_file import ResultFile
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.bound import ReuseProblem, clairvoyant_bound
@@ -34,6 +34,7 @@ def simulate(options: argparse.Namespace) -> int:
     scheduler = SchedulerConfig(
         max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs
     )
+    file = None if options.json is None else ResultFile(options.json)
     traces = [_trace(name, options) for name in options.traces]
     device = _device(options)
     if options.report is not None:
@@ -52,8 +53,8 @@ def simulate(options: argparse.Namespace) -> int:
         results = run_cases(cases, options.jobs, progress)
     bounds = _bounds(traces, shape, cases) if options.bound else {}
     print(case_table(results, bounds))
-    if options.json is not None:
-        options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    if file is not None:
+        file.write([result.as_json() for result in results])
     return 0
 
 

@@ -25,7 +25,7 @@ from forkpoint.engine.sizing import choose_num_pages, longest_request
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.models.decoder import Model
 from forkpoint.models.flops import flops_per_pair, flops_per_token
-from forkpoint.models.registry import load_model
+from forkpoint.models.registry import load_config, load_model
 from forkpoint.obs.logs import LOGGER, cache_plan_lines, operator_lines, set_up_logging
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
@@ -46,6 +46,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Metrics]:
     set_up_logging(config.log_level)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    load_config(config.model, max_model_len=config.max_model_len)  # a folder of something else is told by its config
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
     platform = resolve_platform(config.device)
     ops = select_table(config.cpu_ops, config.deterministic, config.force_state_copy, platform.device.type)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
@@ -23,9 +24,11 @@ class ChatTemplate:
     """Renders conversations through the tokenizer's chat template, or through one given in its place."""
 
     def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
-        """`template` is a Jinja file or the template itself. Raises ConfigError for an unreadable file."""
+        """`template` is a Jinja file or the template itself. Raises ConfigError for one that cannot be read."""
         self._tokenizer = tokenizer
         self._template = _read_template(template)
+        if self._template is not None:
+            self._check_syntax()
 
     def render(
         self,
@@ -54,6 +57,14 @@ class ChatTemplate:
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         cuts = self._message_ends(conversation, options, text)
         return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
+
+    def _check_syntax(self) -> None:
+        try:
+            self._text([{"role": "user", "content": "x"}], {})
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat_template is no Jinja template: {error.message}, line {error.lineno}") from error
+        except Exception:  # it may refuse this conversation and take others
+            return
 
     def _text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str:
         return str(
@@ -134,4 +145,4 @@ def _read_template(template: str | None) -> str | None:
     path = Path(template)
     if not path.is_file():
         raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template")
-    return path.read_text()
+    return path.read_text("utf-8")

@@ -29,11 +29,14 @@ SLACK_BYTES = 256 << 20  # workspaces of libraries, and what allocators round up
 
 @contextmanager
 def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
-    """Turn a device's lack of memory into a ConfigError that says when it showed and what to change."""
+    """Turn a lack of memory into a ConfigError that says when it showed and what to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the device's memory ran out while {doing}; {remedy} ({_first_line(error)})") from error
+    except RuntimeError as error:
+        # torch has no kind of its own for the lack of a host's memory
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(f"memory ran out while {doing}; {remedy} ({_first_line(error)})") from error
 
 
 def bytes_beside_arena(

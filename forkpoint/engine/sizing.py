@@ -35,7 +35,7 @@ def choose_num_pages(
         elif share_bytes is not None:
             given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside weights and activations"
         raise ConfigError(
-            f"{given} leave no room for a single request; one of {layout.block_size} tokens needs "
+            f"{given}: that leaves no room for a single request; one of {layout.block_size} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
         )
     return pages

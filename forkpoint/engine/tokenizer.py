@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkpoint.errors import CheckpointError
+from forkpoint.errors import CheckpointError, InvalidPromptError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,18 @@ class Tokenizer:
         return cls(hf, backend)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        """Raises InvalidPromptError for a text with lone surrogates, for which no bytes stand."""
+        _require_unicode(text)
+        # not verbose: how long a prompt may be is for the engine to say
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids without added special tokens, and the half-open character range of `text` behind each."""
-        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+        """Ids without added special tokens, and the half-open character range of `text` behind each.
+
+        Raises what `encode` raises.
+        """
+        _require_unicode(text)
+        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -73,6 +80,16 @@ def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return frozenset(found)
+
+
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPromptError(
+            f"character {error.start} of the prompt is the lone surrogate U+{ord(text[error.start]):04X}, which is no "
+            "text; give valid Unicode (UTF-8 where bytes are read)"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

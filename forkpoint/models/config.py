@@ -121,7 +121,7 @@ def read_config(folder: Path) -> ModelConfig:
     UnsupportedModelError for a feature that forkpoint does not run.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"model folder {str(folder)!r} does not exist; give a Hugging Face model folder")
+        raise CheckpointError(f"there is no model folder {str(folder)!r}; give the path of a downloaded checkpoint")
     path = folder / "config.json"
     outer = read_json(path)
     names = outer.get("architectures")

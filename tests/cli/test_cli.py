@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.cli.main import build_parser, main
+from forkpoint.cli.main import main
 from forkpoint.cli.options import GROUPS, engine_options, sampling_params
+from forkpoint.cli.parser import build_parser
 from forkpoint.config import EngineConfig
 from forkpoint.demo.model import DemoSpec, make_demo_model
 
@@ -60,8 +61,25 @@ def test_flags_reach_the_configuration() -> None:
     assert (params.temperature, params.stop, params.max_tokens) == (0.0, ("a", "b"), 128)
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("123", 123),
+        ("2GiB", 2 << 30),
+        ("1.5G", 3 << 29),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("3MB", 3_000_000),
+        ("1 TiB", 1 << 40),
+    ],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    for flag in ("--kv-cache-memory-bytes", "--max-body-bytes"):
+        assert size in vars(build_parser().parse_args(["serve", flag, text])).values()
+
+
 def test_version_and_commands_need_no_torch() -> None:
-    code = "import sys; from forkpoint.cli.main import build_parser; build_parser(); print('torch' in sys.modules)"
+    code = "import sys; from forkpoint.cli.parser import build_parser; build_parser(); print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
     with pytest.raises(SystemExit) as ended:
@@ -76,6 +94,14 @@ ERRORS = [
     (["generate", "--model", "MODEL", "--prompt", ""], "empty"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--max-num-seqs", "0"], "max_num_seqs"),
     (["generate", "--model", "MODEL", "--prompt", "x", "--stream", "--n", "2"], "--stream"),
+    (["generate", "--prompt", "x", "--max-model-length", "9"], "did you mean --max-model-len? (see forkpoint generate"),
+    (["generate", "--kv-cache-memory-bytes", "4GIG"], "'4GIG' is no size"),
+    (["generate", "--model", "MODEL", "--prompt", "x", "--chat-template", "{{ bad"], "no Jinja template"),
+    (["bench", "latency", "--model", "MODEL", "--output-json", "/nowhere/x.json"], "/nowhere is no folder"),
+    (["bench", "throughput", "--model", "MODEL", "--output-json", "/"], "is a folder"),
+    (["bench", "serve", "--save-result", "--result-dir", "/dev/null/x"], "cannot be made"),
+    (["simulate", "chat", "--json", "/nowhere/x.json"], "/nowhere is no folder"),
+    (["eval", "--json", "/nowhere/x.json"], "/nowhere is no folder"),
     (["fly"], "invalid choice"),
     ([], "COMMAND"),
 ]

@@ -14,8 +14,9 @@ import pytest
 
 from forkpoint.bench.serve.options import LoadOptions, ReportOptions
 from forkpoint.cli.client_commands import BENCH_GROUPS
-from forkpoint.cli.main import build_parser, main
+from forkpoint.cli.main import main
 from forkpoint.cli.options import option_values
+from forkpoint.cli.parser import build_parser
 from tests.client.fake_server import FakeServer, Script
 
 

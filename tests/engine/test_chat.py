@@ -132,3 +132,9 @@ def test_bad_conversations_are_refused_with_the_reason() -> None:
         ChatTemplate(Tokenizer.wrap(TOKENIZERS["byte_level"].hf)).render(MESSAGES)
     with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):
         render("missing.jinja", messages=MESSAGES)
+
+
+def test_a_template_that_is_none_is_refused_when_it_is_given() -> None:
+    with pytest.raises(ConfigError, match=r"no Jinja template: unexpected end of template.*line 2"):
+        ChatTemplate(TOKENIZERS["byte_level"], "{{ messages }}\n{{ bad")
+    ChatTemplate(TOKENIZERS["byte_level"], USER_LAST.replace("!=", "=="))  # refuses what it is tried with

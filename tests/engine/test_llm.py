@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forkpoint.engine.llm import LLM
+from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import (
     CheckpointError,
     ConfigError,
@@ -164,6 +165,7 @@ def test_no_limit_means_the_rest_of_the_context(tiny_model: Path) -> None:
 BAD = [
     ("", {}, InvalidPromptError, "empty"),
     ([], {}, InvalidPromptError, "empty"),
+    ("a\udcff", {}, InvalidPromptError, "character 1 of the prompt is the lone surrogate U.DCFF"),
     ([1, 999], {}, InvalidPromptError, "token id 999 is unknown"),
     ([1, -5], {}, InvalidPromptError, "unknown"),
     ([1, "two"], {}, InvalidPromptError, "no token id"),
@@ -212,11 +214,29 @@ def test_an_arena_without_room_for_one_request_says_what_it_needs(tiny_model: Pa
         LLM(str(tiny_model), kv_cache_memory_bytes=1000, log_level="warning")
 
 
+def test_an_arena_larger_than_the_memory_says_so(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"allocating an arena of 931322.6 GiB; lower kv_cache_memory_bytes"):
+        LLM(str(tiny_model), kv_cache_memory_bytes=10**15, log_level="warning")
+
+
+def test_the_tokenizer_leaves_it_to_the_engine_how_long_a_prompt_may_be(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer.load(str(tiny_model))
+    tokenizer.hf.model_max_length = 10
+    with caplog.at_level("WARNING"):
+        assert len(tokenizer.encode("a prompt of more than ten tokens")) > 10
+        assert len(tokenizer.encode_with_offsets("a prompt of more than ten tokens")[0]) > 10
+    assert not caplog.records
+
+
 def test_wrong_options_are_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean max_model_len"):
         LLM(str(tiny_model), max_modl_len=5)
     with pytest.raises(CheckpointError, match="no model folder"):
         LLM(str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        LLM(str(tmp_path))
 
 
 def test_without_a_tokenizer_ids_go_in_and_out(tiny_model: Path) -> None:

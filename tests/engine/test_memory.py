@@ -146,7 +146,7 @@ def test_the_arena_leaves_that_room(folder: Path, layout: CacheLayout, monkeypat
 def test_exhaustion_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"running a full step; lower max_num_batched_tokens=2048.*allocate 1 GiB.\)"):
         _started(folder, Device(fails=True), monkeypatch)
-    with pytest.raises(ConfigError, match="beside weights and activations leave no room"):
+    with pytest.raises(ConfigError, match="beside weights and activations: that leaves no room"):
         _started(folder, Device(share=1000), monkeypatch)
 
     def full(*arguments: Any, **options: Any) -> Any:

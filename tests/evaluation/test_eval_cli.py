@@ -66,7 +66,7 @@ def test_mutations(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--mutations", "--checkpoint-interval", "128"], "evaluation sets checkpoint_interval itself"),
         (["--kv-cache-memory-bytes", "9"], "evaluation sets kv_cache_memory_bytes itself"),
         (["--model", "MODEL"], "named twice"),
-        (["--modes", "cold", "--json", "/nowhere/results.json"], "cannot write the results"),
+        (["--modes", "cold", "--json", "/nowhere/results.json"], "is no folder"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(

@@ -152,7 +152,7 @@ def test_unknown_architecture_lists_the_known_ones(folder: Path) -> None:
 
 
 def test_missing_folder_and_bad_json(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="there is no model folder"):
         load_model(folder / "nowhere", ops=torch_table())
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="JSON"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
@@ -125,6 +126,14 @@ class ReportOptions:
         for pair in self.metadata:
             if "=" not in pair:
                 raise ConfigError(f"metadata={pair!r} must be KEY=VALUE")
+
+    @property
+    def writes(self) -> bool:
+        return self.save_result or self.append_result
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.result_dir or ".")
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -140,13 +141,22 @@ def result_path(about: Mapping[str, Any], report: ReportOptions) -> Path:
         together = "" if about["max_concurrency"] is None else f"-concurrency{about['max_concurrency']}"
         model = re.sub(r"[^\w.-]", "_", about["model_id"].rstrip("/").split("/")[-1])
         name = f"{about['label'] or about['backend']}-{about['request_rate']}qps{together}-{model}-{about['date']}.json"
-    return Path(report.result_dir or ".") / name
+    return report.folder / name
+
+
+def require_folder(path: Path) -> None:
+    """Make the folder of results if it is not there. Raises ConfigError where nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {path} cannot be made: {error.strerror}; give another --result-dir") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"nothing can be written to {path}; give another --result-dir")
 
 
 def write_result(found: Mapping[str, Any], path: Path, *, append: bool) -> None:
     """Write one line of JSON. Raises ConfigError where that is not possible."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
     except OSError as error:

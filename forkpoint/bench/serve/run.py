@@ -23,7 +23,7 @@ from forkpoint.bench.serve.metrics import figures
 from forkpoint.bench.serve.options import LoadOptions, ReportOptions, TargetOptions
 from forkpoint.bench.serve.pacing import arrival_times
 from forkpoint.bench.serve.prompts import prompt_style
-from forkpoint.bench.serve.report import about_run, lines, result, result_path, write_result
+from forkpoint.bench.serve.report import about_run, lines, require_folder, result, result_path, write_result
 from forkpoint.bench.serve.request import BenchRequest, checked
 from forkpoint.bench.serve.vocabulary import Vocabulary
 from forkpoint.client.server import ServedModel, Server
@@ -50,6 +50,8 @@ class ServeBench:
 
     async def _run(self) -> int:
         target, load = self.target, self.load
+        if self.report.writes:
+            require_folder(self.report.folder)
         async with Server(target.url, api_key=target.api_key, headers=target.headers) as server:
             await self._wait_until_ready(server)
             model = await server.model(target.model)
@@ -81,7 +83,7 @@ class ServeBench:
         errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
         for error, count in errors.most_common(5):
             print(f"error: {count} of {len(outcomes)} requests: {error}", file=sys.stderr)
-        if report.save_result or report.append_result:
+        if report.writes:
             about = about_run(model, tokenizer, self.target, self.load, report, datetime.now())
             about["dataset_name"] = self.dataset.dataset_name
             path = result_path(about, report)
