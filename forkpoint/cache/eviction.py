@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
+from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.tree import Origin
 
 
@@ -35,6 +36,7 @@ class EntryFacts(NamedTuple):
     the keys and values that only this entry makes useful, `last_used` a reading of the cache's clock (bytes
     ever handed out, in arenas). `num_expected` waiting requests are known to resume there. `earnings`: uses to expect
     for every arena of new data that the entry is held for, as learnt from entries of its kind, uses and age.
+    `block_hash` names the entry: all tokens up to its end.
     """
 
     origin: Origin
@@ -44,6 +46,7 @@ class EntryFacts(NamedTuple):
     num_hits: int
     num_expected: int
     earnings: float
+    block_hash: BlockHash
 
 
 class EvictionPolicy(Protocol):

@@ -17,7 +17,16 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import Lease, RunningSlot
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.store import PendingSave, PrefixStore
-from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, TURN_ENDS, Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import (
+    INSIDE_PROMPTS,
+    NO_UNIT,
+    OF_CONVERSATION,
+    TURN_ENDS,
+    Checkpoint,
+    Node,
+    Origin,
+    Provenance,
+)
 from forkpoint.config import CacheConfig
 
 TokenIds = npt.NDArray[np.int32]
@@ -144,12 +153,26 @@ class CacheManager:
                 hit.path[-1].num_hits += 1
             return
         lease.provenance = hit.checkpoint.provenance
+        self._note_history(lease, hit.path[: hit.checkpoint.node.depth - 1])
         lease.touched.append(hit.checkpoint)
         hit.checkpoint.num_hits += 1
         self.store.note_hit(hit.checkpoint)
         self.store.counters.checkpoint_hits[hit.checkpoint.origin] += 1
         self._start_reading(hit.checkpoint)
         self.store.refile(hit.checkpoint, used=True)
+
+    def _note_history(self, lease: Lease, path: list[Node]) -> None:
+        """The history of these nodes goes on: states inside its prompts may be of use still, one near the end of an
+        earlier prompt hardly."""
+        for node in path:
+            checkpoint = node.checkpoint
+            if checkpoint is None:
+                continue
+            if checkpoint.origin in INSIDE_PROMPTS:
+                checkpoint.num_turns = max(checkpoint.num_turns, lease.num_turns)
+                lease.touched.append(checkpoint)
+            elif checkpoint.origin is Origin.NEAR_END and not checkpoint.superseded:
+                self.store.supersede(checkpoint)
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens; False if the arena cannot give them (what it gave is kept)."""
@@ -202,7 +225,7 @@ class CacheManager:
             if present is not None and present.checkpoint is not None:
                 continue
             save = PendingSave(candidate.num_tokens, candidate.origin)
-            slot = self._take_candidate_slot(save, lease, candidate.displaces)
+            slot = self._take_candidate_slot(save, hashes[index], lease, candidate.displaces)
             if slot is None:
                 self.store.counters.checkpoints_skipped[candidate.origin] += 1
                 if candidate.origin is Origin.PROMPT_END:
@@ -213,10 +236,14 @@ class CacheManager:
             self._planned[hashes[index]] = candidate.num_tokens
         lease.pending.sort(key=lambda save: save.num_tokens)
 
-    def _take_candidate_slot(self, save: PendingSave, lease: Lease, displaces: bool) -> int | None:
+    def _take_candidate_slot(
+        self, save: PendingSave, block_hash: BlockHash, lease: Lease, displaces: bool
+    ) -> int | None:
         if not displaces:
             return self.arena.take_slot(save, compact=False)
-        key = self.store.candidate_key(save.num_tokens, save.origin, lease.node, lease.num_turns, lease.pending)
+        key = self.store.candidate_key(
+            block_hash, save.num_tokens, save.origin, lease.node, lease.num_turns, lease.pending
+        )
         return self.store.take_slot(save, below=key)
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
@@ -269,7 +296,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        key = self.store.candidate_key(start, Origin.DECODE, node, lease.num_turns)
+        key = self.store.candidate_key(node.hash, start, Origin.DECODE, node, lease.num_turns)
         return self.store.take_slot(owner, below=key)
 
     # --- plans

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
@@ -14,7 +15,16 @@ from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.reuse import ReuseKind, ReuseModel, next_edge
-from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Origin, PrefixTree, Provenance
+from forkpoint.cache.tree import (
+    INSIDE_PROMPTS,
+    NO_UNIT,
+    OF_CONVERSATION,
+    Checkpoint,
+    Node,
+    Origin,
+    PrefixTree,
+    Provenance,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,21 +100,22 @@ class PrefixStore:
 
     def candidate_key(
         self,
+        block_hash: BlockHash,
         num_tokens: int,
         origin: Origin,
         parent: Node | None,
         num_turns: int = 0,
         pending: Iterable[PendingSave] = (),
     ) -> float:
-        """The key that a checkpoint after `num_tokens` tokens would get, `parent` its deepest cached ancestor and
-        `pending` what is about to be stored beside it."""
+        """The key that a checkpoint after `num_tokens` tokens would get, the last of them those of block `block_hash`;
+        `parent` is its deepest cached ancestor, `pending` what is about to be stored beside it."""
         before = max((save for save in pending if save.num_tokens < num_tokens), key=_num_tokens, default=None)
         above = before or _nearest_checkpoint(parent)
-        inside = origin in (Origin.INTERVAL, Origin.FALLBACK)  # the prompt goes on
+        inside = origin in (Origin.INTERVAL, Origin.NEAR_END, *INSIDE_PROMPTS)  # the prompt goes on
         history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK)
         saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, inside))
         earnings = self._earnings(origin, history, age=0.0)
-        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, earnings))
+        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, earnings, block_hash))
 
     def _evict_one(self, below: float | None) -> bool:
         if self._evict_dead():
@@ -315,7 +326,7 @@ class PrefixStore:
             above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history.inside)
         )
         earnings = self._earnings(c.origin, history, self.arena.turnover - c.last_used)
-        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings)
+        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings, c.node.hash)
 
     def _earnings(self, origin: Origin, history: History, age: float) -> float:
         earnings, lost_share = self._reuse.earnings(*_class_of(origin, history), age), self._reuse.lost_share
@@ -353,6 +364,7 @@ class PrefixStore:
                 num_hits=node.num_hits,
                 num_expected=0,
                 earnings=self._reuse.earnings(ReuseKind.BLOCK, node.num_hits, self.arena.turnover - node.last_used),
+                block_hash=node.hash,
             )
         )
 
@@ -367,6 +379,17 @@ def _nearest_checkpoint(node: Node | None) -> Checkpoint | None:
             return node.checkpoint
         node = node.parent
     return None
+
+
+_KINDS: Final[Mapping[Origin, ReuseKind]] = MappingProxyType(
+    {
+        Origin.JUNCTION: ReuseKind.JUNCTION,
+        Origin.DECLARED: ReuseKind.DECLARED,
+        Origin.NEAR_END: ReuseKind.NEAR_END,
+        Origin.SPARSE: ReuseKind.SPARSE,
+        Origin.INTERVAL: ReuseKind.PERIODIC,
+    }
+)
 
 
 def _num_tokens(save: PendingSave) -> int:
@@ -387,6 +410,6 @@ def _class_of(origin: Origin, history: History) -> tuple[ReuseKind, int]:
         if not superseded:
             return ReuseKind.PROMPT, num_turns
         return (ReuseKind.SUPERSEDED, 0) if num_hits < 2 else (ReuseKind.JUNCTION, num_hits)
-    if origin is Origin.INTERVAL:
-        return ReuseKind.PERIODIC, num_hits
-    return (ReuseKind.JUNCTION if origin is Origin.JUNCTION else ReuseKind.DECLARED), num_hits
+    if origin is Origin.NEAR_END and superseded:
+        return ReuseKind.SUPERSEDED, 0
+    return _KINDS[origin], num_hits

@@ -35,6 +35,13 @@ NUM_BINS = 48  # prices are constant inside a bin of requests
 NUM_ROUNDS = 160
 
 
+def hashes_of(request: TraceRequest) -> list[BlockHash]:
+    """The blocks that a request leaves behind: of its prompt, and of its output but the last token."""
+    chain = HashChain("", BLOCK)
+    chain.extend(TokenSpans.join([request.prompt, request.output.part(0, request.num_output_tokens - 1)]).array())
+    return chain.hashes
+
+
 @dataclass(frozen=True, slots=True)
 class ReuseProblem:
     """Which prefix of each request was seen before, and when last.
@@ -64,19 +71,16 @@ class ReuseProblem:
         passed: dict[BlockHash, int] = {}
         depths: list[IndexArray] = []
         for index, request in enumerate(requests):
-            chain = HashChain("", BLOCK)
-            chain.extend(
-                TokenSpans.join([request.prompt, request.output.part(0, request.num_output_tokens - 1)]).array()
-            )
+            hashes = hashes_of(request)
             usable = (request.num_prompt_tokens - 1) // BLOCK
             reusable = 0
-            for block_hash in chain.hashes[:usable]:
+            for block_hash in hashes[:usable]:
                 at = passed.get(block_hash)
                 if at is None:
                     break
                 last.append(at)
                 reusable += 1
-            passed.update(dict.fromkeys(chain.hashes, index))
+            passed.update(dict.fromkeys(hashes, index))
             depths.append(np.arange(1, reusable + 1))
             first.append(first[-1] + reusable)
         tokens = np.concatenate(depths) * float(BLOCK) if depths else np.empty(0)

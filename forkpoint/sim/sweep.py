@@ -79,8 +79,10 @@ class CaseResult:
 
 def run_case(case: Case, progress: Progress | None = None) -> CaseResult:
     """Simulate one case."""
+    foreseen = case.trace if case.num_replicas == 1 else None
     replicas = [
-        make_system(case.system, case.shape, case.memory_bytes, case.scheduler) for _ in range(case.num_replicas)
+        make_system(case.system, case.shape, case.memory_bytes, case.scheduler, foreseen)
+        for _ in range(case.num_replicas)
     ]
     cost = CostModel(case.shape, case.device)
     simulator = Simulator(case.trace, replicas, cost, make_router(case.router), progress)

@@ -19,6 +19,7 @@ from forkpoint.cache.eviction import (
     RecomputeCost,
     make_policy,
 )
+from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.tree import Origin
 
 BASE = EntryFacts(
@@ -29,6 +30,7 @@ BASE = EntryFacts(
     num_hits=0,
     num_expected=0,
     earnings=0.5,
+    block_hash=BlockHash(b""),
 )
 
 

@@ -1,0 +1,134 @@
+"""What to keep if all requests were known beforehand, under everything else that binds the engine.
+
+Scheduler, arena, pages and tree are the engine's own. But a state is stored only where a later request is going to
+resume, and the entry gives way that saves the fewest tokens for its bytes and the time until that request comes:
+Belady's rule for entries of unequal size and worth. What it reaches can be reached; it is not proven to be the most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+from forkpoint.cache.eviction import EntryFacts
+from forkpoint.cache.hashing import BlockHash
+from forkpoint.errors import ConfigError
+from forkpoint.sim.bound import BLOCK, hashes_of
+from forkpoint.sim.trace import Trace, TraceRequest
+
+SHORTEST_WAIT_S: Final = 0.1  # of entries that are wanted at once, bytes and tokens decide
+FIRST_SERVICE_S: Final = 1.0
+SERVICE_STEP: Final = 0.05  # one request moves the mean service time by this share
+
+
+class Foresight:
+    """Where the requests of a trace are going to resume, and when.
+
+    A request's target is the end of the longest prefix of it that earlier requests pass and where the engine can keep a
+    state: in a prompt, or at the last boundary of an output. Its arrival is exact where the trace tells it; behind
+    requests that have not ended, each is taken to last as long as requests do on average.
+    The caller keeps `now_s` and says what happens to each request.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.now_s = 0.0
+        self._requests = {request.id: request for request in trace.requests}
+        self._users: dict[BlockHash, deque[TraceRequest]] = {}  # by target, in the order of arrival
+        self._breakpoints: dict[str, tuple[int, ...]] = {}
+        self._arrived: set[str] = set()
+        self._started_s: dict[str, float] = {}
+        self._finished_s: dict[str, float] = {}
+        self._service_s = FIRST_SERVICE_S
+        self._find_targets(trace.by_arrival())
+
+    def _find_targets(self, order: list[TraceRequest]) -> None:
+        passed: set[BlockHash] = set()
+        resumable: set[BlockHash] = set()
+        last_use: dict[BlockHash, int] = {}
+        chains = []
+        for index, request in enumerate(order):
+            hashes = hashes_of(request)
+            usable = (request.num_prompt_tokens - 1) // BLOCK
+            reusable = next((i for i in range(usable) if hashes[i] not in passed), usable)
+            target = next((hashes[i] for i in reversed(range(reusable)) if hashes[i] in resumable), None)
+            if target is not None:
+                self._users.setdefault(target, deque()).append(request)
+                last_use[target] = index
+            passed.update(hashes)
+            resumable.update(hashes[: request.num_prompt_tokens // BLOCK], hashes[-1:])
+            chains.append(hashes)
+        for index, (request, hashes) in enumerate(zip(order, chains, strict=True)):
+            targets = (i for i, block_hash in enumerate(hashes) if last_use.get(block_hash, -1) > index)
+            self._breakpoints[request.id] = tuple(BLOCK * (i + 1) for i in targets)
+
+    def breakpoints(self, request_id: str) -> tuple[int, ...]:
+        """The positions in a request's tokens from which later ones are going to resume."""
+        found = self._breakpoints.get(request_id)
+        if found is None:
+            raise ConfigError(f"request {request_id!r} is not of the trace that is foreseen; give that trace")
+        return found
+
+    def wait_s(self, block_hash: BlockHash) -> float:
+        """Seconds until a request is going to resume from the end of that block; infinity if none is."""
+        users = self._users.get(block_hash)
+        while users and users[0].id in self._started_s:
+            users.popleft()
+        return max(self._arrival_s(users[0]) - self.now_s, 0.0) if users else math.inf
+
+    def _arrival_s(self, request: TraceRequest) -> float:
+        behind = []
+        while (leader := self._awaited(request)) is not None:
+            behind.append(request)
+            request = leader
+        when = self._known_arrival_s(request)
+        for follower in reversed(behind):
+            when = max(max(when + self._service_s, self.now_s) + follower.think_s, follower.arrival_s)
+        return when
+
+    def _awaited(self, request: TraceRequest) -> TraceRequest | None:
+        """The request whose end, yet to come, this one waits for."""
+        if request.id in self._arrived or request.after is None or request.after in self._finished_s:
+            return None
+        return self._requests[request.after]
+
+    def _known_arrival_s(self, request: TraceRequest) -> float:
+        if request.id in self._arrived:
+            return self._started_s.get(request.id, self.now_s)
+        if request.after is None:
+            return request.arrival_s
+        return max(self._finished_s[request.after] + request.think_s, request.arrival_s)
+
+    # --- what happens
+
+    def arrive(self, request_id: str) -> None:
+        """A request is queued."""
+        self._arrived.add(request_id)
+
+    def start(self, request_id: str) -> None:
+        """A request leaves the queue: it has looked up what it can resume from."""
+        self._started_s.setdefault(request_id, self.now_s)
+
+    def finish(self, request_id: str) -> None:
+        """A request has ended."""
+        took = self.now_s - self._started_s[request_id]
+        self._service_s += SERVICE_STEP * (took - self._service_s)
+        self._finished_s[request_id] = self.now_s
+
+    def refuse(self, request_id: str) -> None:
+        """A request is not served."""
+        self._arrived.add(request_id)
+        self._started_s[request_id] = self._finished_s[request_id] = self.now_s
+
+
+class ClairvoyantPolicy:
+    """The entry gives way that saves the least for its bytes and the time until it is used; first what never is."""
+
+    name = "clairvoyant"
+
+    def __init__(self, foresight: Foresight) -> None:
+        self._foresight = foresight
+
+    def key(self, entry: EntryFacts) -> float:
+        wait_s = 0.0 if entry.num_expected else self._foresight.wait_s(entry.block_hash)
+        return entry.saved / max(entry.num_bytes, 1) / max(wait_s, SHORTEST_WAIT_S)
