@@ -59,10 +59,10 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar", "structural_tag"):
             value = getattr(self, name)
             ok = value is None or (_is_text(value) and bool(value))
-            _require(ok, f"structured_outputs.{name}", value, "a text that is not empty")
+            _require(ok, f"structured_outputs.{name}", value, "a text of valid Unicode that is not empty")
         ok = self.choice is None or (isinstance(self.choice, tuple) and all(map(_is_text, self.choice)))
         ok = ok and (self.choice is None or any(self.choice))
-        _require(ok, "structured_outputs.choice", self.choice, "a list of texts, not all of them empty")
+        _require(ok, "structured_outputs.choice", self.choice, "a list of texts of valid Unicode, not all of them empty")
         ok = self.json_object is None or self.json_object is True
         _require(ok, "structured_outputs.json_object", self.json_object, "True")
 

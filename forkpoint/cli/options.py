@@ -142,7 +142,8 @@ def _add_flag(group: Any, field: Field[Any], hint: Any) -> None:
     choices = get_args(hint) if get_origin(hint) is Literal else None
     text = field.metadata["help"].replace("%", "%%")
     if field.default not in (None, "", (), MISSING):
-        text += f" (default: {field.default})"
+        value = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        text += f" (default: {value})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if bool in (hint, *get_args(hint)):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)

@@ -149,9 +149,20 @@ class Server:
             raise RuntimeError("use Server in an `async with` statement")
         return self._session
 
-    def _unreachable(self, error: Exception) -> ServerUnreachableError:
+    def _unreachable(self, error: aiohttp.ClientConnectorError) -> ServerUnreachableError:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return ServerUnreachableError(
+                f"the certificate of {self.url} is not trusted ({error.certificate_error}); name its authority, or the "
+                "certificate itself, in SSL_CERT_FILE"
+            )
+        if isinstance(error, aiohttp.ClientSSLError):
+            return ServerUnreachableError(
+                f"no HTTPS with {self.url} ({error.os_error}); try http:// if it is a plain server"
+            )
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.os_error.strerror  # those of names are below zero
         return ServerUnreachableError(
-            f"nothing answers at {self.url} ({_reason(error)}); start one with `forkpoint serve MODEL`, or give --url"
+            f"nothing answers at {self.url} ({reason}); start a server with `forkpoint serve`, or give another URL"
         )
 
     def _broken(self, error: Exception) -> BrokenAnswerError:

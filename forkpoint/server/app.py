@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi.responses import HTMLResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
-from forkpoint.errors import ForkpointError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.obs.prometheus import CONTENT_TYPE
 from forkpoint.server.chat import ChatBody, ChatReply, create_chat_completion
 from forkpoint.server.completions import CompletionBody, CompletionReply, create_completion
-from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.config import ServerConfig
+from forkpoint.server.error_handlers import add_error_handlers
 from forkpoint.server.middleware import Gate
 from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelList, VersionReply
 from forkpoint.server.service import Service
@@ -31,7 +29,6 @@ from forkpoint.server.tokens import (
 )
 from forkpoint.version import installed_version
 
-MAX_SHOWN = 80  # characters of a wrong value, in an error message
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply, "description": text}
     for status, text in {
@@ -56,7 +53,8 @@ def create_app(service: Service) -> FastAPI:
     """The ASGI application. The engine may still be loading; what needs it answers 503 until it is ready."""
     app = FastAPI(title="forkpoint", version=installed_version(), docs_url="/docs", redoc_url=None)
     app.add_middleware(Gate, config=service.config)
-    _add_error_handlers(app)
+    _allow_origins(app, service.config)
+    add_error_handlers(app)
     _add_openai_routes(app, service)
     _add_token_routes(app, service)
     _add_operator_routes(app, service)
@@ -65,31 +63,17 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(HTTPError)
-    @app.exception_handler(ForkpointError)
-    async def on_error(request: Request, error: Exception) -> Response:
-        told = to_http(error)
-        return JSONResponse(told.body(), told.status, told.headers)
-
-    @app.exception_handler(Exception)
-    async def on_unexpected(request: Request, error: Exception) -> Response:
-        LOGGER.error("%s %s: unexpected error", request.method, request.url.path, exc_info=error)
-        told = to_http(error)
-        return JSONResponse(told.body(), told.status)
-
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        told = HTTPError(400, f"{place or 'the body'}: {first['msg']}; given {_shown(first)}", param=place or None)
-        return JSONResponse(told.body(), told.status)
-
-    @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> Response:
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        told = HTTPError(error.status_code, str(error.detail), kind)
-        return JSONResponse(told.body(), told.status, dict(error.headers or {}))
+def _allow_origins(app: FastAPI, config: ServerConfig) -> None:
+    """Added last, CORS comes first: browsers ask without a key, and may read refusals too."""
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
@@ -103,13 +87,16 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", response_model=ModelList, responses=ERRORS)
     async def models() -> ModelList:
-        limit = service.engine.inputs.max_model_len
-        return ModelList(
-            data=[
-                ModelCard(id=name, created=service.created, root=service.model, max_model_len=limit)
-                for name in service.names
-            ]
-        )
+        return ModelList(data=[_card(service, name) for name in service.names])
+
+    @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
+    async def model(name: str) -> ModelCard:
+        return _card(service, service.served_name(name))
+
+
+def _card(service: Service, name: str) -> ModelCard:
+    limit = service.engine.inputs.max_model_len
+    return ModelCard(id=name, created=service.created, root=service.model, max_model_len=limit)
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
@@ -154,11 +141,6 @@ def _add_dev_routes(app: FastAPI, service: Service) -> None:
     async def check_integrity() -> DoneReply:
         """Check that all pages, blocks, slots and checkpoints of the cache add up; 500 says what does not."""
         return DoneReply(done=bool(await service.engine.call("check_integrity")))
-
-
-def _shown(error: Mapping[str, Any]) -> str:
-    text = repr(error.get("input"))
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def _json(answer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +21,17 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = option((), "keys that requests must show one of (also: FORKPOINT_API_KEY)")
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
+    ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH")
+    ssl_keyfile: str | None = option(None, "PEM file of its key, where that is not in the same file", metavar="PATH")
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of authorities: clients must show a certificate that one of them has signed", metavar="PATH"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose pages may call the server from a browser (CORS), such as https://chat.example.org; '*': all"
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that such pages may use")
+    allowed_headers: tuple[str, ...] = option(("*",), "request headers that such pages may send")
+    allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication")
     max_body_bytes: int = option(32 * MIB, "size of a request body beyond which it is refused")
     max_open_requests: int = option(4096, "requests being served beyond which new ones are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
@@ -35,15 +47,42 @@ class ServerConfig:
     enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
 
     def __post_init__(self) -> None:
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
         _require(0 <= self.port < 2**16, "port", self.port, "an integer from 0 to 65535")
         for name in ("max_body_bytes", "max_open_requests"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.shutdown_timeout_s >= 0, "shutdown_timeout_s", self.shutdown_timeout_s, "0 or more")
         _require(self.log_interval_s > 0, "log_interval_s", self.log_interval_s, "a number above 0")
         _require(all(self.api_key), "api_key", "''", "non-empty keys")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            alone = self.ssl_certfile is None and getattr(self, name) is not None
+            _require(not alone, name, getattr(self, name), "it together with ssl_certfile")
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            changed = getattr(self, name) != self.__dataclass_fields__[name].default
+            _require(bool(self.allowed_origins) or not changed, name, getattr(self, name), "allowed_origins too")
+        for origin in self.allowed_origins:
+            ok = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
+            _require(ok, "allowed_origins", origin, "'*', or scheme://host[:port] without a path")
         prefix = self.metrics_prefix
         allowed = re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix) is not None
         _require(allowed, "metrics_prefix", prefix, "letters, digits, '_' and ':', not starting with a digit")
+
+
+def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts given; one that is a JSON list, as vLLM takes them, stands for what it lists."""
+    texts: list[str] = []
+    for text in given:
+        if not text.startswith("["):
+            texts.append(text)
+            continue
+        try:
+            listed = json.loads(text)
+        except ValueError:
+            listed = [None]
+        _require(all(isinstance(item, str) for item in listed), name, text, "texts, or one JSON list of texts")
+        texts += listed
+    return tuple(texts)
 
 
 def _require(ok: bool, name: str, given: object, allowed: str) -> None:

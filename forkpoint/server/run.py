@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -23,6 +24,7 @@ from forkpoint.server.app import create_app, quiet_libraries
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.observer import MetricsObserver
 from forkpoint.server.service import Service
+from forkpoint.server.tls import tls_options
 
 OK, FAILED = 0, 1
 BACKLOG = 2048
@@ -32,8 +34,10 @@ LAST_ANSWERS_S = 2.0  # for open requests to be told, and probes to see 503, aft
 def serve(engine: EngineConfig, config: ServerConfig) -> int:
     """Serve until Ctrl-C or SIGTERM and return the exit code: 0, or 1 when the engine died.
 
-    Raises ConfigError for an address that cannot be listened on, and what loading the model raises.
+    Raises ConfigError for an address that cannot be listened on and for wrong files of HTTPS, and what loading the
+    model raises.
     """
+    tls_options(config)
     set_up_logging(engine.log_level)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
     with listen(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -77,7 +81,7 @@ class Server:
         self._num_signals = 0
 
     async def run(self) -> int:
-        http = _Uvicorn(self._service)
+        http = _Uvicorn(self._service, tls_options(self._config))
         self._handle_signals()
         serving = asyncio.create_task(http.serve([self._listener]))
         watching = asyncio.create_task(self._engine.ended())
@@ -148,7 +152,8 @@ class Server:
     def _log_ready(self) -> None:
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        LOGGER.info("ready: %s on http://%s:%d (chat page at /, API under /v1)", self._service.names[0], shown, port)
+        url = f"{'http' if self._config.ssl_certfile is None else 'https'}://{shown}:{port}"
+        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], url)
 
     async def _log_load(self) -> None:
         before: Reading | None = None
@@ -168,7 +173,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: `Server` decides when to end."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tls: dict[str, Any]) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -177,6 +182,7 @@ class _Uvicorn(uvicorn.Server):
                 lifespan="off",
                 server_header=False,
                 timeout_graceful_shutdown=1,
+                **tls,
             )
         )
         quiet_libraries()

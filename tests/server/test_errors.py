@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,14 +56,44 @@ def chat(http: httpx2.Client, **fields: Any) -> httpx2.Response:
         ({"stop": ""}, "stop"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "max_model_len=512"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "lone surrogate U+D800"),
+        ({"stop": "\ud800"}, "stop"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {"const": "\ud800"}}}, "structured_outputs.json"),
     ],
 )
 def test_wrong_values(http: httpx2.Client, fields: dict[str, Any], said: str) -> None:
-    reply = chat(http, **fields)
+    body = {"messages": MESSAGES, "max_tokens": 2, **fields}
+    sent = json.dumps(body)  # in ASCII, which can tell of characters that there are not
+    reply = http.post("/v1/chat/completions", content=sent, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert said in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "said"),
+    [
+        ("application/json", b'{"prompt": "x",}', "the body is not valid JSON: "),
+        ("application/json", b"", "the body is empty"),
+        ("application/x-www-form-urlencoded", b'{"prompt": "x"}', "with Content-Type: application/json"),
+        ("application/json", b'{"prompt": [1, -1]}', "prompt.1: Input should be greater than or equal to 0; given -1"),
+        ("application/json", b'{"prompt": ["a", 3]}', "prompt.1: Input should be a valid string; given 3"),
+        ("application/json", b'{"prompt": "a", "stop": 3}', "stop: Input should be a valid string; given 3"),
+        ("application/json", b"{}", "prompt: Field required"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(http: httpx2.Client, content_type: str, body: bytes, said: str) -> None:
+    reply = http.post("/v1/completions", content=body, headers={"Content-Type": content_type})
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+
+
+def test_paths_and_methods_that_are_not_there(http: httpx2.Client) -> None:
+    missing, wrong = http.get("/v1/nowhere"), http.get("/v1/completions")
+    assert missing.status_code == 404 and "no GET /v1/nowhere; /docs lists" in missing.json()["error"]["message"]
+    assert wrong.status_code == 405 and "is not allowed; use POST" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"null", b'{"messages": 1e999}', b"[" * 100_000])

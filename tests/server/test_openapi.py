@@ -40,6 +40,7 @@ OPERATIONS = {
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "GET /v1/models",
+    "GET /v1/models/{name}",
     "POST /tokenize",
     "POST /detokenize",
     "GET /health",
