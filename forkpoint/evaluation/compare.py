@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from forkpoint.evaluation.subject import Reply
@@ -68,13 +68,21 @@ class Agreement:
 
 
 def _largest_change(a: Reply, b: Reply) -> float:
-    """Over tokens that both sampled after the same tokens."""
-    largest = 0.0
-    for index in range(min(len(a.token_ids), len(b.token_ids))):
-        if a.token_ids[index] != b.token_ids[index]:
-            break
-        largest = max(largest, abs(a.logprobs[index] - b.logprobs[index]))
-    return largest
+    return max(map(abs, _changes(a, b)), default=0.0)
+
+
+def _changes(a: Reply, b: Reply) -> Iterator[float]:
+    """Of the log-probabilities (nats) of tokens that both sampled after the same tokens."""
+    for index, (token, other) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
+        if token != other:
+            return
+        yield b.logprobs[index] - a.logprobs[index]
+
+
+def root_mean_square_change(before: Sequence[Reply], now: Sequence[Reply]) -> float:
+    """Of the log-probabilities (nats) of tokens that both sampled after the same tokens; 0 if there are none."""
+    changes = [change for a, b in zip(before, now, strict=True) for change in _changes(a, b)]
+    return math.sqrt(math.fsum(change * change for change in changes) / len(changes)) if changes else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 import torch
@@ -40,14 +41,21 @@ def find_served(subject: Subject, question: Question, salt: str) -> Served:
     return Served(slots[-1], slots[-2] if len(slots) > 1 else ZERO)
 
 
+class Measure(Enum):
+    """What a fault lowers: right answers, or texts that go on as those of the sound cache do."""
+
+    ANSWERS = "answers"
+    CONTINUATIONS = "continuations"
+
+
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`spoil(arena, served)` changes the bytes of the served slots. `required`: the evaluation has to notice it."""
+    """`spoil(arena, served)` changes the bytes of the served slots. `lowers`: what has to fall, if anything."""
 
     name: str
     about: str
     spoil: Callable[[ArenaBuffer, Sequence[Served]], None]
-    required: bool = False
+    lowers: Measure | None = None
 
 
 @contextmanager
@@ -116,7 +124,9 @@ def _into_bytes(tensors: list[Tensor]) -> None:
         values.copy_(values.float().trunc().remainder(256))
 
 
-def _to_float8(dtype: torch.dtype) -> Rounding:
+def _cast(dtype: torch.dtype) -> Rounding:
+    """To the nearest value that the dtype has."""
+
     def rounding(tensors: list[Tensor]) -> None:
         largest = torch.finfo(dtype).max
         for values in tensors:
@@ -154,15 +164,20 @@ def _scale_per_tensor(num_bits: int) -> Rounding:
 
 
 CONTROL: Final = Mutation(
-    "none, asked again", "the right state: what changes here is noise", lambda arena, served: None
+    "none, asked again", "the right state, questions in reverse order", lambda arena, served: None
 )
 MUTATIONS: Final = (
-    Mutation("one block early", "the state 64 tokens before the right one", _one_block_early, required=True),
-    Mutation("swapped", "the state of another request", _swapped, required=True),
-    Mutation("8 bits, by value", "copied by value into unsigned bytes", _each(_into_bytes), required=True),
-    Mutation("8 bits, one scale", "int8, one scale for a checkpoint", _each(_one_scale(8))),
-    Mutation("8 bits, scale per tensor", "int8, a scale for each tensor", _each(_scale_per_tensor(8))),
-    Mutation("8 bits, float8 e4m3", "cast without a scale", _each(_to_float8(torch.float8_e4m3fn))),
-    Mutation("4 bits, scale per tensor", "int4, a scale for each tensor", _each(_scale_per_tensor(4))),
-    Mutation("lost", "the zero state", _lost),
+    Mutation("one block early", "the state 64 tokens before the right one", _one_block_early, Measure.ANSWERS),
+    Mutation("swapped", "the state of another request", _swapped, Measure.ANSWERS),
+    Mutation("lost", "the zero state", _lost, Measure.ANSWERS),
+    Mutation("8 bits, by value", "copied by value into unsigned bytes", _each(_into_bytes), Measure.ANSWERS),
+    Mutation("8 bits, one scale", "int8, one scale for a checkpoint", _each(_one_scale(8)), Measure.CONTINUATIONS),
+    Mutation(
+        "8 bits, scale per tensor", "int8, a scale for each tensor", _each(_scale_per_tensor(8)), Measure.CONTINUATIONS
+    ),
+    Mutation("8 bits, float8 e4m3", "cast without a scale", _each(_cast(torch.float8_e4m3fn)), Measure.CONTINUATIONS),
+    Mutation(
+        "4 bits, scale per tensor", "int4, a scale for each tensor", _each(_scale_per_tensor(4)), Measure.CONTINUATIONS
+    ),
+    Mutation("16 bits, bfloat16", "cast, as bf16 states are", _each(_cast(torch.bfloat16))),
 )

@@ -103,14 +103,23 @@ class Subject:
         )
 
     def ask(
-        self, prompts: Sequence[Prompt], max_tokens: int, *, n: int = 1, salts: Sequence[str] = ()
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        n: int = 1,
+        salts: Sequence[str] = (),
+        ignore_eos: bool = False,
     ) -> list[list[Reply]]:
         """The `n` greedy completions of each prompt, all submitted together; `salts`: one for each prompt, or none.
 
-        Raises RequestFailedError for a completion that failed.
+        `ignore_eos`: they have `max_tokens` tokens, past the end of the answer. Raises RequestFailedError for a
+        completion that failed.
         """
         params = [
-            SamplingParams(n=n, temperature=0.0, max_tokens=max_tokens, logprobs=0, cache_salt=salt)
+            SamplingParams(
+                n=n, temperature=0.0, max_tokens=max_tokens, logprobs=0, cache_salt=salt, ignore_eos=ignore_eos
+            )
             for salt in salts or [""] * len(prompts)
         ]
         outputs = self.llm.generate(list(prompts), params, use_tqdm=False)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from forkpoint.cli import eval as eval_command
 from forkpoint.cli.eval_options import MODES
 from forkpoint.cli.main import main
-from forkpoint.evaluation import modes, preempting
+from forkpoint.evaluation import modes, preempting, sensitivity
 from tests.evaluation.eval_suite import make_suite, write_model
 
 ENGINE = ["--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
@@ -52,9 +53,18 @@ def test_a_mode_that_does_nothing_fails(
 def test_mutations(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--model", model, "--num-examples", "12", "--mutations", *ENGINE]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fault of the checkpoint") and lines[-1].startswith(
-        "the score falls with: one block early"
-    )
+    assert lines[0].startswith("fault of the checkpoint")
+    assert lines[-1].startswith("answers become wrong: one block early")
+
+
+def test_faults_that_are_not_seen_fail(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sensitivity, "mutated", lambda arena, served, mutation: nullcontext())
+    assert main(["eval", model, "--num-examples", "2", "--mutations", *ENGINE]) == 1
+    shown = capsys.readouterr().out
+    for name in ("one block early", "swapped", "8 bits, by value", "8 bits, one scale"):
+        assert f"FAILED {name}: " in shown
 
 
 @pytest.mark.parametrize(

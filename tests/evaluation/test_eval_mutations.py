@@ -16,8 +16,8 @@ from forkpoint.evaluation import sensitivity
 from forkpoint.evaluation.mutation_report import as_json, mutation_summary, mutation_table
 from forkpoint.evaluation.mutations import MUTATIONS, ZERO, Served, find_served, mutated, round_to_steps, slot_bytes
 from forkpoint.evaluation.question import Question, make_families
-from forkpoint.evaluation.sensitivity import Sensitivity, measure_sensitivity
-from forkpoint.evaluation.subject import Subject
+from forkpoint.evaluation.sensitivity import Marks, Sensitivity, measure_sensitivity
+from forkpoint.evaluation.subject import Reply, Subject
 from tests.evaluation.eval_suite import OPTIONS, Example, make_suite, write_model
 
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
@@ -51,23 +51,47 @@ def test_faults_are_noticed(found: Sensitivity) -> None:
         assert results[name].num_right < found.num_questions / 4
     assert results["8 bits, by value"].lowers_accuracy and results["8 bits, one scale"].lowers_accuracy
     assert results["4 bits, scale per tensor"].num_changed_tokens > 2 * results["8 bits, one scale"].num_changed_tokens
-    assert found.control.num_changed_scores == found.control.num_changed_tokens == 0
+    assert found.control.num_changed_tokens == 0 and found.noticed_by(found.control) == []
     assert all("bits" in found.noticed_by(result) for result in found.results)
+
+
+def test_continuations_tell_roundings_that_noise_does_not_explain(found: Sensitivity) -> None:
+    results = {result.mutation.name: result for result in found.results}
+    noise = {name: result.logprob_noise for name, result in results.items()}
+    assert found.control.num_same_continuations == found.num_questions
+    assert found.control.logprob_noise < 1e-4 < noise["16 bits, bfloat16"]
+    assert noise["16 bits, bfloat16"] < noise["8 bits, one scale"] < noise["4 bits, scale per tensor"]
+    assert results["8 bits, one scale"].continuations.p_value < 0.01
+
+
+def test_a_continuation_that_the_sound_cache_changes_too_does_not_count() -> None:
+    def marks(*texts: str) -> Marks:
+        replies = [Reply(text, tuple(map(ord, text)), (-1.0,) * len(text), 64, 0) for text in texts]
+        return Marks((True,) * len(texts), ((1,),) * len(texts), (-1.0,) * len(texts), tuple(replies))
+
+    sound, again, spoilt = marks("ab", "ab", "ab", "ab"), marks("ab", "xb", "ab", "ax"), marks("ab", "xb", "ax", "ab")
+    result = sensitivity._result(BY_NAME["8 bits, one scale"], sound, again, spoilt)
+    assert result.num_same_continuations == 2
+    assert (result.continuations.lost, result.continuations.gained) == (1, 1) and not result.lowers_continuations
 
 
 def test_the_report(found: Sensitivity) -> None:
     lines = mutation_table(found).splitlines()
     assert [line[:25].strip() for line in lines[2:]] == ["none", "none, asked again", *BY_NAME]
-    assert "accuracy" in lines[4] and mutation_summary(found)[-1].startswith("the score falls with: one block early")
+    assert "accuracy" in lines[4] and mutation_summary(found)[-1].startswith("answers become wrong: one block early")
     assert json.loads(json.dumps(as_json(found)))["mutations"]["swapped"]["accuracy"]["num"] == found.num_questions
 
 
 def test_a_fault_that_changes_nothing_is_told(model: str, suite: list[Example]) -> None:
-    nothing = dataclasses.replace(BY_NAME["swapped"], name="nothing", spoil=lambda arena, served: None)
-    found = measure_sensitivity(model, suite[:3], seed=0, options=OPTIONS, mutations=[nothing])
-    (result,) = found.results
-    assert result.num_changed_tokens == 0 and result.log_probability.mean == 0.0
-    assert found.problems and mutation_summary(found)[-1].startswith("FAILED nothing")
+    nothing = [
+        dataclasses.replace(BY_NAME[name], name=f"nothing {name}", spoil=lambda arena, served: None)
+        for name in ("swapped", "8 bits, one scale")
+    ]
+    found = measure_sensitivity(model, suite[:3], seed=0, options=OPTIONS, mutations=nothing)
+    assert all(result.num_changed_tokens == 0 and result.log_probability.mean == 0.0 for result in found.results)
+    answers, continuations = mutation_summary(found)[-2:]
+    assert answers.startswith("FAILED nothing swapped: neither the accuracy nor the log-probability")
+    assert continuations.startswith("FAILED nothing 8 bits, one scale: continuations do not part")
 
 
 # --- where the faults are put
