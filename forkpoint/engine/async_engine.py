@@ -204,11 +204,15 @@ class AsyncEngine:
         requests = self.inputs.requests(request_id, prompt, params, priority=priority, number=number, arrival_s=now)
         opened = OpenRequest(self._outputs.add(request_id, prompt, requests, now))
         self._open[request_id] = opened
-        for request in requests:
-            key = next(self._numbers)
-            self._sequences[key] = _Sequence(request, opened)
-            self._keys[request.id] = key
-            self._process.send(AddSequence.of(key, request))
+        try:
+            for request in requests:
+                key = next(self._numbers)
+                self._sequences[key] = _Sequence(request, opened)
+                self._keys[request.id] = key
+                self._process.send(AddSequence.of(key, request))
+        except Exception:
+            self.abort(request_id)  # what was not sent would never end
+            raise
         return opened
 
     def abort(self, request_id: str) -> None:

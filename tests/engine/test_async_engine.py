@@ -53,6 +53,11 @@ def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Pa
             assert texts == {c.index: c.text for c in expected.outputs}
             assert observer.num_finished == 1 and engine.num_open == 0
             assert await engine.call("check_integrity")
+            unsendable = SamplingParams()
+            object.__setattr__(unsendable, "cache_salt", "\ud800")  # past the check of values
+            with pytest.raises(UnicodeEncodeError):
+                engine.add("lost", engine.inputs.prompt(prompt), unsendable)
+            assert engine.num_open == 0
             observer.broken = True
             with pytest.raises(EngineStoppedError, match="broken on purpose"):
                 await asyncio.wait_for(engine.add("two", engine.inputs.prompt(prompt), params).finish(), 20)
