@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+LIMIT_LINES: Final = ("--", ":", "-.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +18,7 @@ class Curve:
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    dashed: bool = False
+    limit: bool = False  # not a system: drawn in black, broken
 
 
 def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequence[Curve]]) -> bool:
@@ -29,8 +33,9 @@ def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequenc
     figure.suptitle(title)
     for number, (y_name, curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)
+        limits = itertools.cycle(LIMIT_LINES)
         for rank, curve in enumerate(curves):
-            line, color = ("--", "black") if curve.dashed else ("-", f"C{rank}")
+            line, color = (next(limits), "black") if curve.limit else ("-", f"C{rank}")
             axes.plot(curve.x, curve.y, marker="o", markersize=3, label=curve.name, linestyle=line, color=color)
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from forkpoint.config import SchedulerConfig
@@ -14,13 +15,17 @@ from forkpoint.sim.cost import Device
 from forkpoint.sim.plots import Curve, write_plot
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
 from forkpoint.sim.sweep import Case, CaseResult, run_cases
-from forkpoint.sim.systems import ENGINE, PEERS
+from forkpoint.sim.systems import CLAIRVOYANT, ENGINE, PEERS
 from forkpoint.sim.table import GIB, markdown
+from forkpoint.sim.thresholds import threshold_ceiling
 from forkpoint.sim.trace import Trace
 
 MEMORY_SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)  # of what the weights leave
 USABLE_SHARE: Final = 0.9  # of a device's memory, as gpu_memory_utilization's default
 BOUND: Final = "bound"
+AGES: Final = "best ages"
+GAPS: Final = ("gap closed to clairvoyant", "to the bound")
+HEADINGS: Final = MappingProxyType({CLAIRVOYANT: "clairvoyant"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class ReportPlan:
     scheduler: SchedulerConfig
     jobs: int
     shapes: tuple[ModelShape, ...] = (QWEN3_5_9B, QWEN3_5_35B, KIMI_LINEAR)
-    systems: tuple[str, ...] = (ENGINE, *PEERS)
+    systems: tuple[str, ...] = (ENGINE, *PEERS, CLAIRVOYANT)
 
     def sizes(self, shape: ModelShape) -> list[int]:
         """Memory for keys, values and states: shares of what the weights leave, in whole quarters of a GiB."""
@@ -58,23 +63,30 @@ class ReportPlan:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One model on one trace: a result for every size and system, and the bound on the hit rate by size."""
+    """One model on one trace: a result for every size and system, and by size the bound on the hit rate and, for traces
+    whose requests arrive at times of their own, what the best ages reach."""
 
     shape: ModelShape
     trace: Trace
     sizes: tuple[int, ...]
     results: dict[tuple[int, str], CaseResult]
     bounds: dict[int, float]
+    ages: dict[int, float]
 
     def best_peer(self, size: int) -> CaseResult:
         """The emulated peer of the highest hit rate."""
-        peers = [result for (memory, system), result in self.results.items() if memory == size and system != ENGINE]
+        peers = [self.results[size, system] for system in PEERS if (size, system) in self.results]
         return max(peers, key=lambda result: result.hit_rate)
 
-    def gap_closed(self, size: int) -> float | None:
-        """How much of the way from the best peer to the bound the engine goes; None where there is none."""
-        peer, bound = self.best_peer(size).hit_rate, self.bounds[size]
-        return (self.results[size, ENGINE].hit_rate - peer) / (bound - peer) if bound - peer > 1e-3 else None
+    def gap_closed(self, size: int, limit: float) -> float | None:
+        """How much of the way from the best peer to `limit` the engine goes; None where there is none."""
+        peer = self.best_peer(size).hit_rate
+        return (self.results[size, ENGINE].hit_rate - peer) / (limit - peer) if limit - peer > 1e-3 else None
+
+    def gaps_closed(self, size: int) -> list[str]:
+        """The same as text, to what foresight reaches in the simulator and to the bound."""
+        limits = (self.results[size, CLAIRVOYANT].hit_rate, self.bounds[size])
+        return ["-" if share is None else f"{share:.0%}" for share in (self.gap_closed(size, x) for x in limits)]
 
 
 def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -87,14 +99,15 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
     for shape in plan.shapes:
         for trace in plan.traces:
             sizes = tuple(plan.sizes(shape))
-            layout, problem = shape.layout, problems[trace.name]
+            layout, problem, tokens = shape.layout, problems[trace.name], trace.num_prompt_tokens
             bounds = {
-                size: clairvoyant_bound(problem, size, layout.block_bytes, layout.slot_bytes).worth
-                / trace.num_prompt_tokens
+                size: clairvoyant_bound(problem, size, layout.block_bytes, layout.slot_bytes).worth / tokens
                 for size in sizes
             }
+            timed = problem.unlimited > 0 and all(request.after is None for request in trace.requests)
+            ages = {size: threshold_ceiling(trace, problem, shape, size) / tokens for size in sizes if timed}
             chosen = {(s, name): found[shape.name, trace.name, s, name] for s in sizes for name in plan.systems}
-            panels.append(Panel(shape, trace, sizes, chosen, bounds))
+            panels.append(Panel(shape, trace, sizes, chosen, bounds, ages))
     lines = [result.as_json() for result in results]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
     pages = [_panel_text(panel, plan.systems, _plot(panel, plan.systems, folder)) for panel in panels]
@@ -124,21 +137,23 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
         f"Device: {plan.device.name} ({plan.device.flops / 1e12:g} TFLOP/s, {plan.device.bandwidth / 1e12:g} TB/s). "
         f"Budget: {plan.scheduler.max_num_batched_tokens} tokens a step, {plan.scheduler.max_num_seqs} rows. Hit rate: "
         "reused tokens over all prompt tokens; requests that a system refuses for want of room count as misses. "
-        "`bound`: no policy whatever exceeds it, even with all requests known beforehand. `gap closed`: how far "
-        f"{ENGINE} goes from the best peer to the bound.",
+        f"`{HEADINGS[CLAIRVOYANT]}`: the same engine, told all requests beforehand. `{BOUND}`: no policy whatever "
+        f"exceeds it, not even one so told. `{AGES}`: an estimate of what knowing the chances of return, and nothing "
+        f"else, could give at most (`forkpoint/sim/thresholds.py`). `gap closed`: how far {ENGINE} goes from the best "
+        "peer to the clairvoyant engine, and to the bound.",
         "",
         markdown(rows),
     ]
 
 
 def _summary(panels: Sequence[Panel]) -> list[str]:
-    rows = [("model", "trace", "sizes at which the best hit rate is ours", "gap closed, by size", "best peers")]
+    rows = [("model", "trace", "best hit rate is ours", *GAPS, "best peers")]
     for panel in panels:
         wins = sum(panel.results[s, ENGINE].hit_rate >= panel.best_peer(s).hit_rate for s in panel.sizes)
-        closed = [panel.gap_closed(size) for size in panel.sizes]
-        shares = ", ".join("-" if share is None else f"{share:.0%}" for share in closed)
+        closed = zip(*(panel.gaps_closed(size) for size in panel.sizes), strict=True)
         peers = ", ".join(dict.fromkeys(panel.best_peer(size).system for size in panel.sizes))
-        rows.append((panel.shape.name, panel.trace.name, f"{wins} of {len(panel.sizes)}", shares, peers))
+        won = f"{wins} of {len(panel.sizes)} sizes"
+        rows.append((panel.shape.name, panel.trace.name, won, *(", ".join(shares) for shares in closed), peers))
     return [markdown(rows)]
 
 
@@ -146,19 +161,20 @@ def _panel_text(panel: Panel, systems: Sequence[str], plot: str | None) -> str:
     parts = [f"## {panel.shape.name}, {panel.trace.name}"]
     if plot is not None:
         parts.append(f"![{panel.shape.name} on {panel.trace.name}]({plot})")
-    rows: list[tuple[str, ...]] = [("hit rate, memory GiB", *systems, BOUND, "gap closed")]
+    names = [HEADINGS.get(system, system) for system in systems]
+    with_ages = (AGES,) if panel.ages else ()
+    rows: list[tuple[str, ...]] = [("hit rate, memory GiB", *names, *with_ages, BOUND, *GAPS)]
     for size in panel.sizes:
-        rates = [f"{panel.results[size, system].hit_rate:.1%}" for system in systems]
-        closed = panel.gap_closed(size)
-        share = "-" if closed is None else f"{closed:.0%}"
-        rows.append((f"{size / GIB:g}", *rates, f"{panel.bounds[size]:.1%}", share))
+        rates = [panel.results[size, system].hit_rate for system in systems]
+        rates += [limits[size] for limits in (panel.ages, panel.bounds) if limits]
+        rows.append((f"{size / GIB:g}", *(f"{rate:.1%}" for rate in rates), *panel.gaps_closed(size)))
     parts.append(markdown(rows))
-    rows = [("TTFT mean / P95 s, memory GiB", *systems)]
+    rows = [("TTFT mean / P95 s, memory GiB", *names)]
     for size in panel.sizes:
         found = [panel.results[size, system] for system in systems]
         rows.append((f"{size / GIB:g}", *(f"{r.ttft_mean_s:.2f} / {r.ttft_p95_s:.2f}" for r in found)))
     parts.append(markdown(rows))
-    rows = [("states written GiB, refused, memory GiB", *systems)]
+    rows = [("states written GiB, refused, memory GiB", *names)]
     for size in panel.sizes:
         found = [panel.results[size, system] for system in systems]
         rows.append((f"{size / GIB:g}", *(f"{r.state_written_bytes / GIB:,.0f}, {r.num_refused}" for r in found)))
@@ -168,16 +184,27 @@ def _panel_text(panel: Panel, systems: Sequence[str], plot: str | None) -> str:
 
 def _plot(panel: Panel, systems: Sequence[str], folder: Path) -> str | None:
     gib = [size / GIB for size in panel.sizes]
-    hits = [Curve(s, gib, [100 * panel.results[m, s].hit_rate for m in panel.sizes]) for s in systems]
-    hits.append(Curve(BOUND, gib, [100 * panel.bounds[m] for m in panel.sizes], dashed=True))
-    means = [Curve(s, gib, [panel.results[m, s].ttft_mean_s for m in panel.sizes]) for s in systems]
-    tails = [Curve(s, gib, [panel.results[m, s].ttft_p95_s for m in panel.sizes]) for s in systems]
+
+    def curve(system: str, values: dict[int, float]) -> Curve:
+        name, heights = HEADINGS.get(system, system), [values[size] for size in panel.sizes]
+        return Curve(name, gib, heights, limit=system in (CLAIRVOYANT, AGES, BOUND))
+
+    def measured(value: Callable[[CaseResult], float]) -> list[Curve]:
+        return [curve(s, {m: value(panel.results[m, s]) for m in panel.sizes}) for s in systems]
+
+    hits = measured(lambda result: 100 * result.hit_rate)
+    limits = {AGES: panel.ages, BOUND: panel.bounds}
+    hits += [curve(name, {m: 100 * rates[m] for m in panel.sizes}) for name, rates in limits.items() if rates]
     name = f"{panel.shape.name}-{panel.trace.name}.png".lower().replace("_", "-")
     title = f"{panel.shape.name}, {panel.trace.name}"
     written = write_plot(
         folder / name,
         title,
         "memory for keys, values and states, GiB",
-        {"token hit rate, %": hits, "TTFT mean, s": means, "TTFT P95, s": tails},
+        {
+            "token hit rate, %": hits,
+            "TTFT mean, s": measured(lambda result: result.ttft_mean_s),
+            "TTFT P95, s": measured(lambda result: result.ttft_p95_s),
+        },
     )
     return name if written else None

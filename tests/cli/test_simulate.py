@@ -12,6 +12,7 @@ from forkpoint.config import SchedulerConfig
 from forkpoint.sim.cost import H200
 from forkpoint.sim.report import ReportPlan, write_report
 from forkpoint.sim.shape import KIMI_LINEAR
+from forkpoint.sim.systems import CLAIRVOYANT
 from forkpoint.sim.workload import make_workload
 
 CHAT = "chat:sessions=8,turns=3"
@@ -57,14 +58,14 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_report(tmp_path: Path) -> None:
-    trace = make_workload("chat:sessions=4,turns=2,system=300,first=300")
+    trace = make_workload("rag:questions=8,documents=2,length=600")
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
-    plan = ReportPlan((trace,), H200, scheduler, 1, shapes=(KIMI_LINEAR,), systems=("forkpoint", "vllm", "sglang"))
+    plan = ReportPlan((trace,), H200, scheduler, 1, shapes=(KIMI_LINEAR,), systems=("forkpoint", "vllm", CLAIRVOYANT))
     counted: list[int] = []
     write_report(plan, tmp_path, counted.append)
     assert sum(counted) == plan.num_requests
     page = (tmp_path / "README.md").read_text()
-    assert "Kimi-Linear-48B-A3B, chat" in page and page.count("| bound") == 1
+    assert "Kimi-Linear-48B-A3B, rag" in page and page.count("| bound") == page.count("| best ages") == 1
     assert len(json.loads((tmp_path / "results.json").read_text())) == 15
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "kimi-linear-48b-a3b-chat.png").stat().st_size > 10_000
+    assert (tmp_path / "kimi-linear-48b-a3b-rag.png").stat().st_size > 10_000

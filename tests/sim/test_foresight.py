@@ -159,6 +159,6 @@ def test_where_it_cannot_be_had() -> None:
             run_case(Case(trace, QWEN3_5_9B, H200, system, 4 << 30, SCHEDULER, num_replicas=2))
     with pytest.raises(ConfigError, match="no states"):
         make_system(CLAIRVOYANT, replace(QWEN3_5_9B, states=()), 4 << 30, SCHEDULER, trace)
-    system = make_system(CLAIRVOYANT, QWEN3_5_9B, 4 << 30, SCHEDULER, trace)
+    foreseen = make_system(CLAIRVOYANT, QWEN3_5_9B, 4 << 30, SCHEDULER, trace)
     with pytest.raises(ConfigError, match="not of the trace"):
-        system.add(request("stranger", fresh(100)))
+        foreseen.add(request("stranger", fresh(100)))
