@@ -147,7 +147,7 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
 
 
 def _summary(panels: Sequence[Panel]) -> list[str]:
-    rows = [("model", "trace", "best hit rate is ours", *GAPS, "best peers")]
+    rows: list[tuple[str, ...]] = [("model", "trace", "best hit rate is ours", *GAPS, "best peers")]
     for panel in panels:
         wins = sum(panel.results[s, ENGINE].hit_rate >= panel.best_peer(s).hit_rate for s in panel.sizes)
         closed = zip(*(panel.gaps_closed(size) for size in panel.sizes), strict=True)
