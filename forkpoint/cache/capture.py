@@ -54,6 +54,7 @@ class Source(enum.Enum):
     QUEUE = "queue"  # seen among waiting prompts
     PROMPT_END = "prompt end"
     DECLARED = "declared"
+    NEAR_END = "near end"  # for prompts whose last words (who speaks next, a reminder) the next turn does not repeat
     FALLBACK = "fallback"  # inside prompts that fill much of the arena: what is left when their end gives way
     SPARSE = "sparse"  # far apart inside prompts, for those that come back edited in the middle
     INTERVAL = "interval"
@@ -86,6 +87,8 @@ class SourcedCapture:
             offer((context.prompt_end, context.prompt_end - 1), Origin.PROMPT_END)
         if Source.DECLARED in sources:
             offer(context.breakpoints, Origin.DECLARED)
+        if Source.NEAR_END in sources:
+            offer([(context.prompt_end - 1) // grid * grid - grid], Origin.NEAR_END)
         if Source.FALLBACK in sources and context.fallback_step:
             step = -(-context.fallback_step // grid) * grid
             last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
@@ -93,7 +96,7 @@ class SourcedCapture:
         if Source.SPARSE in sources and not 0 < context.fallback_step < SPARSE_STEP:
             step = -(-SPARSE_STEP // grid) * grid
             last = min(end, context.prompt_end - step // 2)
-            offer(range(start // step * step + step, last + 1, step), Origin.INTERVAL)
+            offer(range(start // step * step + step, last + 1, step), Origin.SPARSE)
         if self._interval:
             step = -(-self._interval // grid) * grid
             first = start // step * step + step

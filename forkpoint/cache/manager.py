@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,7 @@ class CacheManager:
         self._start_reading(hit.checkpoint)
         self.store.refile(hit.checkpoint, used=True)
 
-    def _note_history(self, lease: Lease, path: list[Node]) -> None:
+    def _note_history(self, lease: Lease, path: Sequence[Node]) -> None:
         """The history of these nodes goes on: states inside its prompts may be of use still, one near the end of an
         earlier prompt hardly."""
         for node in path:

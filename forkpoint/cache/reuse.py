@@ -48,6 +48,8 @@ class ReuseKind(enum.Enum):
     SUPERSEDED = "superseded"  # the end of an earlier turn
     JUNCTION = "junction"
     DECLARED = "declared"
+    NEAR_END = "near_end"
+    SPARSE = "sparse"
     PERIODIC = "periodic"
     BLOCK = "block"  # keys and values alone, of models without states
 
@@ -68,7 +70,7 @@ class ReuseKind(enum.Enum):
                 first = 0.6
             case ReuseKind.DECLARED:
                 first = 0.4
-            case ReuseKind.PERIODIC:
+            case ReuseKind.NEAR_END | ReuseKind.SPARSE | ReuseKind.PERIODIC:
                 first = 0.02
         return 1 - (1 - first) * 0.5**num_uses
 
@@ -103,11 +105,17 @@ class KindRates:
     def discard(self, block_hash: BlockHash) -> None:
         del self._waiting[block_hash]
 
-    def use(self, block_hash: BlockHash, now: float) -> int:
-        """An entry is asked for; returns how often it was before."""
+    def end(self, block_hash: BlockHash, now: float) -> int:
+        """An entry no longer waits as it did, unused until `now`; returns how often it had been used before."""
         when, uses = self._waiting.pop(block_hash)
         self._time[uses] += _time_at_risk(now - when)
-        self._uses[uses, age_bin(now - when)] += 1
+        return uses
+
+    def use(self, block_hash: BlockHash, now: float) -> int:
+        """An entry is asked for; returns how often it was before."""
+        age = now - self._waiting[block_hash][0]
+        uses = self.end(block_hash, now)
+        self._uses[uses, age_bin(age)] += 1
         return uses
 
     def update(self, now: float, kept: float) -> None:
@@ -139,8 +147,10 @@ class ReuseModel:
         self.lost_share = LOST_SHARE_START  # of the conversations that came back, those whose end was gone
 
     def track(self, block_hash: BlockHash, kind: ReuseKind, num_uses: int, last_used: float) -> None:
-        """A checkpoint is there, or was used; `num_uses` so far, at `last_used` the last time."""
-        self.forget(block_hash)
+        """A checkpoint is there, used `num_uses` times so far; it, or its conversation, was in use at `last_used`."""
+        before = self._kinds.get(block_hash)
+        if before is not None:
+            self._rates[before].end(block_hash, last_used)
         self._kinds[block_hash] = kind
         gone = self._rates[kind].add(block_hash, last_used, num_uses)
         if gone is not None:

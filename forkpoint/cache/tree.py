@@ -27,6 +27,8 @@ class Origin(enum.Enum):
     DECLARED = "declared"
     JUNCTION = "junction"
     INTERVAL = "interval"
+    NEAR_END = "near_end"
+    SPARSE = "sparse"
     FALLBACK = "fallback"
     DECODE = "decode"
 
@@ -35,6 +37,7 @@ class Origin(enum.Enum):
 
 TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
 OF_CONVERSATION = (*TURN_ENDS, Origin.FALLBACK)
+INSIDE_PROMPTS = (Origin.FALLBACK, Origin.SPARSE)  # of use as long as their conversation goes on
 
 
 @dataclass(slots=True, eq=False)

@@ -28,7 +28,17 @@ def found(interval: int = 0, **changes: Any) -> dict[int, Origin]:
 def test_the_last_boundary_of_the_prompt(prompt_end: int, positions: set[int]) -> None:
     """At `floor((P - 1) / 64) * 64`, and at P itself where 64 divides it."""
     chosen = found(end=prompt_end, prompt_end=prompt_end)
-    assert chosen == dict.fromkeys(positions, Origin.PROMPT_END)
+    assert {position for position, origin in chosen.items() if origin is Origin.PROMPT_END} == positions
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "positions"), [(128, set()), (129, {64}), (192, {64}), (193, {128}), (300, {192})]
+)
+def test_one_boundary_before_the_last_one(prompt_end: int, positions: set[int]) -> None:
+    chosen = found(end=prompt_end, prompt_end=prompt_end)
+    assert {position for position, origin in chosen.items() if origin is Origin.NEAR_END} == positions
+    declared = found(end=prompt_end, prompt_end=prompt_end, breakpoints=tuple(positions))
+    assert Origin.NEAR_END not in declared.values()
 
 
 def test_only_positions_inside_the_chunk() -> None:
@@ -77,7 +87,7 @@ def test_candidates_are_on_the_grid_and_inside(
         ("junction", {1984, 640}),
         ("queue", {1984, 704}),
         ("interval", {512, 1024, 1536}),
-        ("default", {1984, 576, 640, 704, 512, 1024, 1536}),
+        ("default", {1984, 1920, 576, 640, 704, 512, 1024, 1536}),
         ("dense", set(range(64, 2001, 64))),
     ],
 )
@@ -104,3 +114,15 @@ def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:
     assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is on the grid; 18,048 is too near the end
     assert fallbacks(22_000, 6000) == {6016, 12_032, 18_048}
     assert fallbacks(5000, 6000) == set() and fallbacks(20_000, 0) == set()
+
+
+def test_sparse_states_inside_long_prompts() -> None:
+    """Every 8,192 tokens, but near the end; where fallbacks lie closer together they serve."""
+
+    def sparse(prompt_end: int, step: int) -> set[int]:
+        chosen = found(512, end=prompt_end, prompt_end=prompt_end, fallback_step=step)
+        return {position for position, origin in chosen.items() if origin is Origin.SPARSE}
+
+    assert sparse(20_000, 0) == {8192}
+    assert sparse(20_480, 40_000) == {8192, 16_384} and sparse(30_000, 16_384) == {8192, 24_576}
+    assert sparse(30_000, 4096) == set()
