@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, core: EngineCore, inputs: InputProcessor, log: RequestLog | None = None) -> None:
         self.core = core
-        self._log = log
+        self.log = log
         self.inputs = inputs
         self._outputs = OutputAssembler(inputs.tokenizer)
         self._num_requests = 0
@@ -64,10 +64,10 @@ class Engine:
         state, sequences = found
         for name in sequences:
             self.core.abort(name)
-        if self._log is not None:
+        if self.log is not None:
             for completion in state.completions:
                 if completion.request.id in sequences:
-                    self._log.write(completion.request, FinishReason.ABORT)
+                    self.log.write(completion.request, FinishReason.ABORT)
         return state.output()
 
     def abort_all(self) -> list[RequestOutput]:
@@ -87,8 +87,8 @@ class Engine:
         changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
             self.core.finish(name, FinishReason.STOP)
-        if self._log is not None:
-            self._log_ended(self._log, updates, set(stopped))
+        if self.log is not None:
+            self._log_ended(self.log, updates, set(stopped))
         return changed
 
     @staticmethod

@@ -30,6 +30,7 @@ from forkpoint.engine.messages import (
     StepReport,
     Stop,
 )
+from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import ForkpointError, RequestError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
@@ -59,7 +60,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
             engine, stats = build_engine(config)
             try:
                 outbox.send(encode(Ready(engine.inputs.vocab_size, engine.inputs.max_model_len, stats())))
-                EngineLoop(engine.core, engine.inputs.grammars, stats, inbox, outbox).run()
+                EngineLoop(engine.core, engine.inputs.grammars, stats, inbox, outbox, engine.log).run()
             finally:
                 engine.core.close()
         except Exception as error:
@@ -91,6 +92,7 @@ class EngineLoop:
         stats: Callable[[], dict[str, Any]],
         inbox: zmq.Socket[bytes],
         outbox: zmq.Socket[bytes],
+        log: RequestLog | None = None,
     ) -> None:
         self._core = core
         self._grammars = grammars
@@ -99,10 +101,11 @@ class EngineLoop:
         self._stats = stats
         self._inbox = inbox
         self._outbox = outbox
+        self._log = log
         self._decode = msgspec.msgpack.Decoder(Command).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._keys: dict[str, int] = {}  # of the open sequences, by id
-        self._ids: dict[int, str] = {}
+        self._requests: dict[int, Request] = {}  # the same, by key
         self._told: set[int] = set()  # sequences whose cache report is out
         self._refused: list[tuple[int, Failure]] = []
 
@@ -169,7 +172,7 @@ class EngineLoop:
             self._refused.append((key, Failure.of(error)))
             return
         self._keys[request.id] = key
-        self._ids[key] = request.id
+        self._requests[key] = request
 
     def _end(self, command: EndSequences) -> None:
         for key in command.keys:
@@ -177,14 +180,14 @@ class EngineLoop:
             if started is not None:
                 started[1].cancel()
                 continue
-            name = self._ids.get(key)
-            if name is None:
+            request = self._requests.get(key)
+            if request is None:
                 continue  # it ended by itself in the meantime
             if command.stopped:
-                self._core.finish(name, FinishReason.STOP)
+                self._core.finish(request.id, FinishReason.STOP)
             else:
-                self._core.abort(name)
-            self._forget(name)
+                self._core.abort(request.id)
+            self._forget(request, FinishReason.STOP if command.stopped else FinishReason.ABORT)
 
     def _answer(self, call: Call) -> Reply:
         try:
@@ -226,7 +229,7 @@ class EngineLoop:
         request = update.request
         self._told.add(key)
         if update.finish_reason is not None:
-            self._forget(request.id)
+            self._forget(request, update.finish_reason)
         return SequenceNews(
             key=key,
             token_id=update.token_id,
@@ -240,10 +243,12 @@ class EngineLoop:
             failure=Failure.of(update.error) if update.error is not None else None,
         )
 
-    def _forget(self, name: str) -> None:
-        key = self._keys.pop(name)
-        del self._ids[key]
+    def _forget(self, request: Request, reason: FinishReason) -> None:
+        key = self._keys.pop(request.id)
+        del self._requests[key]
         self._told.discard(key)
+        if self._log is not None:
+            self._log.write(request, reason)
 
     def _send(self, report: Report) -> None:
         self._outbox.send(self._encode(report))

@@ -13,6 +13,7 @@ from tests.engine.conftest import TINY
 from tests.server.running import RunningServer, start_server
 
 MAX_MODEL_LEN = 512
+REQUEST_LOG = "requests.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +25,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One server for all tests that leave it alive."""
     flags = ["--served-model-name", "tiny", "alias", "--max-model-len", str(MAX_MODEL_LEN), "--seed", "7"]
-    flags += ["--enable-dev-endpoints", "--log-interval-s", "0.5"]
-    running = start_server(tiny_model, tmp_path_factory.mktemp("server"), *flags)
+    folder = tmp_path_factory.mktemp("server")
+    flags += ["--enable-dev-endpoints", "--log-interval-s", "0.5", "--log-requests", str(folder / REQUEST_LOG)]
+    running = start_server(tiny_model, folder, *flags)
     try:
         yield running.wait_ready()
     finally:
