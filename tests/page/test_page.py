@@ -7,6 +7,7 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
+from forkpoint.demo.shipped import SHIPPED_NAME
 from tests.client.fake_server import MODEL, FakeServer, Script
 
 
@@ -59,6 +60,25 @@ def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> N
     assert sent(server) == [("user", "count")]
     body = server.requests[0]
     assert (body["model"], body["stream"], "temperature" in body, "max_tokens" in body) == (MODEL, True, False, False)
+
+
+def test_no_speed_is_told_of_an_instant(page: Page, server: FakeServer) -> None:
+    told(server, "one two three")
+    say(page, "count")
+    expect(page.locator(".figures")).to_contain_text("first token")
+    expect(page.locator(".figures")).not_to_contain_text("tokens/s")
+
+
+def test_the_model_that_comes_along_says_what_it_understands(page: Page, server: FakeServer) -> None:
+    expect(page.get_by_label("Model")).to_be_visible()
+    opening = page.get_by_role("button", name="My name is Nora. My lucky number is 42.")
+    expect(opening).to_have_count(0)
+    server.models[0]["id"] = SHIPPED_NAME
+    page.reload()
+    told(server, "Noted.")
+    opening.click()
+    expect(answers(page)).to_contain_text("Noted.")
+    assert sent(server) == [("user", "My name is Nora. My lucky number is 42.")]
 
 
 def test_what_the_cache_could_not_do_is_explained(page: Page, server: FakeServer) -> None:
@@ -251,6 +271,7 @@ def test_keys_on_the_keyboard(page: Page, server: FakeServer) -> None:
     page.keyboard.press("Enter")
     expect(answers(page)).to_contain_text("Hello")
     assert sent(server) == [("user", "one\ntwo")]
+    expect(page.locator(".figures")).to_be_visible()  # it ended: until then the key does nothing
     page.keyboard.press("ArrowUp")
     expect(page.get_by_label("Edit: you")).to_be_focused()
     page.keyboard.press("Escape")
