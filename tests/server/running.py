@@ -60,12 +60,13 @@ class RunningServer:
             raise AssertionError(f"the server does not stop:\n{self.log}") from None
 
 
-def start_server(model: Path, folder: Path, *flags: str, name: str = "server") -> RunningServer:
-    """Start without waiting; the log goes to a file in `folder`."""
+def start_server(model: Path | None, folder: Path, *flags: str, name: str = "server") -> RunningServer:
+    """Start without waiting; the log goes to a file in `folder`. Without `model` none is named."""
     log_path = folder / f"{name}.log"
-    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", str(model), "--port", "0", *flags]
+    named = [] if model is None else [str(model)]
+    command = [sys.executable, "-m", "forkpoint.cli.main", "serve", *named, "--port", "0", *flags]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, stderr=log, stdout=log, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
         )
-    return RunningServer(process, log_path, str(model))
+    return RunningServer(process, log_path, "".join(named))
