@@ -1,6 +1,6 @@
 """`python -m forkpoint` is the `forkpoint` command."""
 
-from forkpoint.cli.main import main
+from forkpoint.cli.main import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -62,7 +62,7 @@ class StructuredOutputsParams:
             _require(ok, f"structured_outputs.{name}", value, "a text of valid Unicode that is not empty")
         ok = self.choice is None or (isinstance(self.choice, tuple) and all(map(_is_text, self.choice)))
         ok = ok and (self.choice is None or any(self.choice))
-        _require(ok, "structured_outputs.choice", self.choice, "a list of texts of valid Unicode, not all of them empty")
+        _require(ok, "structured_outputs.choice", self.choice, "a list of texts (valid Unicode), not all of them empty")
         ok = self.json_object is None or self.json_object is True
         _require(ok, "structured_outputs.json_object", self.json_object, "True")
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 
 from forkpoint.client.server import Server
 from forkpoint.config import EngineConfig
-from forkpoint.errors import EngineStoppedError
 from forkpoint.obs.logs import set_up_logging
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.run import Server as LocalServer
@@ -21,7 +20,8 @@ POLL_S = 0.05
 async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncIterator[str]:
     """The URL of a server on a free loopback port that serves `engine` under `names`.
 
-    Entering raises what loading the model raises; leaving ends the server and its engine.
+    Entering raises what loading the model raises, and KeyboardInterrupt after a signal in the meantime; leaving ends
+    the server and its engine.
     """
     set_up_logging(engine.log_level)
     config = ServerConfig(host="127.0.0.1", port=0, served_model_name=tuple(names))
@@ -44,7 +44,7 @@ async def _until_ready(url: str, life: asyncio.Task[int]) -> None:
     ready.cancel()
     if life.done():
         life.result()
-        raise EngineStoppedError("stopped while the model was loading")
+        raise KeyboardInterrupt  # which the server took for itself
 
 
 async def _poll(url: str) -> None:

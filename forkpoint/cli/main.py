@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from forkpoint.errors import ForkpointError
 
@@ -44,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"unexpected {type(error).__name__}: {_one_line(error)} (traceback: --log-level debug)", options)
 
 
+def run() -> NoReturn:
+    """The command as a process: `main`, and an end that no further Ctrl-C breaks into."""
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise SystemExit(code)
+
+
 def _prepare_streams() -> None:
     """Give every stream something that can be read or written, whatever the caller closed or its locale lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -75,4 +84,4 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -39,6 +39,8 @@ def run_batch_command(options: argparse.Namespace) -> int:
     try:
         if todo:
             asyncio.run(_run(options, engine, todo, tally))
+    except asyncio.CancelledError:
+        pass  # the second Ctrl-C
     finally:
         output.close()
         if not todo or tally.num_open < len(todo):
@@ -77,7 +79,8 @@ class Tally:
             self._num_cached_tokens += answer.usage.num_cached_tokens or 0
 
     def summary(self) -> str:
-        parts = [f"{self.num_answered:,} answered", f"{self.num_failed:,} failed"]
+        parts = [f"{self.num_answered:,} answered"]
+        parts.append(f"{self.num_failed:,} failed" + (f" (why: {self._output.path})" if self.num_failed else ""))
         if self.num_before:
             parts.append(f"{self.num_before:,} were answered before")
         if self.num_open:
@@ -110,7 +113,7 @@ async def _run(
 
 
 def _stop_at_interrupt() -> asyncio.Event:
-    """Set by the first Ctrl-C, after which open requests may end; the second one cancels them."""
+    """Set by the first Ctrl-C or SIGTERM, after which open requests may end; the second one cancels them."""
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 
@@ -121,5 +124,6 @@ def _stop_at_interrupt() -> asyncio.Event:
             print("\nwaiting for open requests; Ctrl-C again drops them", file=sys.stderr)
         stop.set()
 
-    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_interrupt)
     return stop

@@ -90,8 +90,9 @@ class BatchOutput:
 
     def __init__(self, path: Path, requests: Sequence[BatchRequest]) -> None:
         """Keep the lines of `path` that need no second try. Raises ConfigError if they answer other requests."""
-        self._path = path
-        kept = [entry for entry in self._read() if _is_final(entry)]
+        self.path = path
+        is_file = not path.exists() or path.is_file()  # else it is a device or a pipe: written to, never replaced
+        kept = [entry for entry in self._read() if _is_final(entry)] if is_file else []
         self.done = frozenset(entry["custom_id"] for entry in kept)
         strange = self.done - {request.custom_id for request in requests}
         if strange:
@@ -100,10 +101,11 @@ class BatchOutput:
                 "give another output file"
             )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-            os.replace(partial, path)
+            if is_file:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(path.name + ".partial")
+                partial.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+                os.replace(partial, path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
@@ -115,22 +117,22 @@ class BatchOutput:
             self._file.flush()
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be written: {error.strerror}; run the same command again to go on"
+                f"{self.path} cannot be written: {error.strerror}; run the same command again to go on"
             ) from error
 
     def close(self) -> None:
         self._file.close()
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
+        if not self.path.exists():
             return
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue  # cut off when the run before was killed
             if not isinstance(entry, dict) or "custom_id" not in entry or "response" not in entry:
-                raise ConfigError(f"{self._path} exists and is no output of a batch; give another file")
+                raise ConfigError(f"{self.path} exists and is no output of a batch; give another file")
             yield entry
 
 

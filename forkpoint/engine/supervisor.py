@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 
 import msgspec
@@ -57,6 +58,7 @@ class EngineProcess:
         self._reports.bind(names[1])
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=run_engine, args=(self._config, *names), name="engine")
+        resource_tracker.ensure_running()  # else `start` does it, which takes the block off again
         with _signals_blocked():  # inherited: they are for this process to handle, from the first moment on
             self._process.start()
         self._loop = loop

@@ -125,12 +125,41 @@ def test_an_output_of_something_else_is_not_touched(files: Files, capsys: pytest
         assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_the_output_may_be_a_pipe(files: Files, server: FakeServer) -> None:
+    os.mkfifo(files.output)
+    read: list[str] = []
+    thread = threading.Thread(target=lambda: read.append(files.output.read_text()))
+    thread.start()
+    assert files.run(line("a"), line("b")) == 0
+    thread.join(10)
+    assert files.output.is_fifo() and {json.loads(text)["custom_id"] for text in read[0].splitlines()} == {"a", "b"}
+
+
 def test_nothing_answers(files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.url = "http://127.0.0.1:1"
     assert files.run(line("a"), line("b")) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: nothing answers at http://127.0.0.1:1") and shown.count("\n") == 1
     assert files.output.read_text() == ""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_drops_what_is_open(
+    files: Files, server: FakeServer, capsys: pytest.CaptureFixture[str], first: signal.Signals
+) -> None:
+    def interrupt() -> None:
+        while len(server.requests) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), first)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server.script = Script(first_token_s=20)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert files.run(line("a"), line("b"), line("c"), options=("--max-concurrency", "2")) == 130
+    thread.join()
+    assert "Ctrl-C again drops them" in capsys.readouterr().err and files.output.read_text() == ""
 
 
 @pytest.mark.parametrize(

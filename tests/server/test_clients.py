@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +78,18 @@ def test_a_batch_gets_the_same_answers(
         body = found[output.prompt]["response"]["body"]
         assert body["choices"][0]["text"] == output.outputs[0].text
     assert found["wrong"]["response"]["status_code"] == 400 and "512" in found["wrong"]["error"]["message"]
+
+
+def test_a_batch_interrupted_while_its_model_loads(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n')
+    command = [sys.executable, "-m", "forkpoint", "run-batch", "-i", "in.jsonl", "-o", "out.jsonl"]
+    options = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    batch = subprocess.Popen([*command, "--model", str(tiny_model)], **options)  # type: ignore[call-overload]
+    while not Path(f"/proc/{batch.pid}/task/{batch.pid}/children").read_text().strip():
+        time.sleep(0.01)
+    os.killpg(batch.pid, signal.SIGINT)
+    os.killpg(batch.pid, signal.SIGINT)
+    assert (batch.wait(30), batch.stderr.read()) == (130, "")
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -85,6 +86,20 @@ def test_interrupted_while_loading(tiny_model: Path, tmp_path: Path) -> None:
     assert early.process.wait(60) == 0
     assert "stopped while the model was loading" in early.log
     assert "Traceback" not in early.log
+
+
+def test_the_engine_is_shielded_from_signals_from_its_first_moment(tiny_model: Path, tmp_path: Path) -> None:
+    """They reach all of the terminal's processes; the server alone decides."""
+    running, seen = start_server(tiny_model, tmp_path), 0
+    wanted = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM))
+    while "ready: " not in running.log:
+        assert running.process.poll() is None, running.log
+        for pid in Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split():
+            masks = dict(re.findall(r"(Sig\w+):\t(\w+)", Path(f"/proc/{pid}/status").read_text()))
+            assert (int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)) & wanted == wanted
+            seen += 1
+        time.sleep(0.005)
+    assert seen > 10 and running.stop() == 0
 
 
 def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None:
