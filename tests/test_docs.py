@@ -1,0 +1,101 @@
+"""What the documentation names is there: files, tests, modules, commands, flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forkpoint
+from forkpoint.cli.parser import build_parser
+
+ROOT = Path(forkpoint.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```\w*\n(.*?)^```|((?:^ {4}\S.*\n)+)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"^ *(?:\$ |[A-Z_]+=\S+ |.*\| )?forkpoint ([a-z].*)", re.MULTILINE)
+FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+SUFFIXES = (".py", ".md", ".json", ".cpp", ".yaml")
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@EACH_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" not in target and not target.startswith("#"):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@EACH_PAGE
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Written from the root, from the package, or from the page's folder; results of commands are not there."""
+    for name in CODE.findall(page.read_text()):
+        if FILE.fullmatch(name) and name.endswith(SUFFIXES) and "/" in name:
+            assert any(any(base.glob(name)) for base in (ROOT, ROOT / "forkpoint", page.parent)), name
+
+
+@EACH_PAGE
+def test_tests_that_are_named_exist(page: Path) -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in CODE.findall(page.read_text()):
+        if re.fullmatch(r"test_\w+", name):
+            assert re.search(rf"\bdef {name}", source), name
+        elif re.fullmatch(r"Test\w+", name):
+            assert f"class {name}" in source, name
+
+
+def test_modules_that_are_run_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"python -m (forkpoint[\w.]*)", page.read_text()):
+            path = ROOT / name.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"{page.name}: {name}"
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The forkpoint commands in a page's code, without those that are shortened by an ellipsis or list alternatives."""
+    text = page.read_text()
+    blocks = "".join("".join(found) for found in FENCED.findall(text)).replace("\\\n", " ")
+    inline = "\n".join(CODE.findall(FENCED.sub("", text)))
+    for command in COMMAND.findall(f"{blocks}\n{inline}"):
+        if "..." not in command and "latency|" not in command:
+            yield shlex.split(command.replace("[MODEL]", "MODEL"), comments=True)
+
+
+def test_commands_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    parser, num_parsed = build_parser(), 0
+    for page in PAGES:
+        for words in commands(page):
+            try:
+                parser.parse_args(words)
+            except SystemExit as ended:
+                error = capsys.readouterr().err
+                named_only = len(words) <= 2 and ("are required" in error or "expected one" in error)
+                assert ended.code == 0 or named_only, f"{page.name}: {words}: {error}"
+            num_parsed += 1
+    assert num_parsed > 30
+
+
+def test_flags_of_the_tables_are_there() -> None:
+    known = {flag for parser in all_parsers(build_parser()) for flag in parser._option_string_actions}
+    num_seen = 0
+    for page in PAGES:
+        if page.parent.name == "benchmarks" or "simulator" in page.parts:
+            continue  # they name flags of what they compare with
+        for line in FENCED.sub("", page.read_text()).splitlines():
+            for flag in re.findall(r"(?<![\w`-])`(--[a-z][\w-]*)", line) if line.startswith("| `--") else []:
+                assert flag in known, f"{page.name}: {flag}"
+                num_seen += 1
+    assert num_seen > 25
+
+
+def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from all_parsers(child)
