@@ -58,11 +58,16 @@ def make_families(subject: Subject, examples: Iterable[SuiteExample]) -> list[Fa
     families = []
     for example in examples:
         messages = list(example.messages)
-        questions = [_question(subject, example, messages, example.answer, is_fork=False)]
+        questions = [make_question(subject, example)]
         for cut in fork_points([message["role"] for message in messages]):
             questions.append(_question(subject, example, messages[:cut], messages[cut]["content"], is_fork=True))
         families.append(tuple(sorted(questions, key=lambda question: question.num_prompt_tokens)))
     return families
+
+
+def make_question(subject: Subject, example: SuiteExample) -> Question:
+    """The example's own question. Raises ConfigError where its prompt does not fit the model."""
+    return _question(subject, example, list(example.messages), example.answer, is_fork=False)
 
 
 def fork_points(roles: Sequence[str]) -> list[int]:

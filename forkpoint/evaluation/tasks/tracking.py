@@ -86,6 +86,11 @@ class TrackingThread:
         else:
             self._move(dialogue, name)
 
+    def moved(self, least_moves: int) -> list[tuple[str, str]]:
+        """Question and answer about every name that moved so often or more since its state was said."""
+        names = [name for name in self._names if self._pending[name] >= least_moves]
+        return [(self._machine.question(name), self._state[name]) for name in names]
+
     def _open(self, dialogue: DialogueBuilder) -> None:
         name, state, text = self._draw()
         self._num_unopened -= 1
