@@ -18,6 +18,7 @@ from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.sched.plan import IntArray
 
 MAX_DESCRIPTION_LENGTH = 128 * 1024  # characters of a schema, a grammar or all choices
+MAX_WHITESPACE = 32  # characters between two parts of a JSON text: a line break and its indentation
 MAX_COMPILED_BYTES = 512 << 20  # compiled grammars that are kept
 MAX_TOKEN_S = 2.0  # what following one token may take; ambiguous grammars take longer with every token
 COMPILE_THREADS = 4
@@ -81,9 +82,9 @@ class GrammarCompiler:
         try:
             match name:
                 case "json":
-                    return compiler.compile_json_schema(text)
+                    return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
                 case "json_object":
-                    return compiler.compile_json_schema('{"type": "object"}')
+                    return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_WHITESPACE)
                 case "regex":
                     return compiler.compile_regex(text)
                 case "structural_tag":

@@ -101,6 +101,26 @@ def test_walks_under_a_schema_are_its_instances(setup: Setup) -> None:
         assert len(value.get("tags", [])) <= 3
 
 
+@pytest.mark.parametrize("wanted", [{"json": SCHEMA}, {"json_object": True}], ids=["json", "json_object"])
+def test_a_model_that_prefers_white_space_ends_all_the_same(setup: Setup, wanted: dict[str, Any]) -> None:
+    grammar, ids = setup.start(**wanted), []
+    while grammar.mask is not None and len(ids) < 1000:
+        allowed = [token for token in setup.allowed(grammar) if token != setup.eos]
+        closing = sorted(allowed, key=lambda token: "}" not in setup.text([token]))  # what ends it soonest
+        token = next((token for token in allowed if not setup.text([token]).strip()), closing[0])
+        ids.append(token)
+        grammar.accept(token)
+    assert grammar.mask is None
+    assert len(re.findall(r"\s", setup.text(ids))) > 30 and isinstance(json.loads(setup.text(ids)), dict)
+
+
+def test_pretty_printed_json_is_allowed(setup: Setup) -> None:
+    nested: Any = 1
+    for _ in range(7):
+        nested = {"a": nested}
+    setup.follow(setup.start(json_object=True), json.dumps(nested, indent=4))
+
+
 def test_json_object_is_any_object(setup: Setup) -> None:
     grammar = setup.start(json_object=True)
     setup.follow(grammar, '{"a": [1, {"b": null}], "c": "x"')
