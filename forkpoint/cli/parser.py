@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from forkpoint.cli.bench import add_offline_benches
 from forkpoint.cli.client_commands import add_bench_serve, add_client_commands
@@ -48,6 +49,24 @@ def build_parser() -> Parser:
     add_engine_options(serve)
     serve.set_defaults(command=_serve)
 
+    _add_shows(commands)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay request traces without a model",
+        description="Replay request traces through the engine's scheduler and cache, or through emulations of others, "
+        "with a cost model of a model and a device in place of both.",
+    )
+    add_simulate_options(simulate)
+    simulate.set_defaults(command=_simulate)
+
+    env = commands.add_parser("collect-env", help="print what a bug report needs")
+    env.set_defaults(command=_collect_env)
+    return parser
+
+
+def _add_shows(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add `demo` and `eval`, which show what the cache does on a model of one's own."""
     demo = commands.add_parser(
         "demo",
         help="show what the cache saves",
@@ -68,19 +87,6 @@ def build_parser() -> Parser:
     add_option_group(evaluation, "evaluation options", EvalOptions)
     add_engine_options(evaluation)
     evaluation.set_defaults(command=_eval)
-
-    simulate = commands.add_parser(
-        "simulate",
-        help="replay request traces without a model",
-        description="Replay request traces through the engine's scheduler and cache, or through emulations of others, "
-        "with a cost model of a model and a device in place of both.",
-    )
-    add_simulate_options(simulate)
-    simulate.set_defaults(command=_simulate)
-
-    env = commands.add_parser("collect-env", help="print what a bug report needs")
-    env.set_defaults(command=_collect_env)
-    return parser
 
 
 # The commands import torch, which --help and --version need not wait for.
