@@ -18,7 +18,8 @@ class CaptureContext:
 
     `prompt_end` is the number of tokens that are known beforehand and prefilled; at `junctions` cached (or lately
     evicted) histories part from this one, at `waiting_junctions` waiting prompts do; `breakpoints` were declared by
-    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once.
+    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once; where this one
+    had lost its end, `num_survived_tokens` were left.
     """
 
     start: int
@@ -29,6 +30,7 @@ class CaptureContext:
     junctions: frozenset[int] = frozenset()
     waiting_junctions: frozenset[int] = frozenset()
     fallback_step: int = 0
+    num_survived_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class SourcedCapture:
         if Source.FALLBACK in sources and context.fallback_step:
             step = -(-context.fallback_step // grid) * grid
             last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
+            if context.num_survived_tokens >= step:  # there will be room for about as much the next time
+                last = min(last, context.num_survived_tokens)
+                offer([context.num_survived_tokens], Origin.FALLBACK)
             offer(range(start // step * step + step, last + 1, step), Origin.FALLBACK)
         if Source.SPARSE in sources and not 0 < context.fallback_step < SPARSE_STEP:
             step = -(-SPARSE_STEP // grid) * grid

@@ -31,6 +31,7 @@ class Lease:
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     num_lost_turns: int = 0  # those that the conversation had when it lost its last checkpoint
+    num_survived_tokens: int = 0  # how far its keys and values then reached
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
     made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request

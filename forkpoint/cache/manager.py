@@ -384,6 +384,8 @@ class CacheManager:
             return
         checkpoint.num_turns = lease.num_turns
         self.store.refile(checkpoint)
+        if checkpoint.origin is Origin.FALLBACK:
+            self.store.note_fallback(checkpoint)
         if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
             return
         self.store.supersede(hit)
@@ -437,7 +439,7 @@ class CacheManager:
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0
         lease.hit = lease.decode_checkpoint = None
-        lease.num_lost_turns = 0
+        lease.num_lost_turns = lease.num_survived_tokens = 0
         lease.has_duplicates = False
         lease.provenance, lease.frozen = Provenance.PREFILL, not self.enabled
 
@@ -492,10 +494,12 @@ class CacheManager:
         size, counters = self.layout.block_size, self.store.counters
         counters.count_query(num_tokens, hit.num_tokens, max((hit.kv_num_tokens, *hit.junctions)), hit.miss)
         start = hit.num_tokens // size
-        lost = self.store.note_loss(lease.chain.hashes[start : self.layout.usable_prefix(num_tokens) // size])
+        gone = lease.chain.hashes[start : self.layout.usable_prefix(num_tokens) // size]
+        lost = self.store.note_loss(hit.checkpoint, gone)
         if lost is None:
             return hit.junctions
         index, lease.num_lost_turns = lost
+        lease.num_survived_tokens = hit.kv_num_tokens
         return frozenset(junction for junction in hit.junctions if junction < (start + index + 1) * size)
 
     def stats(self) -> CacheStats:

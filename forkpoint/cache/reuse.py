@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -136,6 +137,18 @@ class KindRates:
         self.earnings = [[_most(u[k:], h[k:]) for k in range(NUM_BINS)] for u, h in zip(used, held, strict=True)]
 
 
+class LostShare:
+    """The share of what was looked for that had given way, lately."""
+
+    def __init__(self) -> None:
+        self.value = LOST_SHARE_START
+        self._num_noted = 0
+
+    def note(self, lost: bool) -> None:
+        self._num_noted += 1
+        self.value += max(LOST_SHARE_STEP, 1 / (1 + self._num_noted)) * (lost - self.value)
+
+
 class ReuseModel:
     """What it earns to keep checkpoints, in uses for every arena of new data that they are held for."""
 
@@ -143,8 +156,9 @@ class ReuseModel:
         self._rates = {kind: KindRates(kind) for kind in ReuseKind}
         self._kinds: dict[BlockHash, ReuseKind] = {}
         self._updated = 0.0
-        self._num_returns = 0
-        self.lost_share = LOST_SHARE_START  # of the conversations that came back, those whose end was gone
+        self._deep: OrderedDict[BlockHash, None] = OrderedDict()  # fallbacks below others, there or gone
+        self.lost_ends = LostShare()  # of the conversations that came back, those whose end was gone
+        self.lost_fallbacks = LostShare()  # of those that had several fallbacks, the ones whose deepest was gone too
 
     def track(self, block_hash: BlockHash, kind: ReuseKind, num_uses: int, last_used: float) -> None:
         """A checkpoint is there, used `num_uses` times so far; it, or its conversation, was in use at `last_used`."""
@@ -173,9 +187,23 @@ class ReuseModel:
         num_uses = self._rates[kind].use(block_hash, now)
         if kind not in (ReuseKind.CONVERSATION, ReuseKind.PROMPT):
             return None
-        self._num_returns += 1
-        self.lost_share += max(LOST_SHARE_STEP, 1 / (1 + self._num_returns)) * (lost - self.lost_share)
+        self.lost_ends.note(lost)
         return num_uses + 1
+
+    def track_fallback(self, block_hash: BlockHash) -> None:
+        """There is a fallback below another one of its conversation."""
+        self._deep[block_hash] = None
+        if len(self._deep) > NUM_TRACKED:
+            self._deep.popitem(last=False)
+
+    def use_fallback(self, hit: BlockHash | None, lost: Sequence[BlockHash]) -> None:
+        """A conversation that had lost its end goes on from `hit`; `lost` are the blocks after that."""
+        if hit in self._deep:
+            self.lost_fallbacks.note(False)
+        elif gone := [block_hash for block_hash in lost if block_hash in self._deep]:
+            self.lost_fallbacks.note(True)
+            for block_hash in gone:
+                del self._deep[block_hash]
 
     def waits_for(self, block_hash: BlockHash) -> bool:
         """Whether there is, or was, a checkpoint at this block that would have been used."""
@@ -198,6 +226,7 @@ class ReuseModel:
         """Forget what is waited for; what was learnt stays."""
         for block_hash in list(self._kinds):
             self.forget(block_hash)
+        self._deep.clear()
 
 
 def age_bin(age: float) -> int:

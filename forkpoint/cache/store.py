@@ -41,14 +41,15 @@ class PendingSave:
 
 
 class History(NamedTuple):
-    """What tells the checkpoints of one origin apart. `inside`: blocks follow it; `has_fallback`: the checkpoint
-    before it is a fallback."""
+    """What tells the checkpoints of one origin apart. `inside`: blocks follow it; `fallback_above`, `fallback_below`:
+    the next checkpoint before it is a fallback; it is one itself, and there is another below."""
 
     num_hits: int
     num_turns: int
     superseded: bool
     inside: bool
-    has_fallback: bool
+    fallback_above: bool
+    fallback_below: bool
 
 
 class PrefixStore:
@@ -112,8 +113,8 @@ class PrefixStore:
         before = max((save for save in pending if save.num_tokens < num_tokens), key=_num_tokens, default=None)
         above = before or _nearest_checkpoint(parent)
         inside = origin in (Origin.INTERVAL, Origin.NEAR_END, *INSIDE_PROMPTS)  # the prompt goes on
-        history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK)
-        saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, inside))
+        history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK, False)
+        saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, history))
         earnings = self._earnings(origin, history, age=0.0)
         return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, earnings, block_hash))
 
@@ -240,8 +241,17 @@ class PrefixStore:
         """A request goes on from a checkpoint."""
         self._reuse.use(checkpoint.node.hash, self.arena.turnover, lost=False)
 
-    def note_loss(self, hashes: Sequence[BlockHash]) -> tuple[int, int] | None:
-        """A request comes back to a history of which these blocks, or checkpoints there, had given way.
+    def note_fallback(self, checkpoint: Checkpoint) -> None:
+        """A fallback was filed: the one before it is of less use now."""
+        above = _nearest_checkpoint(checkpoint.node.parent)
+        if above is not None and above.origin is Origin.FALLBACK:
+            above.fallback_below = checkpoint
+            self._reuse.track_fallback(checkpoint.node.hash)
+            self.refile(above)
+
+    def note_loss(self, hit: Checkpoint | None, hashes: Sequence[BlockHash]) -> tuple[int, int] | None:
+        """A request comes back to a history of which these blocks, or checkpoints there, had given way; it goes on from
+        `hit`.
 
         If it goes on with a conversation: (where in `hashes` that had ended, how many turns it has had).
         """
@@ -249,7 +259,10 @@ class PrefixStore:
         for index in range(len(hashes) - 1, -1, -1):
             if self._reuse.waits_for(hashes[index]):
                 num_turns = self._reuse.use(hashes[index], self.arena.turnover, lost=True)
-                return None if num_turns is None else (index, num_turns)
+                if num_turns is None:
+                    return None
+                self._reuse.use_fallback(hit.node.hash if hit else None, hashes)
+                return index, num_turns
         return None
 
     def note_unsaved_end(self, block_hash: BlockHash, num_turns: int) -> None:
@@ -323,25 +336,39 @@ class PrefixStore:
         above = _nearest_checkpoint(c.node.parent)
         history = _history(c, above)
         saved, num_bytes = self._worth(
-            above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history.inside)
+            above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history)
         )
         earnings = self._earnings(c.origin, history, self.arena.turnover - c.last_used)
         return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings, c.node.hash)
 
     def _earnings(self, origin: Origin, history: History, age: float) -> float:
-        earnings, lost_share = self._reuse.earnings(*_class_of(origin, history), age), self._reuse.lost_share
-        if origin is Origin.FALLBACK and history.inside:
-            earnings *= lost_share  # of use once the conversation has lost its end
-        if history.has_fallback and origin in OF_CONVERSATION:
-            earnings *= 1 - lost_share  # of use unless it gives way before; the fallback is counted on for that case
-        return earnings
+        return self._reuse.earnings(*_class_of(origin, history), age) * self._share_served(origin, history)
 
-    def _kv_share(self, origin: Origin, inside: bool) -> float:
-        """Of the keys and values between a checkpoint and the one before it, the share held on its account: none
-        where what is below keeps them in any case; for a fallback those of the time after its conversation's end."""
-        if not inside:
+    def _share_served(self, origin: Origin, history: History) -> float:
+        """Of its conversation's returns, the share that a checkpoint serves: those for which all below it has given
+        way, and, where one before it is counted on for that case, it has not."""
+        if origin not in OF_CONVERSATION:
             return 1.0
-        return self._reuse.lost_share if origin is Origin.FALLBACK else 0.0
+        share, is_fallback = 1.0, origin is Origin.FALLBACK
+        if is_fallback:
+            share = self._share_lost_below(history)
+        if history.fallback_above:
+            share *= 1 - (self._reuse.lost_fallbacks if is_fallback else self._reuse.lost_ends).value
+        return share
+
+    def _share_lost_below(self, history: History) -> float:
+        """Of a conversation's returns, the share for which all checkpoints below a fallback have given way."""
+        if not history.inside:
+            return 1.0
+        share = self._reuse.lost_ends.value
+        return share * self._reuse.lost_fallbacks.value if history.fallback_below else share
+
+    def _kv_share(self, origin: Origin, history: History) -> float:
+        """Of the keys and values between a checkpoint and the one before it, the share held on its account: none
+        where what is below keeps them in any case; for a fallback those of the time after all below has given way."""
+        if not history.inside:
+            return 1.0
+        return self._share_lost_below(history) if origin is Origin.FALLBACK else 0.0
 
     def _due(self, entry: Node | Checkpoint) -> float:
         """When the entry's earnings change with its age."""
@@ -397,13 +424,14 @@ def _num_tokens(save: PendingSave) -> int:
 
 
 def _history(c: Checkpoint, above: Checkpoint | None) -> History:
-    has_fallback = above is not None and above.origin is Origin.FALLBACK
-    return History(c.num_hits, c.num_turns, c.superseded, bool(c.node.children), has_fallback)
+    fallback_above = above is not None and above.origin is Origin.FALLBACK
+    fallback_below = c.fallback_below is not None and not c.fallback_below.dropped
+    return History(c.num_hits, c.num_turns, c.superseded, bool(c.node.children), fallback_above, fallback_below)
 
 
 def _class_of(origin: Origin, history: History) -> tuple[ReuseKind, int]:
     """Which checkpoints such a one is used like, and how often it has been so far."""
-    num_hits, num_turns, superseded, inside, _ = history
+    num_hits, num_turns, superseded, inside, _, _ = history
     if origin in OF_CONVERSATION:
         if not inside or origin is Origin.FALLBACK:
             return ReuseKind.CONVERSATION, num_turns

@@ -94,6 +94,7 @@ class Checkpoint:
     num_readers: int = 0
     num_hits: int = 0
     num_expected: int = 0  # waiting requests known to resume here
+    fallback_below: Checkpoint | None = None  # of a fallback: the next one of its conversation, while that is there
     superseded: bool = False  # a later checkpoint of the same conversation exists
     num_turns: int = 0  # how often the conversation that it ends was continued before
     last_used: float = 0.0

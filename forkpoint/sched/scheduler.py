@@ -240,6 +240,7 @@ class Scheduler:
             junctions=entry.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
             fallback_step=self._fallback_step,
+            num_survived_tokens=lease.num_survived_tokens,
         )
         self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step

@@ -107,7 +107,7 @@ def test_entries_that_gave_way_are_learnt_from() -> None:
             assert model.waits_for(name(number - 12))
             assert model.use(name(number - 12), now, lost=True) == 1
     earned = [model.earnings(ReuseKind.CONVERSATION, 0, age) for age in MIDDLES]
-    assert int(np.argmax(earned)) == age_bin(0.6) and model.lost_share > 0.99
+    assert int(np.argmax(earned)) == age_bin(0.6) and model.lost_ends.value > 0.99
 
 
 def test_before_anything_is_seen_an_entry_of_some_age_is_worth_as_much_as_a_new_one() -> None:
@@ -126,9 +126,23 @@ def test_the_share_of_lost_conversations() -> None:
     for number in range(60):
         model.track(name(number), ReuseKind.CONVERSATION, number % 3, 0.0)
         model.use(name(number), 0.1, lost=number < 30)
-        shares.append(model.lost_share)
+        shares.append(model.lost_ends.value)
     assert shares[0] == 0.75 and shares[29] > 0.95  # the first return counts half
     assert shares[29:] == sorted(shares[29:], reverse=True) and shares[-1] < 0.1
+
+
+def test_the_share_of_lost_fallbacks() -> None:
+    """Counted for conversations that had several: the deepest of them was there, or was not."""
+    model = ReuseModel()
+    model.use_fallback(name(1), [name(2)])
+    assert model.lost_fallbacks.value == 0.5, "none of them had several"
+    model.track_fallback(name(1))
+    model.use_fallback(name(1), [name(2)])
+    assert model.lost_fallbacks.value == 0.25
+    model.use_fallback(None, [name(0), name(1), name(2)])
+    assert model.lost_fallbacks.value == pytest.approx(0.25 + 0.75 / 3)
+    model.use_fallback(None, [name(0), name(1), name(2)])  # it was found gone before
+    assert model.lost_fallbacks.value == pytest.approx(0.5)
 
 
 def test_what_is_told_of_a_return() -> None:
