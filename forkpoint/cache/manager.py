@@ -280,7 +280,7 @@ class CacheManager:
             self.store.counters.checkpoints_skipped[Origin.DECODE] += 1
             return
         old, lease.slot = lease.slot, fresh
-        checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.provenance)
+        checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.provenance, lease.num_turns)
         assert checkpoint is not None
         self._adopt(lease, checkpoint)
         lease.decode_checkpoint = lease.read_from = checkpoint
@@ -372,7 +372,7 @@ class CacheManager:
         self._filed.append(item)
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
-        checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance)
+        checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.num_turns)
         if checkpoint is not None:
             self._adopt(lease, checkpoint)
 
@@ -382,8 +382,6 @@ class CacheManager:
         hit = lease.hit
         if checkpoint.origin not in OF_CONVERSATION:
             return
-        checkpoint.num_turns = lease.num_turns
-        self.store.refile(checkpoint)
         if checkpoint.origin is Origin.FALLBACK:
             self.store.note_fallback(checkpoint)
         if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
@@ -452,7 +450,7 @@ class CacheManager:
         if lease.frozen or node.condemned or node.depth * self.layout.block_size != tokens or node.checkpoint:
             return False
         origin = Origin.DECODE if lease.provenance is Provenance.DECODE else Origin.PROMPT_END
-        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance)
+        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance, lease.num_turns)
         assert checkpoint is not None
         lease.touched.append(checkpoint)
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -28,7 +28,7 @@ ROUNDING: Final = 1e-6  # an age this close to an edge is beyond it
 MOST_USES: Final = 5  # entries of so many uses, and of more, are one class
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is waited for
 PRIOR_ENTRIES: Final = 8.0  # what is assumed beforehand counts as much as so many entries
-UPDATE_EVERY: Final = 1 / 32  # arenas
+UPDATE_EVERY: Final = 1 / 8  # arenas
 HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
 LOST_SHARE_START: Final = 0.5  # not known
 LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first ones by more
@@ -88,53 +88,69 @@ class KindRates:
         unused = 1 - np.cumsum(in_bin, axis=1) + in_bin / 2
         self._assumed_uses: FloatArray = PRIOR_ENTRIES * in_bin
         self._assumed_time: FloatArray = PRIOR_ENTRIES * unused * _WIDTH
-        self._uses: FloatArray = np.zeros_like(in_bin)
-        self._time: FloatArray = np.zeros_like(in_bin)  # at risk, of entries that no longer wait
-        self._waiting: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # -> last use, class
+        shape = len(in_bin), NUM_BINS
+        self._uses = [[0.0] * NUM_BINS for _ in range(shape[0])]  # lists: single entries are added all the time
+        self._time = [[0.0] * NUM_BINS for _ in range(shape[0])]  # at risk, of entries that no longer wait
+        self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> place in the arrays below
+        self._free: list[int] = []
+        self._last_used: FloatArray = np.full(0, np.inf)  # of entries that wait; infinite where there is none
+        self._class = np.zeros(0, np.int8)
+        self._seen = 0.0
         self.earnings: list[list[float]] = []
-        self.update(0.0, 1.0)
+        self.update(0.0)
 
     def add(self, block_hash: BlockHash, last_used: float, num_uses: int) -> BlockHash | None:
         """Wait for the next use of an entry; returns one that is no longer waited for."""
-        self._waiting[block_hash] = last_used, min(num_uses, MOST_USES)
-        if len(self._waiting) <= NUM_TRACKED:
-            return None
-        oldest, (when, uses) = self._waiting.popitem(last=False)
-        self._time[uses] += _time_at_risk(last_used - when)
+        oldest = None
+        if len(self._waiting) == NUM_TRACKED:
+            oldest = next(iter(self._waiting))
+            self.end(oldest, last_used)
+        if not self._free:
+            size = len(self._class)
+            self._free.extend(range(size, 2 * size or 64))
+            self._last_used = np.append(self._last_used, np.full(len(self._free), np.inf))
+            self._class = np.append(self._class, np.zeros(len(self._free), np.int8))
+        place = self._waiting[block_hash] = self._free.pop()
+        self._last_used[place], self._class[place] = last_used, min(num_uses, MOST_USES)
         return oldest
 
-    def discard(self, block_hash: BlockHash) -> None:
-        del self._waiting[block_hash]
+    def discard(self, block_hash: BlockHash) -> tuple[float, int]:
+        """An entry no longer waits; returns when it was last used and how often it had been."""
+        place = self._waiting.pop(block_hash)
+        self._free.append(place)
+        last_used = float(self._last_used[place])
+        self._last_used[place] = np.inf
+        return last_used, int(self._class[place])
 
-    def end(self, block_hash: BlockHash, now: float) -> int:
-        """An entry no longer waits as it did, unused until `now`; returns how often it had been used before."""
-        when, uses = self._waiting.pop(block_hash)
-        self._time[uses] += _time_at_risk(now - when)
-        return uses
+    def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
+        """As `discard`, of an entry that was not used until `now`: that counts."""
+        last_used, uses = self.discard(block_hash)
+        time = self._time[uses]
+        for index in range(age_bin(max(now - last_used, 0.0)) + 1):
+            time[index] += min(max(now - last_used - EDGES[index], 0.0), EDGES[index + 1] - EDGES[index])
+        return last_used, uses
 
     def use(self, block_hash: BlockHash, now: float) -> int:
         """An entry is asked for; returns how often it was before."""
-        age = now - self._waiting[block_hash][0]
-        uses = self.end(block_hash, now)
-        self._uses[uses, age_bin(age)] += 1
+        last_used, uses = self.end(block_hash, now)
+        self._uses[uses][age_bin(now - last_used)] += 1
         return uses
 
-    def update(self, now: float, kept: float) -> None:
-        """Work out `earnings` anew; what was seen before keeps the share `kept` of its weight."""
-        self._uses *= kept
-        self._time *= kept
-        uses, time = self._uses + self._assumed_uses, self._time + self._assumed_time
-        if self._waiting:
-            when, classes = np.asarray(list(self._waiting.values())).T
-            at_risk = _time_at_risk(now - when[:, None])
-            for number in range(len(time)):
-                time[number] += at_risk[classes == number].sum(axis=0)
+    def update(self, now: float) -> None:
+        """Work out `earnings` anew; what was seen before loses weight by its age."""
+        kept = 0.5 ** ((now - self._seen) / HALF_FORGOTTEN)
+        self._seen = now
+        seen_uses, seen_time = np.asarray(self._uses) * kept, np.asarray(self._time) * kept
+        self._uses, self._time = seen_uses.tolist(), seen_time.tolist()
+        uses, time = seen_uses + self._assumed_uses, seen_time + self._assumed_time
+        at_risk = np.clip(now - self._last_used[:, None] - _LOW, 0, _WIDTH)
+        time += (self._class == np.arange(len(time))[:, None]) @ at_risk
         by_age = uses.sum(axis=0) / time.sum(axis=0)
         rate = uses.sum(axis=1, keepdims=True) / (time @ by_age)[:, None] * by_age
         expected = np.cumsum(rate * _WIDTH, axis=1)
         used = np.exp(rate * _WIDTH - expected) - np.exp(-expected)  # the chance of use in each bin
         held = used / rate
-        self.earnings = [[_most(u[k:], h[k:]) for k in range(NUM_BINS)] for u, h in zip(used, held, strict=True)]
+        self.earnings = _best_from_each(used, held)
 
 
 class LostShare:
@@ -156,6 +172,7 @@ class ReuseModel:
         self._rates = {kind: KindRates(kind) for kind in ReuseKind}
         self._kinds: dict[BlockHash, ReuseKind] = {}
         self._updated = 0.0
+        self._next_update = deque(ReuseKind)
         self._deep: OrderedDict[BlockHash, None] = OrderedDict()  # fallbacks below others, there or gone
         self.lost_ends = LostShare()  # of the conversations that came back, those whose end was gone
         self.lost_fallbacks = LostShare()  # of those that had several fallbacks, the ones whose deepest was gone too
@@ -210,12 +227,12 @@ class ReuseModel:
         return block_hash in self._kinds
 
     def advance(self, now: float) -> None:
-        """Take in what was seen, every now and then."""
-        passed = now - self._updated
-        if passed < UPDATE_EVERY:
+        """Take in what was seen, every now and then, one kind at a time."""
+        if now - self._updated < UPDATE_EVERY / len(self._rates):
             return
-        for rates in self._rates.values():
-            rates.update(now, 0.5 ** (passed / HALF_FORGOTTEN))
+        kind = self._next_update.popleft()
+        self._next_update.append(kind)
+        self._rates[kind].update(now)
         self._updated = now
 
     def earnings(self, kind: ReuseKind, num_uses: int, age: float) -> float:
@@ -239,10 +256,11 @@ def next_edge(age: float) -> float:
     return EDGES[bin_after] if bin_after < NUM_BINS else float("inf")
 
 
-def _time_at_risk(age: float | FloatArray) -> FloatArray:
-    found: FloatArray = np.clip(age - _LOW, 0, _WIDTH)
+def _best_from_each(used: FloatArray, held: FloatArray) -> list[list[float]]:
+    """Of each class and from each bin on: the most uses for the time held, over the bins to give an entry up after."""
+    best = np.full(used.shape, -np.inf)
+    for start in range(NUM_BINS):
+        ratio = np.cumsum(used[:, start:], axis=1) / np.cumsum(held[:, start:], axis=1)
+        best[:, start] = ratio.max(axis=1)
+    found: list[list[float]] = best.tolist()
     return found
-
-
-def _most(used: FloatArray, held: FloatArray) -> float:
-    return float((np.cumsum(used) / np.cumsum(held)).max())

@@ -185,7 +185,9 @@ class PrefixStore:
             self.ghosts.discard(node.hash)
         return node
 
-    def add_checkpoint(self, node: Node, slot: int, origin: Origin, provenance: Provenance) -> Checkpoint | None:
+    def add_checkpoint(
+        self, node: Node, slot: int, origin: Origin, provenance: Provenance, num_turns: int = 0
+    ) -> Checkpoint | None:
         """Make `slot` the checkpoint of `node`. Of two for one node the better provenance stays; None: the
         one that is there stays, and the slot was freed."""
         present = node.checkpoint
@@ -196,6 +198,7 @@ class PrefixStore:
             self.drop_checkpoint(present)
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance)
         checkpoint.last_used = self.arena.turnover
+        checkpoint.num_turns = num_turns if origin in OF_CONVERSATION else 0
         node.checkpoint = checkpoint
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1
