@@ -181,7 +181,7 @@ def test_room(length: int, held: int) -> None:
     assert survivors(held + 2) < held + 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     options=st.sampled_from([DEFAULT, DENSE, UNIT, TRITON]),
     num_ids=st.integers(16, 80),

@@ -189,16 +189,24 @@ class PeerScheduler:
             sequence = self._waiting[0]
             hit = self.cache.lookup(sequence, sequence.prefill_end)
             sequence.junction = hit.kv_num_tokens if hit.kv_num_tokens > hit.num_tokens else 0
-            end = self._end_of_chunk(sequence, hit.num_tokens, planned.budget)
-            if end <= hit.num_tokens:
-                return
-            if not self.cache.start(sequence, hit, end):
+            started = self._start(planned, sequence, hit)
+            if not started and hit.num_tokens and not self._running:
+                # A hit holds what it starts from; a request that has no room for that beside itself computes all.
+                started = self._start(planned, sequence, PeerHit(0, hit.kv_num_tokens))
+            if not started:
                 return
             self._waiting.pop(0)
-            self._record_hit(sequence, hit)
-            bisect.insort(self._running, sequence, key=lambda s: s.order)
-            self._prefilling.append(sequence)
-            self._run_chunk(planned, sequence, hit.num_tokens, end)
+
+    def _start(self, planned: StepPlanned, sequence: Sequence, hit: PeerHit) -> bool:
+        """Run a sequence's first chunk from a hit, if there is budget and room for it."""
+        end = self._end_of_chunk(sequence, hit.num_tokens, planned.budget)
+        if end <= hit.num_tokens or not self.cache.start(sequence, hit, end):
+            return False
+        self._record_hit(sequence, hit)
+        bisect.insort(self._running, sequence, key=lambda s: s.order)
+        self._prefilling.append(sequence)
+        self._run_chunk(planned, sequence, hit.num_tokens, end)
+        return True
 
     def _record_hit(self, sequence: Sequence, hit: PeerHit) -> None:
         counters = self._counters

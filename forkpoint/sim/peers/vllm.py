@@ -91,8 +91,10 @@ class VllmCache:
     # --- lookup
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
+        """Whether it can run alone: its blocks, a running state and an exported one, with partial tails one more."""
         blocks = math.ceil(sequence.num_tokens / self.geometry.block_tokens)
-        return blocks + 2 * self.geometry.num_state_groups + 1 <= self.num_ids
+        num_states = 3 if self.options.unit else 2
+        return blocks + num_states * self.geometry.num_state_groups + 1 <= self.num_ids
 
     def lookup(self, sequence: Sequence, num_known_tokens: int) -> PeerHit:
         """The longest prefix with keys and values, then the last state in it."""
@@ -251,6 +253,7 @@ class VllmCache:
 
     def grow(self, sequence: Sequence, end: int) -> bool:
         held, size = self._held[sequence], self.geometry.block_tokens
+        self._let_go(held)
         missing = -(-end // size) - len(held.blocks)
         spare = 0
         if sequence.decode_base is None:
@@ -334,8 +337,7 @@ class VllmCache:
 
     def decode_event(self, sequence: Sequence, position: int) -> PeerChunk | None:
         """At a block boundary: a new block, and a new running state."""
-        held, size = self._held[sequence], self.geometry.block_tokens
-        self._let_go(held)
+        size = self.geometry.block_tokens
         if not self.grow(sequence, position + 1):
             return None
         if position % size or position <= sequence.prefill_end:
