@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forkpoint.cache.lease import Lease, RunningSlot
+from forkpoint.cache.lease import Lease, PendingSave, RunningSlot
 from forkpoint.cache.manager import CacheManager
-from forkpoint.cache.store import PendingSave
 from forkpoint.cache.tree import NO_UNIT, Checkpoint, Node
 
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.store import PendingSave
-from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Provenance
+from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Origin, Provenance
+
+
+@dataclass(slots=True, eq=False)
+class PendingSave:
+    """A slot taken for a state that a plan under construction will store; it becomes a checkpoint at issue."""
+
+    num_tokens: int
+    origin: Origin
+    slot: int = NO_UNIT
+
+    def rebind(self, old: int, new: int) -> None:
+        assert self.slot == old
+        self.slot = new
 
 
 @dataclass(slots=True, eq=False)

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.arena import Arena, UnitMove
-from forkpoint.cache.capture import Candidate
 from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost, make_policy
 from forkpoint.cache.ghosts import GhostTable
-from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.lease import Lease, RunningSlot
+from forkpoint.cache.lease import Lease, PendingSave, RunningSlot
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
-from forkpoint.cache.store import PendingSave, PrefixStore
+from forkpoint.cache.saves import SavePlanner
+from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import (
     INSIDE_PROMPTS,
     NO_UNIT,
@@ -26,6 +26,7 @@ from forkpoint.cache.tree import (
     Node,
     Origin,
     Provenance,
+    nearest_checkpoint,
 )
 from forkpoint.config import CacheConfig
 
@@ -60,7 +61,7 @@ class CacheManager:
         self._num_running_slots = 0
         self._num_read = 0  # checkpoints with readers
         self._filed: list[Node | Checkpoint] = []  # since the last plan was issued
-        self._planned: dict[BlockHash, int] = {}  # boundaries, in tokens, that the next plan makes reusable
+        self.saves = SavePlanner(self.store)
 
     # --- before a request runs
 
@@ -205,58 +206,6 @@ class CacheManager:
         self._num_running_slots += 1
         return True
 
-    def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
-        """A chunk `[start, end)` is planned: take slots for the candidates that are worth it.
-
-        No room means no checkpoint, counted. Without states every full block is reusable by itself.
-        """
-        if lease.frozen:
-            return
-        size, hashes = self.layout.block_size, lease.chain.hashes
-        if not self.layout.has_states:
-            last = min(end // size, len(hashes))
-            self._planned.update((hashes[i], (i + 1) * size) for i in range(start // size, last))
-            return
-        for candidate in candidates:
-            index = candidate.num_tokens // size - 1
-            if index >= len(hashes) or hashes[index] in self._planned:
-                continue
-            present = self.store.tree.find(hashes[index])
-            if present is not None and present.checkpoint is not None:
-                continue
-            save = PendingSave(candidate.num_tokens, candidate.origin)
-            slot = self._take_candidate_slot(save, hashes[index], lease, candidate.displaces)
-            if slot is None:
-                self.store.counters.checkpoints_skipped[candidate.origin] += 1
-                if candidate.origin is Origin.PROMPT_END:
-                    self.store.note_unsaved_end(hashes[index], lease.num_turns)
-                continue
-            save.slot = slot
-            lease.pending.append(save)
-            self._planned[hashes[index]] = candidate.num_tokens
-        lease.pending.sort(key=lambda save: save.num_tokens)
-
-    def _take_candidate_slot(
-        self, save: PendingSave, block_hash: BlockHash, lease: Lease, displaces: bool
-    ) -> int | None:
-        if not displaces:
-            return self.arena.take_slot(save, compact=False)
-        key = self.store.candidate_key(
-            block_hash, save.num_tokens, save.origin, lease.node, lease.num_turns, lease.pending
-        )
-        return self.store.take_slot(save, below=key)
-
-    def reusable_soon(self, lease: Lease, limit: int) -> int:
-        """How many tokens of this lease's history, at most `limit`, the plan under construction makes
-        reusable for the next one."""
-        size, hashes = self.layout.block_size, lease.chain.hashes
-        fits = (
-            num_tokens
-            for block_hash, num_tokens in self._planned.items()
-            if num_tokens <= min(limit, len(hashes) * size) and hashes[num_tokens // size - 1] == block_hash
-        )
-        return max(fits, default=0)
-
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
         """The lease's history goes on with `token_ids`."""
         if self.enabled:
@@ -296,7 +245,8 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        key = self.store.candidate_key(node.hash, start, Origin.DECODE, node, lease.num_turns)
+        above = nearest_checkpoint(node)
+        key = self.store.appraiser.candidate_key(node.hash, start, Origin.DECODE, lease.num_turns, above)
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -395,7 +345,7 @@ class CacheManager:
 
     def finish_plan(self) -> tuple[UnitMove, ...]:
         """The plan under construction is complete; returns the moves that it has to carry."""
-        self._planned.clear()
+        self.saves.clear()
         moves = self.arena.drain_moves()
         self.store.counters.moves += len(moves)
         return moves

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from collections.abc import Sequence
 
+from forkpoint.cache.appraisal import Appraiser, reuse_class
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
-from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, EvictionQueue, RecomputeCost
+from forkpoint.cache.eviction import EvictionPolicy, EvictionQueue, RecomputeCost
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.reuse import ReuseKind, ReuseModel, next_edge
+from forkpoint.cache.reuse import ReuseKind, ReuseModel
 from forkpoint.cache.tree import (
-    INSIDE_PROMPTS,
     NO_UNIT,
     OF_CONVERSATION,
     Checkpoint,
@@ -24,32 +21,8 @@ from forkpoint.cache.tree import (
     Origin,
     PrefixTree,
     Provenance,
+    nearest_checkpoint,
 )
-
-
-@dataclass(slots=True, eq=False)
-class PendingSave:
-    """A slot taken for a state that a plan under construction will store; it becomes a checkpoint at issue."""
-
-    num_tokens: int
-    origin: Origin
-    slot: int = NO_UNIT
-
-    def rebind(self, old: int, new: int) -> None:
-        assert self.slot == old
-        self.slot = new
-
-
-class History(NamedTuple):
-    """What tells the checkpoints of one origin apart. `inside`: blocks follow it; `fallback_above`, `fallback_below`:
-    the next checkpoint before it is a fallback; it is one itself, and there is another below."""
-
-    num_hits: int
-    num_turns: int
-    superseded: bool
-    inside: bool
-    fallback_above: bool
-    fallback_below: bool
 
 
 class PrefixStore:
@@ -75,13 +48,12 @@ class PrefixStore:
         self.counters = CacheCounters()
         self.num_checkpoints = 0
         self._reuse = ReuseModel()
-        self._policy = policy
-        self._cost = cost
+        self.appraiser = Appraiser(layout, arena, policy, cost, self._reuse)
         self._dead: deque[Node] = deque()
         self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
-            lambda c: self._policy.key(self._facts(c)), lambda c: c.num_readers == 0, self._due
+            self.appraiser.checkpoint_key, lambda c: c.num_readers == 0, self.appraiser.due
         )
-        self._leaves: EvictionQueue[Node] = EvictionQueue(self._leaf_key, _is_free_leaf, self._due)
+        self._leaves: EvictionQueue[Node] = EvictionQueue(self.appraiser.leaf_key, _is_free_leaf, self.appraiser.due)
 
     # --- room
 
@@ -98,25 +70,6 @@ class PrefixStore:
             if not self._evict_one(below):
                 return None
         return slot
-
-    def candidate_key(
-        self,
-        block_hash: BlockHash,
-        num_tokens: int,
-        origin: Origin,
-        parent: Node | None,
-        num_turns: int = 0,
-        pending: Iterable[PendingSave] = (),
-    ) -> float:
-        """The key that a checkpoint after `num_tokens` tokens would get, the last of them those of block `block_hash`;
-        `parent` is its deepest cached ancestor, `pending` what is about to be stored beside it."""
-        before = max((save for save in pending if save.num_tokens < num_tokens), key=_num_tokens, default=None)
-        above = before or _nearest_checkpoint(parent)
-        inside = origin in (Origin.INTERVAL, Origin.NEAR_END, *INSIDE_PROMPTS)  # the prompt goes on
-        history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK, False)
-        saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, history))
-        earnings = self._earnings(origin, history, age=0.0)
-        return self._policy.key(EntryFacts(origin, saved, num_bytes, self.arena.turnover, 0, 0, earnings, block_hash))
 
     def _evict_one(self, below: float | None) -> bool:
         if self._evict_dead():
@@ -246,7 +199,7 @@ class PrefixStore:
 
     def note_fallback(self, checkpoint: Checkpoint) -> None:
         """A fallback was filed: the one before it is of less use now."""
-        above = _nearest_checkpoint(checkpoint.node.parent)
+        above = nearest_checkpoint(checkpoint.node.parent)
         if above is not None and above.origin is Origin.FALLBACK:
             above.fallback_below = checkpoint
             self._reuse.track_fallback(checkpoint.node.hash)
@@ -274,7 +227,7 @@ class PrefixStore:
 
     def _track(self, c: Checkpoint) -> None:
         if c.origin is not Origin.FALLBACK:  # these stand in for the end of their conversation, which is tracked
-            self._reuse.track(c.node.hash, *_class_of(c.origin, _history(c, None)), c.last_used)
+            self._reuse.track(c.node.hash, *reuse_class(c), c.last_used)
 
     def pin(self, node: Node) -> None:
         self.tree.pin(node)
@@ -333,114 +286,6 @@ class PrefixStore:
             moves=counters.moves,
         )
 
-    # --- facts
-
-    def _facts(self, c: Checkpoint) -> EntryFacts:
-        above = _nearest_checkpoint(c.node.parent)
-        history = _history(c, above)
-        saved, num_bytes = self._worth(
-            above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history)
-        )
-        earnings = self._earnings(c.origin, history, self.arena.turnover - c.last_used)
-        return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings, c.node.hash)
-
-    def _earnings(self, origin: Origin, history: History, age: float) -> float:
-        return self._reuse.earnings(*_class_of(origin, history), age) * self._share_served(origin, history)
-
-    def _share_served(self, origin: Origin, history: History) -> float:
-        """Of its conversation's returns, the share that a checkpoint serves: those for which all below it has given
-        way, and, where one before it is counted on for that case, it has not."""
-        if origin not in OF_CONVERSATION:
-            return 1.0
-        share, is_fallback = 1.0, origin is Origin.FALLBACK
-        if is_fallback:
-            share = self._share_lost_below(history)
-        if history.fallback_above:
-            share *= 1 - (self._reuse.lost_fallbacks if is_fallback else self._reuse.lost_ends).value
-        return share
-
-    def _share_lost_below(self, history: History) -> float:
-        """Of a conversation's returns, the share for which all checkpoints below a fallback have given way."""
-        if not history.inside:
-            return 1.0
-        share = self._reuse.lost_ends.value
-        return share * self._reuse.lost_fallbacks.value if history.fallback_below else share
-
-    def _kv_share(self, origin: Origin, history: History) -> float:
-        """Of the keys and values between a checkpoint and the one before it, the share held on its account: none
-        where what is below keeps them in any case; for a fallback those of the time after all below has given way."""
-        if not history.inside:
-            return 1.0
-        return self._share_lost_below(history) if origin is Origin.FALLBACK else 0.0
-
-    def _due(self, entry: Node | Checkpoint) -> float:
-        """When the entry's earnings change with its age."""
-        return entry.last_used + next_edge(self.arena.turnover - entry.last_used)
-
-    def _worth(self, start: int, end: int, kv_share: float) -> tuple[float, int]:
-        """What a checkpoint at `end` saves if the nearest one before it is at `start`, and the bytes it takes."""
-        kv_bytes = (end - start) // self.layout.block_size * self.layout.block_bytes
-        num_bytes = self.layout.slot_bytes + int(kv_share * kv_bytes)
-        return self._cost(start, end), num_bytes
-
-    def _leaf_key(self, node: Node) -> float:
-        size = self.layout.block_size
-        return self._policy.key(
-            EntryFacts(
-                origin=Origin.PROMPT_END,
-                saved=self._cost((node.depth - 1) * size, node.depth * size),
-                num_bytes=self.layout.block_bytes,
-                last_used=node.last_used,
-                num_hits=node.num_hits,
-                num_expected=0,
-                earnings=self._reuse.earnings(ReuseKind.BLOCK, node.num_hits, self.arena.turnover - node.last_used),
-                block_hash=node.hash,
-            )
-        )
-
 
 def _is_free_leaf(node: Node) -> bool:
     return not node.children and not node.pins
-
-
-def _nearest_checkpoint(node: Node | None) -> Checkpoint | None:
-    while node is not None:
-        if node.checkpoint is not None:
-            return node.checkpoint
-        node = node.parent
-    return None
-
-
-_KINDS: Final[Mapping[Origin, ReuseKind]] = MappingProxyType(
-    {
-        Origin.JUNCTION: ReuseKind.JUNCTION,
-        Origin.DECLARED: ReuseKind.DECLARED,
-        Origin.NEAR_END: ReuseKind.NEAR_END,
-        Origin.SPARSE: ReuseKind.SPARSE,
-        Origin.INTERVAL: ReuseKind.PERIODIC,
-    }
-)
-
-
-def _num_tokens(save: PendingSave) -> int:
-    return save.num_tokens
-
-
-def _history(c: Checkpoint, above: Checkpoint | None) -> History:
-    fallback_above = above is not None and above.origin is Origin.FALLBACK
-    fallback_below = c.fallback_below is not None and not c.fallback_below.dropped
-    return History(c.num_hits, c.num_turns, c.superseded, bool(c.node.children), fallback_above, fallback_below)
-
-
-def _class_of(origin: Origin, history: History) -> tuple[ReuseKind, int]:
-    """Which checkpoints such a one is used like, and how often it has been so far."""
-    num_hits, num_turns, superseded, inside, _, _ = history
-    if origin in OF_CONVERSATION:
-        if not inside or origin is Origin.FALLBACK:
-            return ReuseKind.CONVERSATION, num_turns
-        if not superseded:
-            return ReuseKind.PROMPT, num_turns
-        return (ReuseKind.SUPERSEDED, 0) if num_hits < 2 else (ReuseKind.JUNCTION, num_hits)
-    if origin is Origin.NEAR_END and superseded:
-        return ReuseKind.SUPERSEDED, 0
-    return _KINDS[origin], num_hits

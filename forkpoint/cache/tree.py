@@ -229,3 +229,12 @@ class PrefixTree:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
+
+
+def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
+    """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
+    while node is not None:
+        if node.checkpoint is not None:
+            return node.checkpoint
+        node = node.parent
+    return None

@@ -242,7 +242,7 @@ class Scheduler:
             fallback_step=self._fallback_step,
             num_survived_tokens=lease.num_survived_tokens,
         )
-        self.cache.plan_saves(lease, start, end, self._capture.candidates(context))
+        self.cache.saves.plan(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step
         builder.add_chunk(entry, start, end, samples=end == entry.num_known)
 
@@ -291,7 +291,7 @@ class Scheduler:
                 passed_over += 1  # whatever the hit, no chunk of it fits: spare the lookup
                 continue
             hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
-            if self.cache.reusable_soon(entry.lease, usable) - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+            if self.cache.saves.reusable_soon(entry.lease, usable) - hit.num_tokens >= MIN_GAIN_TO_WAIT:
                 passed_over += 1
                 continue
             prefill_end = self._prefill_end(entry.request)
