@@ -11,7 +11,7 @@ from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.reuse import ReuseKind, ReuseModel, next_edge
-from forkpoint.cache.tree import INSIDE_PROMPTS, OF_CONVERSATION, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.cache.tree import INSIDE_PROMPTS, OF_CONVERSATION, Checkpoint, Node, Origin, PrefixTree
 
 
 class Above(Protocol):
@@ -40,10 +40,17 @@ class Appraiser:
     """Turns entries into keys of the eviction queue. Changes nothing; `reuse` is kept by the store."""
 
     def __init__(
-        self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost, reuse: ReuseModel
+        self,
+        layout: CacheLayout,
+        arena: Arena,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        cost: RecomputeCost,
+        reuse: ReuseModel,
     ) -> None:
         self._layout = layout
         self._arena = arena
+        self._tree = tree
         self._policy = policy
         self._cost = cost
         self._reuse = reuse
@@ -84,7 +91,7 @@ class Appraiser:
         return entry.last_used + next_edge(self._arena.turnover - entry.last_used)
 
     def _facts(self, c: Checkpoint) -> EntryFacts:
-        above = nearest_checkpoint(c.node.parent)
+        above = self._tree.above(c)
         history = _history(c, above)
         saved, num_bytes = self._worth(
             above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history)

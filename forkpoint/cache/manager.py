@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -89,6 +90,22 @@ class CacheManager:
         blocks += sum(node.pins == 0 for node in hit.path) if self.layout.has_kv else 0
         slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         return self.arena.num_pages_without(self._blocks_in_use + blocks, self._slots_in_use + slots) >= 0
+
+    def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether `has_room` could say so, whatever a lookup would find: of a hit only blocks that others hold
+        spare room, and those are told without one."""
+        blocks = 0
+        if self.layout.has_kv:
+            nodes = (self.store.tree.find(block_hash) for block_hash in lease.chain.hashes)
+            held = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+            blocks = self.layout.num_blocks_for(num_tokens) + spare_blocks - sum(1 for _ in held)
+        return self.arena.num_pages_without(self._blocks_in_use + blocks, self._slots_in_use + 1) >= 0
+
+    def may_hit(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether a lookup could find the first `num_tokens` tokens, a multiple of the grid, reusable."""
+        index, hashes = num_tokens // self.layout.block_size - 1, lease.chain.hashes
+        node = self.store.tree.find(hashes[index]) if 0 <= index < len(hashes) else None
+        return num_tokens == 0 or (node is not None and (node.checkpoint is not None or not self.layout.has_states))
 
     def expect(self, checkpoint: Checkpoint | None, change: int) -> None:
         """`change` waiting requests more are known to resume from `checkpoint`."""

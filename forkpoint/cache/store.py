@@ -21,7 +21,6 @@ from forkpoint.cache.tree import (
     Origin,
     PrefixTree,
     Provenance,
-    nearest_checkpoint,
 )
 
 
@@ -48,7 +47,7 @@ class PrefixStore:
         self.counters = CacheCounters()
         self.num_checkpoints = 0
         self._reuse = ReuseModel()
-        self.appraiser = Appraiser(layout, arena, policy, cost, self._reuse)
+        self.appraiser = Appraiser(layout, arena, self.tree, policy, cost, self._reuse)
         self._dead: deque[Node] = deque()
         self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
             self.appraiser.checkpoint_key, lambda c: c.num_readers == 0, self.appraiser.due
@@ -152,7 +151,7 @@ class PrefixStore:
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance)
         checkpoint.last_used = self.arena.turnover
         checkpoint.num_turns = num_turns if origin in OF_CONVERSATION else 0
-        node.checkpoint = checkpoint
+        self.tree.set_checkpoint(node, checkpoint)
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
@@ -169,7 +168,7 @@ class PrefixStore:
     def _remove_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
         assert checkpoint.num_readers == 0 and not checkpoint.dropped
         checkpoint.dropped = True
-        checkpoint.node.checkpoint = None
+        self.tree.set_checkpoint(checkpoint.node, None)
         self.num_checkpoints -= 1
         if not keep_slot:
             self.arena.give_slot(checkpoint.slot)
@@ -199,7 +198,7 @@ class PrefixStore:
 
     def note_fallback(self, checkpoint: Checkpoint) -> None:
         """A fallback was filed: the one before it is of less use now."""
-        above = nearest_checkpoint(checkpoint.node.parent)
+        above = self.tree.above(checkpoint)
         if above is not None and above.origin is Origin.FALLBACK:
             above.fallback_below = checkpoint
             self._reuse.track_fallback(checkpoint.node.hash)

@@ -99,6 +99,8 @@ class Checkpoint:
     num_turns: int = 0  # how often the conversation that it ends was continued before
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current
+    above: Checkpoint | None = None  # as `PrefixTree.above` last found it,
+    above_as_of: int = -1  # and when
     dropped: bool = False
 
     def rebind(self, old: int, new: int) -> None:
@@ -113,6 +115,7 @@ class PrefixTree:
         self._roots: dict[BlockHash, Node] = {}
         self._by_hash: dict[BlockHash, Node] = {}
         self._first_blocks: dict[bytes, int] = {}  # tokens of depth-1 nodes -> number of salts that have them
+        self._num_put_between = 0  # checkpoints that came between others and those below them
         self.num_nodes = 0
         self.num_pinned = 0
 
@@ -194,8 +197,25 @@ class PrefixTree:
                 return
             self.num_pinned -= item.depth > 0
             item = item.parent
-        if not node.path() and not node.children:
+        if node.depth == 0 and not node.children:
             self._roots.pop(node.hash, None)
+
+    def set_checkpoint(self, node: Node, checkpoint: Checkpoint | None) -> None:
+        """The node has this checkpoint from now on."""
+        if node.checkpoint is not None:
+            node.checkpoint.above = None
+        node.checkpoint = checkpoint
+        self._num_put_between += checkpoint is not None and bool(node.children)
+
+    def above(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """The nearest checkpoint before this one; the walk up is done once for as long as its answer holds."""
+        found, start = checkpoint.above, checkpoint.node.parent
+        if checkpoint.above_as_of == self._num_put_between:
+            if found is None or not found.dropped:
+                return found
+            start = found.node.parent
+        checkpoint.above, checkpoint.above_as_of = nearest_checkpoint(start), self._num_put_between
+        return checkpoint.above
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
@@ -227,6 +247,7 @@ class PrefixTree:
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped
+                assert self.above(node.checkpoint) is nearest_checkpoint(node.parent)
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
 

@@ -284,14 +284,14 @@ class Scheduler:
             if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
             usable = self.layout.usable_prefix(entry.request.num_tokens)
-            if (
-                builder.budget < self.layout.checkpoint_grid
-                and self._prefill_end(entry.request) - usable > builder.budget
-            ):
-                passed_over += 1  # whatever the hit, no chunk of it fits: spare the lookup
+            if builder.budget < self.layout.checkpoint_grid and not self._may_end(builder, entry, usable):
+                passed_over += 1
                 continue
+            soon = self.cache.saves.reusable_soon(entry.lease, usable)
+            if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, entry):
+                return
             hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
-            if self.cache.saves.reusable_soon(entry.lease, usable) - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+            if soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
                 passed_over += 1
                 continue
             prefill_end = self._prefill_end(entry.request)
@@ -301,6 +301,18 @@ class Scheduler:
                 continue
             if not self._admit(builder, entry, hit):
                 return
+
+    def _may_end(self, builder: PlanBuilder, entry: Entry, usable: int) -> bool:
+        """False, without a lookup, if a budget below the grid cannot take the entry to its prefill's end, where alone a
+        chunk may end off the grid: not unless all of `usable` is reused."""
+        rest = self._prefill_end(entry.request) - usable
+        return rest <= builder.budget and (rest <= 0 or self.cache.may_hit(entry.lease, usable))
+
+    def _may_fit(self, builder: PlanBuilder, entry: Entry) -> bool:
+        """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
+        if builder.budget < self.layout.checkpoint_grid or not self._someone_else_has_pages():
+            return True
+        return self.cache.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running))
 
     def _prefill_end(self, request: Request) -> int:
         """Tokens that go through the prefill kernels. Outputs of an earlier run do too, except in
