@@ -112,7 +112,9 @@ def test_every_part_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "agent loop",
         "the same",
     ]
-    assert all(len(line["samples"]) == 2 and line["value"] > 0 and line["floor"] > 0 for line in found)
+    assert all(len(line["samples"]) == 2 and line["floor"] > 0 for line in found)
+    # Four decoded tokens are a difference of two times: on a busy machine it can have either sign.
+    assert all(line["value"] > 0 for line in found if not line["name"].startswith("decode"))
     cached = found[-1]
     assert 0.6 * cached["floor"] <= cached["value"] <= cached["floor"] + 1e-9, "beyond what any cache can hold"
     assert "counters agreed after 32 calls" in capsys.readouterr().err

@@ -137,10 +137,10 @@ def test_states_matter(bank: ModelBank, oracle: Oracle, model: str) -> None:
     run = start(bank, options)
     trunk = ids(bank, 5, 130)
     run.ask(trunk, params_of(max_tokens=1))
-    on_node = next(node for node in run.sched.cache.store.tree.nodes() if node.checkpoint is not None)
+    slots = [node.checkpoint.slot for node in run.sched.cache.store.tree.nodes() if node.checkpoint is not None]
     for cache in run.probe.inner.arena.states:
-        cache.conv[on_node.checkpoint.slot] = 0  # type: ignore[union-attr]
-        cache.matrix[on_node.checkpoint.slot] = 0  # type: ignore[union-attr]
+        cache.conv[slots] = 0
+        cache.matrix[slots] = 0
     mine = answer(run, run.ask(trunk, params_of(max_tokens=1)))
     want = oracle.solve(options, mine).logits[0][0]
     assert mine.output.num_cached_tokens == 128
