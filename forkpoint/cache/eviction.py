@@ -110,6 +110,7 @@ class Queued(Protocol):
 
 
 Entry = TypeVar("Entry", bound=Queued)
+LEAST_COMPACTED: Final = 64
 
 
 class EvictionQueue(Generic[Entry]):
@@ -125,6 +126,12 @@ class EvictionQueue(Generic[Entry]):
         self._heap: list[tuple[float, int, Entry]] = []
         self._dues: list[tuple[float, int, Entry]] = []
         self._tickets = itertools.count()
+        self._most_filed = LEAST_COMPACTED
+
+    @property
+    def num_filed(self) -> int:
+        """Places taken, those that entries had before they were filed anew included."""
+        return len(self._heap) + len(self._dues)
 
     def push(self, entry: Entry) -> None:
         """Add an entry, or file it anew after its facts changed."""
@@ -133,6 +140,15 @@ class EvictionQueue(Generic[Entry]):
         due = self._due(entry)
         if due < math.inf:
             heapq.heappush(self._dues, (due, ticket, entry))
+        if self.num_filed > self._most_filed:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Take out what was filed before: an entry that is used again and again would never come to the front."""
+        for heap in (self._heap, self._dues):
+            heap[:] = [filed for filed in heap if filed[2].queue_entry == filed[1] and not filed[2].dropped]
+            heapq.heapify(heap)
+        self._most_filed = max(2 * self.num_filed, LEAST_COMPACTED)
 
     def lowest(self, now: float) -> tuple[float, Entry] | None:
         """The evictable entry of the smallest key at the time `now`, which stays in the queue; None: there is none.

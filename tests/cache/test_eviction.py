@@ -163,3 +163,16 @@ def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
     clock.now, entry.evictable = 3.0, True
     entry.dropped = True
     assert queue.lowest(3.0) is None
+
+
+def test_entries_filed_over_and_over_take_no_more_room() -> None:
+    """A shared prefix that every request uses never gives way; its former places in the queue have to go all the same."""
+    clock = Clock()
+    queue, entries = make_queue(clock), [Entry(float(index)) for index in range(8)]
+    for _ in range(5000):
+        for entry in entries:
+            entry.key, entry.due = entry.key + 1.0, clock.now + 1e9
+            queue.push(entry)
+    assert queue.num_filed < 100
+    lowest = queue.lowest(clock.now)
+    assert lowest is not None and lowest[1] is entries[0]
