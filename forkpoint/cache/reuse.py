@@ -52,17 +52,15 @@ class ReuseKind(enum.Enum):
     NEAR_END = "near_end"
     SPARSE = "sparse"
     PERIODIC = "periodic"
-    BLOCK = "block"  # keys and values alone, of models without states
+    BLOCK = "block"  # keys and values alone, of models without states: nobody tracks them, what is assumed holds
 
     __hash__ = object.__hash__  # as Origin
 
     def assumed_chance(self, num_uses: int) -> float:
         """The chance of one more use, as assumed before anything was seen."""
         match self:
-            case (
-                ReuseKind.CONVERSATION | ReuseKind.BLOCK
-            ):  # three in four end after their first turn, fewer after each further one
-                return (1 + num_uses) / (4 + num_uses)
+            case ReuseKind.CONVERSATION | ReuseKind.BLOCK:
+                return (1 + num_uses) / (4 + num_uses)  # three in four end after their first turn, then fewer and fewer
             case ReuseKind.PROMPT:
                 first = 0.1
             case ReuseKind.SUPERSEDED:

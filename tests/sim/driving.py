@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forkpoint.sim.peers.scheduler import PeerScheduler
@@ -23,6 +24,16 @@ def join(*parts: TokenSpans) -> TokenSpans:
 def request(name: str, prompt: TokenSpans, output: TokenSpans | int = 1, **options: object) -> TraceRequest:
     tokens = fresh(output) if isinstance(output, int) else output
     return TraceRequest(name, name, prompt, tokens, **options)  # type: ignore[arg-type]
+
+
+def as_requests(paths: Sequence[tuple[int, ...]]) -> list[TraceRequest]:
+    """Each letter is a block of 64 tokens; one more token, so that all blocks of the prompt are reusable."""
+    made = []
+    for index, path in enumerate(paths):
+        blocks = [TokenSpans(((64 * letter, 64),)) for letter in path]
+        prompt = TokenSpans.join([*blocks, TokenSpans(((1_000_000 + 10 * index, 1),))])
+        made.append(TraceRequest(f"r{index}", "s", prompt, TokenSpans(((2_000_000 + 10 * index, 1),))))
+    return made
 
 
 @dataclass

@@ -10,22 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint.sim.bound import PricedHits, ReuseProblem, clairvoyant_bound
-from forkpoint.sim.tokens import TokenSpans
-from forkpoint.sim.trace import TraceRequest
+from tests.sim.driving import as_requests
 
 Path = tuple[int, ...]  # a request, as the letters of its blocks
 
 requests_strategy = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
-
-
-def as_requests(paths: list[Path]) -> list[TraceRequest]:
-    """Each letter is a block of 64 tokens; one more token, so that all blocks of the prompt are reusable."""
-    made = []
-    for index, path in enumerate(paths):
-        blocks = [TokenSpans(((64 * letter, 64),)) for letter in path]
-        prompt = TokenSpans.join([*blocks, TokenSpans(((1_000_000 + 10 * index, 1),))])
-        made.append(TraceRequest(f"r{index}", "s", prompt, TokenSpans(((2_000_000 + 10 * index, 1),))))
-    return made
 
 
 def brute_force(paths: list[Path], memory: int, block: int, slot: int) -> int:

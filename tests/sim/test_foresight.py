@@ -19,10 +19,9 @@ from forkpoint.sim.foresight import Foresight
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, ModelShape
 from forkpoint.sim.sweep import Case, CaseResult, run_case
 from forkpoint.sim.systems import CLAIRVOYANT, ENGINE, make_system
-from forkpoint.sim.tokens import TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
-from tests.sim.driving import fresh, join, request
+from tests.sim.driving import as_requests, fresh, join, request
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
 TINY = ModelShape(  # a page holds a state or two blocks
@@ -44,23 +43,13 @@ def one_by_one(requests: list[TraceRequest]) -> Trace:
     return Trace("one by one", tuple(replace(r, arrival_s=100.0 * i) for i, r in enumerate(requests)))
 
 
-def prompts_of(paths: list[tuple[int, ...]]) -> list[TraceRequest]:
-    """Each letter is a block; one token more, and an output of one."""
-    made = []
-    for index, path in enumerate(paths):
-        blocks = [TokenSpans(((64 * letter, 64),)) for letter in path]
-        prompt = TokenSpans.join([*blocks, TokenSpans(((1_000_000 + 10 * index, 1),))])
-        made.append(TraceRequest(f"r{index}", "s", prompt, TokenSpans(((2_000_000 + 10 * index, 1),))))
-    return made
-
-
 paths_strategy = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=2, max_size=9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(paths=paths_strategy, num_blocks=st.integers(10, 24))
 def test_foresight_does_not_beat_the_bound(paths: list[tuple[int, ...]], num_blocks: int) -> None:
-    trace, layout = one_by_one(prompts_of(paths)), TINY.layout
+    trace, layout = one_by_one(as_requests(paths)), TINY.layout
     memory = num_blocks * layout.block_bytes // layout.page_bytes * layout.page_bytes
     bound = clairvoyant_bound(
         ReuseProblem.of(trace.by_arrival()), memory, layout.block_bytes, layout.slot_bytes, num_bins=8, num_rounds=60
@@ -72,7 +61,7 @@ def test_foresight_does_not_beat_the_bound(paths: list[tuple[int, ...]], num_blo
 @settings(max_examples=30, deadline=None)
 @given(paths=paths_strategy)
 def test_with_room_for_all_everything_is_reused(paths: list[tuple[int, ...]]) -> None:
-    trace = one_by_one(prompts_of(paths))
+    trace = one_by_one(as_requests(paths))
     unlimited = ReuseProblem.of(trace.by_arrival()).unlimited
     assert served(trace, CLAIRVOYANT, TINY, 1 << 22).hit_tokens == unlimited
 
