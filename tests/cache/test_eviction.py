@@ -166,7 +166,7 @@ def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
 
 
 def test_entries_filed_over_and_over_take_no_more_room() -> None:
-    """A shared prefix that every request uses never gives way; its former places in the queue have to go all the same."""
+    """A shared prefix that every request uses never gives way; its former places in the queue have to go, though."""
     clock = Clock()
     queue, entries = make_queue(clock), [Entry(float(index)) for index in range(8)]
     for _ in range(5000):

@@ -98,7 +98,7 @@ def test_with_all_the_memory_the_bound_is_reached(paths: list[Path]) -> None:
 
 def test_a_tight_example() -> None:
     """Two prompts of two blocks in turn, room for one block and its state: half a prompt of one of them."""
-    paths = [(0, 0), (1, 1)] * 4
+    paths: list[Path] = [(0, 0), (1, 1)] * 4
     problem = ReuseProblem.of(as_requests(paths))
     bound = clairvoyant_bound(problem, 2, 1, 1, num_bins=7)
     assert brute_force(paths, 2, 1, 1) == 3 and 3 * 64 <= bound.worth < 4.7 * 64
