@@ -110,7 +110,7 @@ class Queued(Protocol):
 
 
 Entry = TypeVar("Entry", bound=Queued)
-LEAST_COMPACTED: Final = 64
+LEAST_COMPACTED: Final = 1024  # places; a queue this short costs less than taking out what is old
 
 
 class EvictionQueue(Generic[Entry]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -46,16 +45,18 @@ class WaitingQueue:
 
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
         """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
-        if not self._interest:
-            return frozenset()
         size, interest = self._layout.block_size, self._interest
-        last = min(end // size, len(hashes))
-        counts = [interest.get(block_hash, 0) for block_hash in hashes[start // size : last + 1]]
-        if last >= len(hashes):
-            counts.append(0)
-        first = start // size + 1
-        pairs = itertools.pairwise(counts)
-        return frozenset((first + i) * size for i, (here, beyond) in enumerate(pairs) if here > beyond)
+        junctions: list[int] = []
+        before = 0
+        for index in range(start // size, end // size + 1):
+            # Who contains a block contains all before it: from the first block that nobody contains there are no more.
+            here = interest.get(hashes[index], 0) if index < len(hashes) else 0
+            if here < before:
+                junctions.append(index * size)
+            if not here:
+                break
+            before = here
+        return frozenset(junctions)
 
     def _reusable_hashes(self, entry: Entry) -> list[BlockHash]:
         usable = self._layout.usable_prefix(entry.request.num_tokens)
