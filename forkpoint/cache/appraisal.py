@@ -91,7 +91,7 @@ class Appraiser:
         return entry.last_used + next_edge(self._arena.turnover - entry.last_used)
 
     def _facts(self, c: Checkpoint) -> EntryFacts:
-        above = self._tree.above(c)
+        above = self._tree.above(c.node)
         history = _history(c, above)
         saved, num_bytes = self._worth(
             above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history)

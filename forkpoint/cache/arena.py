@@ -5,6 +5,8 @@ The bytes themselves belong to `runtime.buffers`; here are only ids. Page 0 is r
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,29 +50,31 @@ class UnitPool:
         self._file(page, self.per_page)
         self.num_free_in_partial += self.per_page
 
-    def take(self, owner: UnitOwner) -> int | None:
-        """A unit from the fullest partly used page; None if no page has a free one."""
-        if not self._nonempty:
-            return None
-        page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
-        unit = self._pop(page)
-        self.owners[unit] = owner
-        return unit
+    def take(self, owner: UnitOwner, count: int) -> list[int]:
+        """Up to `count` units, from the fullest partly used pages; fewer if these have no more."""
+        units: list[int] = []
+        while self._nonempty and len(units) < count:
+            units += self._pop(count - len(units))
+        self.owners.update(dict.fromkeys(units, owner))
+        return units
 
-    def give(self, unit: int) -> int | None:
-        """Free a unit; returns its page if that is now wholly free (and no longer this pool's)."""
-        del self.owners[unit]
-        page = unit // self.per_page
-        free = self._free.setdefault(page, [])
-        self._unfile(page, len(free))
-        free.append(unit)
-        self.num_free_in_partial += 1
-        if len(free) < self.per_page:
-            self._file(page, len(free))
-            return None
-        del self._free[page]
-        self.num_free_in_partial -= self.per_page
-        return page
+    def give(self, units: Sequence[int]) -> list[int]:
+        """Free units; returns the pages that are now wholly free (and no longer this pool's)."""
+        emptied = []
+        for page, group in itertools.groupby(units, lambda unit: unit // self.per_page):
+            free = self._free.setdefault(page, [])
+            self._unfile(page, len(free))
+            for unit in group:
+                del self.owners[unit]
+                free.append(unit)
+                self.num_free_in_partial += 1
+            if len(free) < self.per_page:
+                self._file(page, len(free))
+                continue
+            del self._free[page]
+            self.num_free_in_partial -= self.per_page
+            emptied.append(page)
+        return emptied
 
     def empty_one_page(self) -> tuple[int, list[tuple[int, int]]] | None:
         """Move the units of the emptiest partly used page into the others.
@@ -87,7 +91,7 @@ class UnitPool:
         for old in range(first, first + self.per_page):
             if old in gone:
                 continue
-            new = self._pop(next(iter(self._by_free[_lowest_bit(self._nonempty)])))
+            (new,) = self._pop(1)
             owner = self.owners.pop(old)
             self.owners[new] = owner
             owner.rebind(old, new)
@@ -98,16 +102,19 @@ class UnitPool:
         """Page -> its free units, for partly used pages."""
         return {page: list(units) for page, units in self._free.items() if units}
 
-    def _pop(self, page: int) -> int:
+    def _pop(self, most: int) -> list[int]:
+        """Up to `most` free units of the fullest partly used page."""
+        page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
         free = self._free[page]
         self._unfile(page, len(free))
-        unit = free.pop()
-        self.num_free_in_partial -= 1
+        units = free[: -most - 1 : -1]
+        del free[-most:]
+        self.num_free_in_partial -= len(units)
         if free:
             self._file(page, len(free))
         else:
             del self._free[page]
-        return unit
+        return units
 
     def _file(self, page: int, num_free: int) -> None:
         self._by_free[num_free][page] = None
@@ -146,36 +153,47 @@ class Arena:
     def num_free_pages(self) -> int:
         return len(self._free_pages)
 
-    def take_block(self, owner: UnitOwner) -> int | None:
+    def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
+        """Up to `count` blocks; fewer if there is no room for more."""
         assert self.blocks is not None
-        unit = self._take(self.blocks, self.slots, owner)
-        if unit is not None:
-            self.turnover += self._block_turn
-        return unit
+        units = self._take(self.blocks, self.slots, owner, count)
+        self._count_blocks(len(units))
+        return units
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
         assert self.slots is not None
-        unit = self._take(self.slots, self.blocks if compact else None, owner)
-        if unit is not None:
-            self.turnover += self._slot_turn
-        return unit
+        units = self._take(self.slots, self.blocks if compact else None, owner, 1)
+        if not units:
+            return None
+        self.turnover += self._slot_turn
+        return units[0]
 
-    def give_block(self, block: int) -> None:
+    def give_blocks(self, blocks: Sequence[int]) -> None:
         assert self.blocks is not None
-        self._reclaim(self.blocks.give(block))
+        self._free_pages += self.blocks.give(blocks)
 
     def give_slot(self, slot: int) -> None:
         assert self.slots is not None
-        self._reclaim(self.slots.give(slot))
+        self._free_pages += self.slots.give([slot])
+
+    def reissue_blocks(self, blocks: Sequence[int], owner: UnitOwner) -> None:
+        """As if these blocks were given back and taken again at once, where there is no other room."""
+        self.transfer_blocks(blocks, [owner] * len(blocks))
+        self._count_blocks(len(blocks))
+
+    @property
+    def num_blocks_until_slot(self) -> int:
+        """How many more blocks have to be free before `take_slot` finds room in a full arena."""
+        return self.blocks.per_page - self.blocks.num_free_in_partial if self.blocks else 0
 
     def transfer_slot(self, slot: int, owner: UnitOwner) -> None:
         """The slot stays in use under another owner."""
         assert self.slots is not None and slot in self.slots.owners
         self.slots.owners[slot] = owner
 
-    def transfer_block(self, block: int, owner: UnitOwner) -> None:
-        assert self.blocks is not None and block in self.blocks.owners
-        self.blocks.owners[block] = owner
+    def transfer_blocks(self, blocks: Sequence[int], owners: Sequence[UnitOwner]) -> None:
+        assert self.blocks is not None and self.blocks.owners.keys() >= set(blocks)
+        self.blocks.owners.update(zip(blocks, owners, strict=True))
 
     def drain_moves(self) -> tuple[UnitMove, ...]:
         """Moves since the last call, in order; the next plan must carry them."""
@@ -188,14 +206,16 @@ class Arena:
         used += -(-num_slots // self.slots.per_page) if self.slots else 0
         return self.num_pages - 1 - used
 
-    def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner) -> int | None:
-        unit = pool.take(owner)
-        if unit is not None:
-            return unit
-        if not self._free_pages and not (other and self._compact(other)):
-            return None
-        pool.add_page(self._free_pages.pop())
-        return pool.take(owner)
+    def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner, count: int) -> list[int]:
+        units = pool.take(owner, count)
+        while len(units) < count and (self._free_pages or (other and self._compact(other))):
+            pool.add_page(self._free_pages.pop())
+            units += pool.take(owner, count - len(units))
+        return units
+
+    def _count_blocks(self, count: int) -> None:
+        for _ in range(count):  # one by one: the clock's rounding must not depend on how many are taken at once
+            self.turnover += self._block_turn
 
     def _compact(self, pool: UnitPool) -> bool:
         emptied = pool.empty_one_page()
@@ -206,10 +226,6 @@ class Arena:
         self._moves += [UnitMove(is_slot, old, new) for old, new in moves]
         self._free_pages.append(page)
         return True
-
-    def _reclaim(self, page: int | None) -> None:
-        if page is not None:
-            self._free_pages.append(page)
 
     def check_integrity(self) -> None:
         """Free, block and slot pages are disjoint and together all pages; no unit is both free and owned."""

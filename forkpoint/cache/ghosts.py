@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from forkpoint.cache.hashing import BlockHash
 
@@ -24,14 +25,15 @@ class GhostTable:
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def add(self, block_hash: BlockHash, kind: GhostKind) -> None:
-        """Remember an evicted entry."""
-        if not self._capacity:
-            return
-        self._kinds[block_hash] = kind
-        self._kinds.move_to_end(block_hash)
-        if len(self._kinds) > self._capacity:
-            self._kinds.popitem(last=False)
+    def add(self, hashes: Iterable[BlockHash], kind: GhostKind) -> None:
+        """Remember evicted entries, in this order."""
+        kinds = self._kinds
+        for block_hash in hashes:
+            if block_hash in kinds:
+                kinds.move_to_end(block_hash)
+            kinds[block_hash] = kind
+        while len(kinds) > self._capacity:
+            kinds.popitem(last=False)
 
     def get(self, block_hash: BlockHash) -> GhostKind | None:
         return self._kinds.get(block_hash)
@@ -39,6 +41,12 @@ class GhostTable:
     def discard(self, block_hash: BlockHash) -> None:
         """The block, or its checkpoint, is cached again."""
         self._kinds.pop(block_hash, None)
+
+    def discard_blocks(self, hashes: Iterable[BlockHash]) -> None:
+        """These blocks are cached again; checkpoints that some of them lost are not."""
+        for block_hash in self._kinds.keys() & hashes:
+            if self._kinds[block_hash] is GhostKind.KV:
+                del self._kinds[block_hash]
 
     def clear(self) -> None:
         self._kinds.clear()

@@ -31,42 +31,41 @@ class HashChain:
     found by that owner alone.
     """
 
-    __slots__ = ("_owner", "_private_from", "block_bytes", "data", "hashes", "root")
+    __slots__ = ("_block_bytes", "_owner", "_private_from", "_rest", "blocks", "hashes", "root")
 
     def __init__(self, salt: str, block_size: int, owner: str = "", private_from: int | None = None) -> None:
         self.root = root_hash(salt)
         self.hashes: list[BlockHash] = []
-        self.data = b""  # int32 token ids
-        self.block_bytes = block_size * TOKEN_BYTES
+        self.blocks: list[bytes] = []  # the int32 token ids of each full block
+        self._rest = b""  # of the tokens that fill no block yet
+        self._block_bytes = block_size * TOKEN_BYTES
         self._owner = owner
         self._private_from = None if private_from is None else private_from // block_size
 
     @property
     def num_tokens(self) -> int:
-        return len(self.data) // TOKEN_BYTES
+        return (len(self.blocks) * self._block_bytes + len(self._rest)) // TOKEN_BYTES
 
     @property
     def num_blocks(self) -> int:
-        return len(self.hashes)
+        return len(self.blocks)
 
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Append tokens and hash the blocks that they fill."""
-        self.data += token_ids.astype(np.int32, copy=False).tobytes()
-        hashes, size = self.hashes, self.block_bytes
-        view = memoryview(self.data)[len(hashes) * size :]
-        full = len(hashes) + len(view) // size
-        public = full if self._private_from is None else min(full, self._private_from)
-        parent: bytes = hashes[-1] if hashes else self.root
-        offset = 0
-        append = cast(list[bytes], hashes).append
-        for end in (public, full):
-            if end > len(hashes) and len(hashes) == self._private_from:
-                parent = private_hash(BlockHash(parent), self._owner)
-            for _ in range(len(hashes), end):
-                parent = blake2b(view[offset : offset + size], digest_size=HASH_BYTES, salt=parent).digest()
-                append(parent)
-                offset += size
+        data, size = self._rest + token_ids.astype(np.int32, copy=False).tobytes(), self._block_bytes
+        full = len(data) // size * size
+        self.blocks += [data[offset : offset + size] for offset in range(0, full, size)]
+        self._rest = data[full:]
+        start, end = len(self.hashes), len(self.blocks)
+        private = end if self._private_from is None else min(max(self._private_from, start), end)
+        self._hash_blocks(start, private)
+        self._hash_blocks(private, end)
 
-    def block_tokens(self, index: int) -> bytes:
-        """The token ids of block `index`, as bytes."""
-        return self.data[index * self.block_bytes : (index + 1) * self.block_bytes]
+    def _hash_blocks(self, start: int, end: int) -> None:
+        parent: bytes = self.hashes[-1] if self.hashes else self.root
+        if start < end and start == self._private_from:
+            parent = private_hash(BlockHash(parent), self._owner)
+        append = cast(list[bytes], self.hashes).append
+        for block in self.blocks[start:end]:
+            parent = blake2b(block, digest_size=HASH_BYTES, salt=parent).digest()
+            append(parent)

@@ -52,7 +52,7 @@ def find_prefix(
     ends = {ghost_blocks * size}
     if path and path[-1].children:  # others went on from here, whatever of this history was evicted
         ends.add(kv_num_tokens)
-    lost, salted = path[num_tokens // size :], not path and tree.has_first_block(chain.block_tokens(0))
+    lost, salted = path[num_tokens // size :], not path and tree.has_first_block(chain.blocks[0])
     return PrefixHit(
         num_tokens=num_tokens,
         path=tuple(path[: num_tokens // size]),

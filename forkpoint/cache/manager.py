@@ -27,7 +27,6 @@ from forkpoint.cache.tree import (
     Node,
     Origin,
     Provenance,
-    nearest_checkpoint,
 )
 from forkpoint.config import CacheConfig
 
@@ -194,22 +193,19 @@ class CacheManager:
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens; False if the arena cannot give them (what it gave is kept)."""
-        while lease.num_blocks < self.layout.num_blocks_for(num_tokens):
-            block = self.store.take_block(lease)
-            if block is None:
-                return False
-            lease.own_blocks[lease.num_blocks] = block
-            lease.num_blocks += 1
-            self._num_own_blocks += 1
-        return True
+        start, end = lease.num_blocks, self.layout.num_blocks_for(num_tokens)
+        if start < end:
+            blocks = self.store.take_blocks(lease, end - start)
+            lease.own_blocks.update(zip(range(start, end), blocks, strict=False))
+            lease.num_blocks += len(blocks)
+            self._num_own_blocks += len(blocks)
+        return lease.num_blocks >= end
 
     def drop_duplicates(self, lease: Lease) -> None:
         """Give back blocks of the lease whose contents another request has filed meanwhile; the row's table
         has to name the tree's blocks from the plan under construction on."""
         assert lease.node is not None
-        for index in [index for index in lease.own_blocks if index < lease.node.depth]:
-            self.arena.give_block(lease.own_blocks.pop(index))
-            self._num_own_blocks -= 1
+        self.arena.give_blocks(self._pop_own_blocks(lease, [i for i in lease.own_blocks if i < lease.node.depth]))
         lease.has_duplicates = False
 
     def ensure_slot(self, lease: Lease) -> bool:
@@ -262,7 +258,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        above = nearest_checkpoint(node)
+        above = self.store.tree.nearest(node)
         key = self.store.appraiser.candidate_key(node.hash, start, Origin.DECODE, lease.num_turns, above)
         return self.store.take_slot(owner, below=key)
 
@@ -299,13 +295,9 @@ class CacheManager:
         old = node = lease.node
         assert old is not None and node is not None
         last = min(num_tokens, lease.chain.num_tokens) // self.layout.block_size
-        while not lease.frozen and node.depth < last:
-            child = self._step_down(lease, node, provenance)
-            if child is None:
-                lease.frozen = True
-                break
-            node = child
-            if save := saves.pop(node.depth, None):
+        for depth in sorted({last, *saves}):
+            node = self._file_blocks(lease, node, min(depth, last), provenance)
+            if node.depth == depth and (save := saves.pop(depth, None)):
                 self._finish_save(lease, node, save)
         if node is not old:
             self.store.pin(node)
@@ -314,29 +306,41 @@ class CacheManager:
         for save in saves.values():
             self.arena.give_slot(save.slot)
 
-    def _step_down(self, lease: Lease, parent: Node, provenance: Provenance) -> Node | None:
-        """The child of `parent` on the lease's history, filed if it is new; None: it cannot be filed."""
-        index = parent.depth
-        block_hash, tokens = lease.chain.hashes[index], lease.chain.block_tokens(index)
-        present = self.store.tree.find(block_hash)
-        if present is not None:
-            lease.has_duplicates = lease.has_duplicates or index in lease.own_blocks
-            return present if present.tokens == tokens and present.parent is parent else None
-        if parent.condemned:
-            return None
-        block = NO_UNIT
-        if self.layout.has_kv:
-            if index not in lease.own_blocks:
-                return None
-            block = lease.own_blocks.pop(index)
-            self._num_own_blocks -= 1
-        node = self.store.add_block(parent, block_hash, tokens, block, provenance)
-        self._note_filed(lease, node)
+    def _file_blocks(self, lease: Lease, node: Node, last: int, provenance: Provenance) -> Node:
+        """Go down from `node` on the lease's history to depth `last`, and file the blocks that are new.
+
+        Returns the deepest node; the lease is frozen if the rest cannot be filed.
+        """
+        node = self._follow(lease, node, last)
+        start = end = node.depth
+        if lease.frozen or start >= last:
+            return node
+        if not node.condemned:
+            while end < last and (end in lease.own_blocks or not self.layout.has_kv):
+                end += 1
+        lease.frozen = end < last
+        if start == end:
+            return node
+        blocks = self._pop_own_blocks(lease, range(start, end)) if self.layout.has_kv else [NO_UNIT] * (end - start)
+        chain = lease.chain
+        nodes = self.store.add_blocks(node, chain.hashes[start:end], chain.blocks[start:end], blocks, provenance)
+        self._note_filed(lease, nodes)
+        return nodes[-1]
+
+    def _follow(self, lease: Lease, node: Node, last: int) -> Node:
+        """Go down from `node` on the lease's history, to depth `last` or as far as the tree has it."""
+        hashes, find = lease.chain.hashes, self.store.tree.find
+        while not lease.frozen and node.depth < last and (present := find(hashes[node.depth])) is not None:
+            lease.has_duplicates = lease.has_duplicates or node.depth in lease.own_blocks
+            if present.parent is not node or present.tokens != lease.chain.blocks[node.depth]:
+                lease.frozen = True
+                break
+            node = present
         return node
 
-    def _note_filed(self, lease: Lease, item: Node | Checkpoint) -> None:
-        lease.made.append(item)
-        self._filed.append(item)
+    def _note_filed(self, lease: Lease, items: Sequence[Node | Checkpoint]) -> None:
+        lease.made += items
+        self._filed += items
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
         checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.num_turns)
@@ -345,7 +349,7 @@ class CacheManager:
 
     def _adopt(self, lease: Lease, checkpoint: Checkpoint) -> None:
         lease.touched.append(checkpoint)
-        self._note_filed(lease, checkpoint)
+        self._note_filed(lease, [checkpoint])
         hit = lease.hit
         if checkpoint.origin not in OF_CONVERSATION:
             return
@@ -446,10 +450,13 @@ class CacheManager:
         self.store.reset()
 
     def _free_own_blocks(self, lease: Lease) -> None:
-        for block in lease.own_blocks.values():
-            self.arena.give_block(block)
-        self._num_own_blocks -= len(lease.own_blocks)
-        lease.own_blocks.clear()
+        if lease.own_blocks:
+            self.arena.give_blocks(self._pop_own_blocks(lease, list(lease.own_blocks)))
+
+    def _pop_own_blocks(self, lease: Lease, indices: Sequence[int]) -> list[int]:
+        """Take these blocks of its table from a lease."""
+        self._num_own_blocks -= len(indices)
+        return [lease.own_blocks.pop(index) for index in indices]
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
         """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got.

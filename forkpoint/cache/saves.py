@@ -8,7 +8,7 @@ from forkpoint.cache.capture import Candidate
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import Origin, nearest_checkpoint
+from forkpoint.cache.tree import Origin
 
 
 class SavePlanner:
@@ -56,8 +56,9 @@ class SavePlanner:
     def _take_slot(self, save: PendingSave, block_hash: BlockHash, lease: Lease, displaces: bool) -> int | None:
         if not displaces:
             return self._store.arena.take_slot(save, compact=False)
+        assert lease.node is not None
         pending = (other for other in lease.pending if other.num_tokens < save.num_tokens)
-        above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
+        above = max(pending, key=_num_tokens, default=None) or self._store.tree.nearest(lease.node)
         key = self._store.appraiser.candidate_key(block_hash, save.num_tokens, save.origin, lease.num_turns, above)
         return self._store.take_slot(save, below=key)
 

@@ -14,7 +14,6 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.reuse import ReuseKind, ReuseModel
 from forkpoint.cache.tree import (
-    NO_UNIT,
     OF_CONVERSATION,
     Checkpoint,
     Node,
@@ -52,68 +51,82 @@ class PrefixStore:
         self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
             self.appraiser.checkpoint_key, lambda c: c.num_readers == 0, self.appraiser.due
         )
-        self._leaves: EvictionQueue[Node] = EvictionQueue(self.appraiser.leaf_key, _is_free_leaf, self.appraiser.due)
+        self._leaves: EvictionQueue[Node] = EvictionQueue(
+            self.appraiser.leaf_key, lambda node: node.is_free_leaf, self.appraiser.due
+        )
 
     # --- room
 
-    def take_block(self, owner: UnitOwner) -> int | None:
-        """A block, evicting whatever it takes; None if all that is left is in use."""
-        while (block := self.arena.take_block(owner)) is None:
-            if not self._evict_one(None):
-                return None
-        return block
+    def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
+        """Up to `count` blocks, evicting whatever it takes; fewer if all that is left is in use."""
+        taken = self.arena.take_blocks(owner, count)
+        while len(taken) < count:
+            if dead := self._evict_dead(count - len(taken)):
+                blocks = [node.block for node in dead]
+                self.arena.reissue_blocks(blocks, owner)
+                taken += blocks
+            elif self._evict_least(None):
+                taken += self.arena.take_blocks(owner, count - len(taken))
+            else:
+                break
+        return taken
 
     def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
         """A slot, evicting what it takes; with `below`, only entries whose key is smaller than that."""
         while (slot := self.arena.take_slot(owner)) is None:
-            if not self._evict_one(below):
+            most = self.arena.num_blocks_until_slot if self.layout.has_kv else len(self._dead)
+            if dead := self._evict_dead(most):
+                self._give_blocks(dead)
+            elif not self._evict_least(below):
                 return None
         return slot
 
-    def _evict_one(self, below: float | None) -> bool:
-        if self._evict_dead():
-            return True
+    def _evict_least(self, below: float | None) -> bool:
+        """Evict the checkpoint (the leaf, in a layout without states) of the least key."""
         if not self.layout.has_states:
             found_leaf = self._leaves.lowest(self.arena.turnover)
             if found_leaf is None:
                 return False
-            self._evict_leaf(found_leaf[1])
+            self._give_blocks(self._evict_leaves(found_leaf[1], 1))
             return True
         found = self._checkpoints.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
         checkpoint = found[1]
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
-        self.ghosts.add(checkpoint.node.hash, GhostKind.CHECKPOINT)
+        self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
         self._remove_checkpoint(checkpoint)
         return True
 
-    def _evict_dead(self) -> bool:
-        while self._dead:
+    def _evict_dead(self, most: int) -> list[Node]:
+        """Evict up to `most` blocks that no checkpoint needs; the arena's units are the caller's."""
+        gone: list[Node] = []
+        while self._dead and len(gone) < most:
             node = self._dead.popleft()
-            if not node.dropped and _is_free_leaf(node) and node.checkpoint is None:
-                self._evict_leaf(node)
-                return True
-        return False
+            if not node.dropped and node.is_free_leaf:
+                gone += self._evict_leaves(node, most - len(gone))
+        return gone
 
-    def _evict_leaf(self, node: Node) -> None:
-        parent = node.parent
+    def _evict_leaves(self, leaf: Node, most: int) -> list[Node]:
+        """Evict a leaf and, `most` in all, the ancestors that become leaves; the arena's units are the caller's."""
+        gone = self.tree.remove(leaf, most)
+        if not leaf.condemned:
+            self.ghosts.add([node.hash for node in gone], GhostKind.KV)
+            self.counters.blocks_evicted += len(gone)
+        parent = gone[-1].parent
         assert parent is not None
-        if not node.condemned:
-            self.ghosts.add(node.hash, GhostKind.KV)
-            self.counters.blocks_evicted += 1
-        node.dropped = True
-        self.tree.remove(node)
-        if node.block != NO_UNIT:
-            self.arena.give_block(node.block)
-        if not parent.condemned:  # `_sweep` climbs by itself
-            self._note_leaf(parent, first=True)
+        self._note_leaf(parent, first=True)
+        return gone
+
+    def _give_blocks(self, nodes: Sequence[Node]) -> None:
+        if self.layout.has_kv:
+            self.arena.give_blocks([node.block for node in nodes])
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
         """Remember a node that may have become an unpinned leaf."""
         if node.checkpoint is not None and not node.children:
             self._checkpoints.push(node.checkpoint)  # its keys and values now hang on it alone: it is worth less a byte
-        if node.depth == 0 or node.dropped or not _is_free_leaf(node) or node.checkpoint is not None:
+        if node.depth == 0 or node.dropped or not node.is_free_leaf:
             return
         if node.condemned:
             self._sweep(node)
@@ -127,15 +140,22 @@ class PrefixStore:
 
     # --- entries
 
-    def add_block(self, parent: Node, block_hash: BlockHash, tokens: bytes, block: int, provenance: Provenance) -> Node:
-        """File a block under its parent; the arena's unit changes hands."""
-        node = self.tree.insert(parent, block_hash, tokens, block, provenance)
-        node.last_used = self.arena.turnover
-        if block != NO_UNIT:
-            self.arena.transfer_block(block, node)
-        if self.ghosts.get(node.hash) is GhostKind.KV:
-            self.ghosts.discard(node.hash)
-        return node
+    def add_blocks(
+        self,
+        parent: Node,
+        hashes: Sequence[BlockHash],
+        tokens: Sequence[bytes],
+        blocks: Sequence[int],
+        provenance: Provenance,
+    ) -> list[Node]:
+        """File a chain of blocks under its parent; the arena's units change hands."""
+        nodes = self.tree.extend(parent, hashes, tokens, blocks, provenance)
+        for node in nodes:
+            node.last_used = self.arena.turnover
+        if self.layout.has_kv:
+            self.arena.transfer_blocks(blocks, nodes)
+        self.ghosts.discard_blocks(hashes)
+        return nodes
 
     def add_checkpoint(
         self, node: Node, slot: int, origin: Origin, provenance: Provenance, num_turns: int = 0
@@ -198,7 +218,7 @@ class PrefixStore:
 
     def note_fallback(self, checkpoint: Checkpoint) -> None:
         """A fallback was filed: the one before it is of less use now."""
-        above = self.tree.above(checkpoint)
+        above = self.tree.above(checkpoint.node)
         if above is not None and above.origin is Origin.FALLBACK:
             above.fallback_below = checkpoint
             self._reuse.track_fallback(checkpoint.node.hash)
@@ -250,11 +270,9 @@ class PrefixStore:
             self._sweep(item)
 
     def _sweep(self, node: Node) -> None:
-        """A condemned node goes as soon as nothing holds it, and then perhaps its parent."""
-        while node.condemned and not node.dropped and _is_free_leaf(node) and node.checkpoint is None:
-            assert node.parent is not None
-            self._evict_leaf(node)
-            node = node.parent
+        """A condemned node goes as soon as nothing holds it, and with it what is left as a leaf above it."""
+        if node.condemned and not node.dropped and node.is_free_leaf:
+            self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:
         """Condemn everything and forget the ghosts."""
@@ -284,7 +302,3 @@ class PrefixStore:
             blocks_evicted=counters.blocks_evicted,
             moves=counters.moves,
         )
-
-
-def _is_free_leaf(node: Node) -> bool:
-    return not node.children and not node.pins

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forkpoint.cache.hashing import BlockHash, HashChain
 
 NO_UNIT = -1
+MOST_TOLD = 1024  # nodes that learn at once of a checkpoint that came above them
 
 
 @enum.unique
@@ -41,6 +42,19 @@ INSIDE_PROMPTS = (Origin.FALLBACK, Origin.SPARSE)  # of use as long as their con
 
 
 @dataclass(slots=True, eq=False)
+class Region:
+    """Nodes with the same nearest checkpoint before them. Written by PrefixTree alone.
+
+    When that checkpoint goes the region becomes part of `outer`. When another one comes between it and some of the
+    nodes the region is `split`: it tells nothing any more, and a new one takes its place.
+    """
+
+    checkpoint: Checkpoint | None  # None: there is none, up to the root
+    outer: Region | None = None
+    split: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """One block of the tree. Written by PrefixTree alone (`block` also by compaction).
 
@@ -55,6 +69,7 @@ class Node:
     depth: int  # blocks from the root, this one included
     block: int
     provenance: Provenance
+    region: Region  # as it was when last looked at
     children: dict[Node, None] = field(default_factory=dict)  # a condemned and a sound one may share a hash
     checkpoint: Checkpoint | None = None
     pins: int = 0
@@ -67,6 +82,11 @@ class Node:
     def rebind(self, old: int, new: int) -> None:
         assert self.block == old
         self.block = new
+
+    @property
+    def is_free_leaf(self) -> bool:
+        """Nothing below it, no checkpoint, and no request holds it."""
+        return not (self.children or self.pins or self.checkpoint)
 
     def path(self) -> list[Node]:
         """The nodes from depth 1 down to this one (empty for a root)."""
@@ -99,9 +119,11 @@ class Checkpoint:
     num_turns: int = 0  # how often the conversation that it ends was continued before
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current
-    above: Checkpoint | None = None  # as `PrefixTree.above` last found it,
-    above_as_of: int = -1  # and when
     dropped: bool = False
+    region: Region = field(init=False)  # the nodes below, down to the next checkpoints
+
+    def __post_init__(self) -> None:
+        self.region = Region(self)
 
     def rebind(self, old: int, new: int) -> None:
         assert self.slot == old
@@ -115,7 +137,6 @@ class PrefixTree:
         self._roots: dict[BlockHash, Node] = {}
         self._by_hash: dict[BlockHash, Node] = {}
         self._first_blocks: dict[bytes, int] = {}  # tokens of depth-1 nodes -> number of salts that have them
-        self._num_put_between = 0  # checkpoints that came between others and those below them
         self.num_nodes = 0
         self.num_pinned = 0
 
@@ -123,21 +144,19 @@ class PrefixTree:
         """The root of a salt, made on first use."""
         node = self._roots.get(root_hash)
         if node is None:
-            node = Node(None, root_hash, b"", 0, NO_UNIT, Provenance.PREFILL)
+            node = Node(None, root_hash, b"", 0, NO_UNIT, Provenance.PREFILL, Region(None))
             self._roots[root_hash] = node
         return node
 
     def match(self, chain: HashChain, max_blocks: int) -> list[Node]:
         """The longest path of `chain` in the tree, at most `max_blocks` deep; token ids are compared."""
         path: list[Node] = []
-        find, size, data = self._by_hash.get, chain.block_bytes, chain.data
-        offset = 0
-        for block_hash in chain.hashes[:max_blocks]:
+        find = self._by_hash.get
+        for block_hash, tokens in zip(chain.hashes[:max_blocks], chain.blocks, strict=False):
             node = find(block_hash)
-            if node is None or node.tokens != data[offset : offset + size]:
+            if node is None or node.tokens != tokens:
                 break
             path.append(node)
-            offset += size
         return path
 
     def find(self, block_hash: BlockHash) -> Node | None:
@@ -148,26 +167,52 @@ class PrefixTree:
         """Whether any salt has a first block of these tokens."""
         return self._first_blocks.get(tokens, 0) > 0
 
-    def insert(self, parent: Node, block_hash: BlockHash, tokens: bytes, block: int, provenance: Provenance) -> Node:
-        assert block_hash not in self._by_hash
-        node = Node(parent, block_hash, tokens, parent.depth + 1, block, provenance)
-        parent.children[node] = None
-        self._by_hash[block_hash] = node
-        self.num_nodes += 1
+    def extend(
+        self,
+        parent: Node,
+        hashes: Sequence[BlockHash],
+        tokens: Sequence[bytes],
+        blocks: Sequence[int],
+        provenance: Provenance,
+    ) -> list[Node]:
+        """A chain of new nodes under `parent`, one for each block; returns them from the top down."""
+        assert hashes[0] not in self._by_hash  # nor, then, any that follows it
         if parent.depth == 0:
-            self._first_blocks[tokens] = self._first_blocks.get(tokens, 0) + 1
-        return node
+            self._first_blocks[tokens[0]] = self._first_blocks.get(tokens[0], 0) + 1
+        nodes: list[Node] = []
+        region = parent.checkpoint.region if parent.checkpoint else self._region(parent)
+        depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
+        for depth, block_hash, data, block in zip(depths, hashes, tokens, blocks, strict=True):
+            node = Node(parent, block_hash, data, depth, block, provenance, region)
+            parent.children[node] = None
+            self._by_hash[block_hash] = node
+            nodes.append(node)
+            parent = node
+        self.num_nodes += len(nodes)
+        return nodes
 
-    def remove(self, node: Node) -> None:
-        """Remove an unpinned leaf without a checkpoint."""
-        assert not node.children and not node.pins and node.checkpoint is None and node.parent is not None
-        parent = node.parent
-        del parent.children[node]
-        if not node.condemned:
-            self._forget(node)
-        self.num_nodes -= 1
-        if parent.depth == 0 and not parent.children and not parent.pins:
-            self._roots.pop(parent.hash, None)
+    def remove(self, leaf: Node, most: int = 1) -> list[Node]:
+        """Remove a free leaf and, up to `most` nodes in all, the ancestors that become free leaves by that.
+
+        Of a condemned leaf condemned ancestors only. Returns what was removed, from the leaf up.
+        """
+        assert leaf.is_free_leaf and leaf.parent is not None
+        removed = [leaf]
+        node = leaf.parent
+        del node.children[leaf]
+        while len(removed) < most and node.parent and node.is_free_leaf and node.condemned == leaf.condemned:
+            removed.append(node)
+            del node.parent.children[node]
+            node = node.parent
+        for gone in removed:
+            gone.dropped = True
+        if not leaf.condemned:
+            for gone in removed:
+                self._forget(gone)
+        self.num_nodes -= len(removed)
+        if node.depth == 0 and not node.children and not node.pins:
+            self._roots.pop(node.hash, None)
+        return removed
 
     def condemn(self, node: Node) -> None:
         """Hide a node and all below it from lookups: what they hold is not to be trusted."""
@@ -202,20 +247,56 @@ class PrefixTree:
 
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint | None) -> None:
         """The node has this checkpoint from now on."""
+        region = self._region(node)
         if node.checkpoint is not None:
-            node.checkpoint.above = None
+            gone = node.checkpoint.region
+            gone.checkpoint, gone.outer = None, region
         node.checkpoint = checkpoint
-        self._num_put_between += checkpoint is not None and bool(node.children)
+        if checkpoint is not None and node.children and not self._tell(checkpoint):
+            self._split(region, node)
 
-    def above(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """The nearest checkpoint before this one; the walk up is done once for as long as its answer holds."""
-        found, start = checkpoint.above, checkpoint.node.parent
-        if checkpoint.above_as_of == self._num_put_between:
-            if found is None or not found.dropped:
-                return found
-            start = found.node.parent
-        checkpoint.above, checkpoint.above_as_of = nearest_checkpoint(start), self._num_put_between
-        return checkpoint.above
+    def _tell(self, checkpoint: Checkpoint) -> bool:
+        """Put the nodes below a new checkpoint into its region; False if they are too many to do that at once."""
+        stack, num_told = list(checkpoint.node.children), 0
+        while stack and num_told < MOST_TOLD:
+            node = stack.pop()
+            node.region = checkpoint.region
+            num_told += 1
+            if node.checkpoint is None:
+                stack.extend(node.children)
+        return not stack
+
+    def _split(self, region: Region, node: Node) -> None:
+        region.split = True
+        fresh = Region(region.checkpoint)
+        if fresh.checkpoint is not None:
+            fresh.checkpoint.region = fresh
+            return
+        while node.parent is not None:
+            node = node.parent
+        node.region = fresh
+
+    def nearest(self, node: Node) -> Checkpoint | None:
+        """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
+        return node.checkpoint or self.above(node)
+
+    def above(self, node: Node) -> Checkpoint | None:
+        """The nearest checkpoint before `node`."""
+        node.region = self._region(node)
+        return node.region.checkpoint
+
+    def _region(self, node: Node) -> Region:
+        """The region that `node` is in now; the walk up is as short as what is known allows."""
+        while True:
+            region = node.region
+            while region.outer is not None:
+                region = region.outer
+            if not region.split:
+                return region
+            assert node.parent is not None, "the region of a root is new"
+            node = node.parent
+            if node.checkpoint is not None:
+                return node.checkpoint.region
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
@@ -245,17 +326,14 @@ class PrefixTree:
             assert node.depth == node.parent.depth + 1
             assert node.pins >= sum(child.pins > 0 for child in node.children)
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
+            assert self._region(node).checkpoint is _walk_to_checkpoint(node.parent)
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped
-                assert self.above(node.checkpoint) is nearest_checkpoint(node.parent)
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
 
 
-def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
-    """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
-    while node is not None:
-        if node.checkpoint is not None:
-            return node.checkpoint
+def _walk_to_checkpoint(node: Node | None) -> Checkpoint | None:
+    while node is not None and node.checkpoint is None:
         node = node.parent
-    return None
+    return node.checkpoint if node is not None else None

@@ -27,11 +27,18 @@ class Owner:
 
 def take(arena: Arena, is_slot: bool) -> Owner | None:
     owner = Owner()
-    unit = arena.take_slot(owner) if is_slot else arena.take_block(owner)
+    unit = arena.take_slot(owner) if is_slot else next(iter(arena.take_blocks(owner, 1)), None)
     if unit is None:
         return None
     owner.unit = unit
     return owner
+
+
+def give(arena: Arena, is_slot: bool, owner: Owner) -> None:
+    if is_slot:
+        arena.give_slot(owner.unit)
+    else:
+        arena.give_blocks([owner.unit])
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -63,16 +70,71 @@ def test_takes_and_gives(name: str, num_pages: int, ops: list[tuple[str, int]]) 
                 memory[op == "s", owner.unit] = label
         elif owners := held[op == "d"]:
             owner = owners.pop(pick % len(owners))
-            (arena.give_slot if op == "d" else arena.give_block)(owner.unit)
+            give(arena, op == "d", owner)
             assert memory.pop((op == "d", owner.unit)) == owner.label
         arena.check_integrity()
     for is_slot, owners in held.items():
         assert all(memory[is_slot, owner.unit] == owner.label for owner in owners)
     for is_slot, owners in held.items():
         for owner in owners:
-            (arena.give_slot if is_slot else arena.give_block)(owner.unit)
+            give(arena, is_slot, owner)
     arena.check_integrity()
     assert arena.num_free_pages == num_pages - 1
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@settings(max_examples=40, deadline=None)
+@given(
+    num_pages=st.integers(2, 9),
+    ops=st.lists(
+        st.tuples(st.sampled_from(["take", "take", "slot", "give", "reissue"]), st.integers(0, 40), st.integers(0, 99)),
+        max_size=40,
+    ),
+)
+def test_many_at_once_are_as_many_one_by_one(name: str, num_pages: int, ops: list[tuple[str, int, int]]) -> None:
+    arenas = [Arena(LAYOUTS[name], num_pages) for _ in range(2)]
+    at_once, one_by_one = arenas
+    anybody = Owner()
+    held: list[int] = []
+    for op, count, start in ops:
+        start %= len(held) + 1
+        some = held[start : start + count]
+        if op == "take":
+            found = at_once.take_blocks(anybody, count)
+            singles = [one_by_one.take_blocks(anybody, 1) for _ in range(count)]
+            assert found == [block for single in singles for block in single]
+            held += found
+        elif op == "slot":
+            assert at_once.take_slot(anybody, compact=False) == one_by_one.take_slot(anybody, compact=False)
+        elif op == "give":
+            at_once.give_blocks(some)
+            for block in some:
+                one_by_one.give_blocks([block])
+            del held[start : start + count]
+        elif at_once.num_blocks_until_slot == at_once.layout.blocks_per_page and not at_once.num_free_pages:
+            at_once.reissue_blocks(some, anybody)
+            for block in some:
+                one_by_one.give_blocks([block])
+                assert one_by_one.take_blocks(anybody, 1) == [block]
+        assert at_once.turnover == one_by_one.turnover
+        assert at_once.num_free_pages == one_by_one.num_free_pages
+        at_once.check_integrity()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_slot_is_found_once_enough_blocks_are_free(name: str) -> None:
+    arena = Arena(LAYOUTS[name], 4)
+    owners = []
+    while (owner := take(arena, False)) is not None:
+        owners.append(owner)
+    for owner in owners[::3]:
+        count = arena.num_blocks_until_slot
+        slot = arena.take_slot(Owner())
+        assert (count <= 0) == (slot is not None)
+        if slot is not None:
+            return
+        give(arena, False, owner)
+    assert take(arena, True) is not None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -99,8 +161,8 @@ def test_compaction_moves_the_emptiest_page() -> None:
         by_page.setdefault(owner.unit // per_page, []).append(owner)
     first, second, _ = by_page.values()
     for owner in first[1:]:
-        arena.give_block(owner.unit)
-    arena.give_block(second[0].unit)
+        arena.give_blocks([owner.unit])
+    arena.give_blocks([second[0].unit])
     kept, src = first[0], first[0].unit
     assert take(arena, True) is not None
     (move,) = arena.drain_moves()
@@ -116,7 +178,7 @@ def test_new_units_go_to_the_fullest_page() -> None:
     owners = [take(arena, False) for _ in range(2 * per_page)]
     for owner in (owners[0], owners[1], owners[per_page]):
         assert owner is not None
-        arena.give_block(owner.unit)
+        arena.give_blocks([owner.unit])
     freed = owners[per_page]
     again = take(arena, False)
     assert again is not None and freed is not None and again.unit == freed.unit
@@ -128,7 +190,7 @@ def test_periodic_checkpoints_do_not_compact() -> None:
     owner = take(arena, False)
     assert owner is not None
     assert arena.take_slot(Owner(), compact=False) is None
-    arena.give_block(owner.unit)
+    arena.give_blocks([owner.unit])
     assert arena.take_slot(Owner(), compact=False) is not None
 
 
@@ -138,7 +200,7 @@ def test_turnover_counts_arenas() -> None:
     for _ in range(10):
         owner = take(arena, False)
         assert owner is not None
-        arena.give_block(owner.unit)
+        arena.give_blocks([owner.unit])
     assert arena.turnover == pytest.approx(10 * layout.block_stride_bytes / (5 * layout.page_bytes))
 
 

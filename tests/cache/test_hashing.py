@@ -25,7 +25,7 @@ def test_any_split_gives_the_same_chain(cuts: list[int], private: int | None) ->
     parts = np.split(ids, sorted(cuts))
     split = chain(*parts, owner="a", private_from=private)
     whole = chain(ids, owner="a", private_from=private)
-    assert split.hashes == whole.hashes and split.data == whole.data
+    assert split.hashes == whole.hashes and split.blocks == whole.blocks
     assert split.num_tokens == 500 and split.num_blocks == 7
     assert all(len(block) == HASH_BYTES for block in split.hashes)
 
@@ -63,4 +63,4 @@ def test_private_blocks_are_their_owners() -> None:
 
 def test_the_bytes_of_a_block() -> None:
     ids = tokens(1, 200)
-    assert np.array_equal(np.frombuffer(chain(ids).block_tokens(1), np.int32), ids[64:128])
+    assert np.array_equal(np.frombuffer(chain(ids).blocks[1], np.int32), ids[64:128])
