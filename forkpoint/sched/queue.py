@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Sequence
 
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.sched.entry import Entry
+from forkpoint.sched.interest import PrefixInterest
 
 
 class WaitingQueue:
-    """Entries by (priority, arrival). Counts, for each block hash, the waiting prompts that contain it."""
+    """Entries by (priority, arrival). Knows how many of their prompts contain a block."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._entries: list[Entry] = []
-        self._interest: Counter[BlockHash] = Counter()
+        self._interest = PrefixInterest()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -27,17 +28,13 @@ class WaitingQueue:
 
     def add(self, entry: Entry) -> None:
         bisect.insort(self._entries, entry, key=lambda e: e.order)
-        self._interest.update(self._reusable_hashes(entry))
+        self._interest.add(self._reusable_hashes(entry))
 
     def remove(self, entry: Entry) -> None:
         index = bisect.bisect_left(self._entries, entry.order, key=lambda e: e.order)
         assert self._entries[index] is entry
         del self._entries[index]
-        interest = self._interest
-        for block_hash in self._reusable_hashes(entry):
-            left = interest.pop(block_hash) - 1
-            if left:
-                interest[block_hash] = left
+        self._interest.remove(self._reusable_hashes(entry))
 
     def is_more_urgent(self, entry: Entry) -> bool:
         """Whether a request of smaller priority value than `entry`'s is waiting."""
@@ -45,16 +42,14 @@ class WaitingQueue:
 
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
         """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
-        size, interest = self._layout.block_size, self._interest
+        size = self._layout.block_size
         junctions: list[int] = []
         before = 0
-        for index in range(start // size, end // size + 1):
-            # Who contains a block contains all before it: from the first block that nobody contains there are no more.
-            here = interest.get(hashes[index], 0) if index < len(hashes) else 0
-            if here < before:
-                junctions.append(index * size)
-            if not here:
+        for index, here in enumerate(itertools.chain(self._interest.counts(hashes), [0])):
+            if index * size > end:
                 break
+            if here < before and index * size > start:
+                junctions.append(index * size)
             before = here
         return frozenset(junctions)
 
