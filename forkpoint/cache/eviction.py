@@ -134,7 +134,9 @@ class EvictionQueue(Generic[Entry]):
         return len(self._heap) + len(self._dues)
 
     def push(self, entry: Entry) -> None:
-        """Add an entry, or file it anew after its facts changed."""
+        """Add an entry, or file it anew after its facts changed; one that cannot go now is to be pushed once it can."""
+        if not self._evictable(entry):
+            return
         entry.queue_entry = ticket = next(self._tickets)
         heapq.heappush(self._heap, (self._key(entry), ticket, entry))
         due = self._due(entry)

@@ -242,11 +242,13 @@ class CacheManager:
             self.store.counters.checkpoints_skipped[Origin.DECODE] += 1
             return
         old, lease.slot = lease.slot, fresh
-        checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.provenance, lease.num_turns)
+        checkpoint = self.store.add_checkpoint(
+            node, old, Origin.DECODE, lease.provenance, lease.num_turns, num_readers=1
+        )
         assert checkpoint is not None
+        self._num_read += 1
         self._adopt(lease, checkpoint)
         lease.decode_checkpoint = lease.read_from = checkpoint
-        self._start_reading(checkpoint)
 
     def _fresh_slot(self, lease: Lease, start: int, node: Node) -> int | None:
         """The slot of the request's previous decode checkpoint if nobody used that, else a new one."""

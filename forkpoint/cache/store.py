@@ -158,7 +158,13 @@ class PrefixStore:
         return nodes
 
     def add_checkpoint(
-        self, node: Node, slot: int, origin: Origin, provenance: Provenance, num_turns: int = 0
+        self,
+        node: Node,
+        slot: int,
+        origin: Origin,
+        provenance: Provenance,
+        num_turns: int = 0,
+        num_readers: int = 0,
     ) -> Checkpoint | None:
         """Make `slot` the checkpoint of `node`. Of two for one node the better provenance stays; None: the
         one that is there stays, and the slot was freed."""
@@ -168,7 +174,7 @@ class PrefixStore:
             return None
         if present is not None:
             self.drop_checkpoint(present)
-        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance)
+        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
         checkpoint.last_used = self.arena.turnover
         checkpoint.num_turns = num_turns if origin in OF_CONVERSATION else 0
         self.tree.set_checkpoint(node, checkpoint)

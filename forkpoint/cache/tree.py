@@ -200,7 +200,9 @@ class PrefixTree:
         removed = [leaf]
         node = leaf.parent
         del node.children[leaf]
-        while len(removed) < most and node.parent and node.is_free_leaf and node.condemned == leaf.condemned:
+        while len(removed) < most and node.parent and node.condemned == leaf.condemned:
+            if node.children or node.pins or node.checkpoint:
+                break
             removed.append(node)
             del node.parent.children[node]
             node = node.parent

@@ -420,19 +420,18 @@ class Scheduler:
             updates += [self._fail_entry(entry) for entry in broken]
         logprobs, finished = result.logprobs, RequestStatus.FINISHED
         for entry, token in zip(issued.sampled, result.token_ids.tolist(), strict=True):
-            request = entry.request
+            request, outputs = entry.request, entry.request.output_token_ids
             if request.status is finished:
                 continue
-            outputs, row = request.output_token_ids, entry.row
             outputs.append(token)
-            reason = stop = error = None
+            found = logprobs.get(entry.row) if logprobs else None
             if len(outputs) >= request.max_tokens or token in request.stop_token_ids or request.grammar is not None:
                 ending = follow(request, token)
                 if ending is not None:
                     self._end(request.id)
-                    reason, stop, error = ending
-            found = logprobs.get(row) if logprobs else None
-            updates.append(RequestUpdate(request, token, found, (), reason, stop, error))
+                    updates.append(RequestUpdate(request, token, found, (), *ending))
+                    continue
+            updates.append(RequestUpdate(request, token, found))
         self._settle_all_leaving()
         return updates
 

@@ -185,7 +185,8 @@ class EngineSystem:
 
 def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
     """What a plan has the model compute."""
-    num_decodes, bytes_of = len(plan.decodes), {MoveKind.SLOT: layout.slot_bytes, MoveKind.BLOCK: layout.block_bytes}
+    num_decodes, num_moves = len(plan.decodes), len(plan.moves)
+    num_moved_slots = sum(move.kind is MoveKind.SLOT for move in plan.moves)
     return StepLoad(
         prefill_tokens=sum(chunk.end - chunk.start for chunk in plan.chunks),
         prefill_pairs=sum((c.end - c.start) * (c.start + c.end) / 2 for c in plan.chunks),
@@ -194,7 +195,7 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
         decode_kv_tokens=int(plan.decodes.starts.sum()) + num_decodes,
         num_saves=sum(len(chunk.saves) for chunk in plan.chunks),
         num_sampled=int(np.count_nonzero(plan.decodes.samples)) + sum(chunk.samples for chunk in plan.chunks),
-        copied_bytes=sum(bytes_of[move.kind] for move in plan.moves),
+        copied_bytes=num_moved_slots * layout.slot_bytes + (num_moves - num_moved_slots) * layout.block_bytes,
     )
 
 

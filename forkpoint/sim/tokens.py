@@ -24,8 +24,11 @@ class TokenSpans:
     @classmethod
     def join(cls, parts: Iterable[TokenSpans]) -> TokenSpans:
         """The parts one after another; runs that continue each other become one."""
+        kept = [part for part in parts if part.num_tokens]
+        if len(kept) == 1:
+            return kept[0]
         runs: list[tuple[int, int]] = []
-        for part in parts:
+        for part in kept:
             for first, length in part.runs:
                 if runs and runs[-1][0] + runs[-1][1] == first:
                     runs[-1] = (runs[-1][0], runs[-1][1] + length)
@@ -35,6 +38,8 @@ class TokenSpans:
 
     def part(self, start: int, end: int) -> TokenSpans:
         """Tokens `[start, end)`, as far as there are any."""
+        if start <= 0 and end >= self.num_tokens:
+            return self
         runs: list[tuple[int, int]] = []
         position = 0
         for first, length in self.runs:
