@@ -40,7 +40,7 @@ def _check_blocks(manager: CacheManager, nodes: list[Node], leases: list[Lease])
         table = lease.block_ids(0, lease.num_blocks)
         assert NO_UNIT not in table and len(set(table)) == len(table), f"{lease.owner}: holes in its table {table}"
     assert expected == pool.owners, "the arena's block owners disagree with the tree and the leases"
-    assert manager._num_own_blocks == sum(len(lease.own_blocks) for lease in leases)
+    assert manager.holdings.own_blocks == sum(len(lease.own_blocks) for lease in leases)
 
 
 def _check_slots(manager: CacheManager, nodes: list[Node], leases: list[Lease]) -> None:
@@ -69,5 +69,5 @@ def _check_slots(manager: CacheManager, nodes: list[Node], leases: list[Lease]) 
     kinds = (Checkpoint, RunningSlot, PendingSave)
     assert all(isinstance(owner, kinds) for owner in pool.owners.values())
     assert manager.store.num_checkpoints == len(checkpoints)
-    assert manager._num_running_slots == sum(lease.slot != NO_UNIT for lease in leases)
-    assert manager._num_read == sum(c.num_readers > 0 for c in checkpoints), "a reader was not counted"
+    assert manager.holdings.running_slots == sum(lease.slot != NO_UNIT for lease in leases)
+    assert manager.holdings.read_slots == sum(c.num_readers > 0 for c in checkpoints), "a reader was not counted"

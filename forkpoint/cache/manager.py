@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost, make_policy
 from forkpoint.cache.ghosts import GhostTable
 from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.holdings import Holdings
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.lease import Lease, PendingSave, RunningSlot
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
@@ -57,9 +57,7 @@ class CacheManager:
         self.store = PrefixStore(
             layout, self.arena, policy or make_policy(config.eviction_policy), cost or RecomputeCost(), self.ghosts
         )
-        self._num_own_blocks = 0
-        self._num_running_slots = 0
-        self._num_read = 0  # checkpoints with readers
+        self.holdings = Holdings(layout, self.arena, self.store.tree)
         self._filed: list[Node | Checkpoint] = []  # since the last plan was issued
         self.saves = SavePlanner(self.store)
 
@@ -83,23 +81,6 @@ class CacheManager:
         """Whether an otherwise empty arena holds a request of that final length."""
         return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
 
-    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
-        """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
-        blocks = self.layout.num_blocks_for(num_tokens) - len(hit.path) + spare_blocks if self.layout.has_kv else 0
-        blocks += sum(node.pins == 0 for node in hit.path) if self.layout.has_kv else 0
-        slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
-        return self.arena.num_pages_without(self._blocks_in_use + blocks, self._slots_in_use + slots) >= 0
-
-    def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
-        """Whether `has_room` could say so, whatever a lookup would find: of a hit only blocks that others hold
-        spare room, and those are told without one."""
-        blocks = 0
-        if self.layout.has_kv:
-            nodes = (self.store.tree.find(block_hash) for block_hash in lease.chain.hashes)
-            held = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
-            blocks = self.layout.num_blocks_for(num_tokens) + spare_blocks - sum(1 for _ in held)
-        return self.arena.num_pages_without(self._blocks_in_use + blocks, self._slots_in_use + 1) >= 0
-
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
         """Whether a lookup could find the first `num_tokens` tokens, a multiple of the grid, reusable."""
         index, hashes = num_tokens // self.layout.block_size - 1, lease.chain.hashes
@@ -111,23 +92,6 @@ class CacheManager:
         if checkpoint is not None and not checkpoint.dropped:
             checkpoint.num_expected += change
             self.store.refile(checkpoint)
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that requests hold, densely packed; what is merely cached is not among them."""
-        return self.arena.num_pages - 1 - self.arena.num_pages_without(self._blocks_in_use, self._slots_in_use)
-
-    @property
-    def num_slots_held(self) -> int:
-        return self._slots_in_use
-
-    @property
-    def _blocks_in_use(self) -> int:
-        return (self.store.tree.num_pinned if self.layout.has_kv else 0) + self._num_own_blocks
-
-    @property
-    def _slots_in_use(self) -> int:
-        return self._num_running_slots + self._num_read
 
     # --- while it runs
 
@@ -198,7 +162,7 @@ class CacheManager:
             blocks = self.store.take_blocks(lease, end - start)
             lease.own_blocks.update(zip(range(start, end), blocks, strict=False))
             lease.num_blocks += len(blocks)
-            self._num_own_blocks += len(blocks)
+            self.holdings.count(own_blocks=len(blocks))
         return lease.num_blocks >= end
 
     def drop_duplicates(self, lease: Lease) -> None:
@@ -216,7 +180,7 @@ class CacheManager:
         if slot is None:
             return False
         lease.slot = slot
-        self._num_running_slots += 1
+        self.holdings.count(running_slots=1)
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
@@ -246,7 +210,7 @@ class CacheManager:
             node, old, Origin.DECODE, lease.provenance, lease.num_turns, num_readers=1
         )
         assert checkpoint is not None
-        self._num_read += 1
+        self.holdings.count(read_slots=1)
         self._adopt(lease, checkpoint)
         lease.decode_checkpoint = lease.read_from = checkpoint
 
@@ -378,12 +342,13 @@ class CacheManager:
         assert checkpoint.num_readers > 0
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
-            self._num_read -= 1
+            self.holdings.count(read_slots=-1)
             self.store.refile(checkpoint)
 
     def _start_reading(self, checkpoint: Checkpoint) -> None:
-        self._num_read += checkpoint.num_readers == 0
         checkpoint.num_readers += 1
+        if checkpoint.num_readers == 1:
+            self.holdings.count(read_slots=1)
 
     # --- afterwards
 
@@ -397,7 +362,7 @@ class CacheManager:
             self.done_reading(lease.read_from)
             lease.read_from = None
         if lease.slot != NO_UNIT:
-            self._num_running_slots -= 1
+            self.holdings.count(running_slots=-1)
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
             lease.slot = NO_UNIT
@@ -457,7 +422,7 @@ class CacheManager:
 
     def _pop_own_blocks(self, lease: Lease, indices: Sequence[int]) -> list[int]:
         """Take these blocks of its table from a lease."""
-        self._num_own_blocks -= len(indices)
+        self.holdings.count(own_blocks=-len(indices))
         return [lease.own_blocks.pop(index) for index in indices]
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:

@@ -13,7 +13,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.evaluation.preempting import preempting
 from forkpoint.evaluation.question import Family, Question, batches, flat
 from forkpoint.evaluation.subject import Counters, Reply, Subject
-from forkpoint.sched.scheduler import MIN_GAIN_TO_WAIT
+from forkpoint.sched.admission import MIN_GAIN_TO_WAIT
 
 BATCH_TOKENS: Final = 16_384  # prompt tokens asked at once where the arena is to hold them all
 TIGHT_SLOTS: Final = 8

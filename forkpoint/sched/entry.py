@@ -27,7 +27,7 @@ class Leaving(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Written by the Scheduler alone.
+    """Written by the Scheduler and its parts: admission, chunks, plan builder, running set.
 
     Tokens `[0, num_computed)` are computed by the plans issued so far. `[0, prefill_end)` go through the
     prefill kernels; `num_known` tokens were known when the row was added, later ones were sampled by this run.
@@ -51,6 +51,13 @@ class Entry:
         request = self.request
         first = self.lease.chain.num_tokens - request.num_prompt_tokens
         return np.asarray(request.output_token_ids[max(first, 0) : max(end - request.num_prompt_tokens, 0)], np.int32)
+
+    def start_run(self, hit: PrefixHit, prefill_end: int, junctions: frozenset[int]) -> None:
+        """The entry has a row and goes on from `hit`."""
+        self.num_computed, self.prefill_end, self.num_known = hit.num_tokens, prefill_end, self.request.num_tokens
+        self.num_planned_outputs = len(self.request.output_token_ids)
+        self.junctions = junctions
+        self.record_hit(hit)
 
     def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
         """Report a hit on the request; `gained`: tokens that a run under way did not have to compute."""

@@ -8,25 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from forkpoint.cache.capture import CaptureContext, CapturePolicy, make_capture
+from forkpoint.cache.capture import CapturePolicy, make_capture
 from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
 from forkpoint.params import FinishReason
+from forkpoint.sched.admission import Admission
 from forkpoint.sched.builder import PlanBuilder, replay_token
+from forkpoint.sched.chunks import ChunkPlanner
 from forkpoint.sched.entry import NO_ROW, Entry, IssuedStep, Leaving
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestStatus, RequestUpdate, follow
 from forkpoint.sched.running import RunningSet
-
-MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
-MAX_PASSED_OVER = 32  # waiting requests looked at behind one that cannot start in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,12 @@ class Scheduler:
         self.layout = layout
         self.config = scheduler
         self.max_model_len = max_model_len
-        self.deterministic = deterministic
         self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
-        self._capture = capture or make_capture(cache.capture_policy, cache.checkpoint_interval)
-        self._clock = clock
-        self._fallback_step = layout.fallback_step(num_pages)
         self._waiting = WaitingQueue(layout)
         self._running = RunningSet(scheduler.max_num_seqs)
+        capture = capture or make_capture(cache.capture_policy, cache.checkpoint_interval)
+        self._chunks = ChunkPlanner(self.cache, self._waiting, capture, deterministic=deterministic)
+        self._admission = Admission(self.cache, self._chunks, self._waiting, self._running, clock)
         self._entries: dict[str, Entry] = {}
         self._issued: deque[IssuedStep] = deque()
         self._steps = itertools.count()
@@ -133,8 +130,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
-            num_pages_held=self.cache.num_pages_held,
-            num_slots_held=self.cache.num_slots_held,
+            num_pages_held=self.cache.holdings.num_pages,
+            num_slots_held=self.cache.holdings.num_slots,
             blocks_per_page=self.layout.blocks_per_page,
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.stats(),
@@ -152,11 +149,11 @@ class Scheduler:
         builder = PlanBuilder(next(self._steps), self.config.max_num_batched_tokens, self.cache)
         for entry in self._plan_decodes(builder):
             if self._waiting.is_more_urgent(entry) and not self._preempted_now:
-                self._admit_waiting(builder, more_urgent_than=entry)
+                self._admission.admit_waiting(builder, more_urgent_than=entry)
             if entry.leaving is None and entry.row != NO_ROW:  # a decode may have preempted it
                 self._plan_prefill(builder, entry)
         if not self._preempted_now:
-            self._admit_waiting(builder)
+            self._admission.admit_waiting(builder)
         if builder.is_empty:
             assert self._issued or not (len(self._running) or len(self._waiting)), "nothing can run, yet requests wait"
             return None
@@ -213,7 +210,7 @@ class Scheduler:
         self._drop_duplicates(builder, entry)
         self._try_jump(builder, entry)
         start = entry.num_computed
-        end = self._chunk_end(start, entry.prefill_end, builder.budget)
+        end = self._chunks.end(start, entry.prefill_end, builder.budget)
         if end <= start:
             return
         while not self.cache.ensure_blocks(entry.lease, end):
@@ -221,30 +218,7 @@ class Scheduler:
                 end = min(end, entry.lease.num_blocks * self.layout.block_size) if self.layout.has_kv else end
                 break
         if start < end:
-            self._add_chunk(builder, entry, start, end)
-
-    def _chunk_end(self, start: int, prefill_end: int, budget: int) -> int:
-        """Where a chunk from `start` ends: at the end of the prompt, else on the grid."""
-        end = min(prefill_end, start + budget)
-        grid = self.layout.checkpoint_grid
-        return end if end == prefill_end else end // grid * grid
-
-    def _add_chunk(self, builder: PlanBuilder, entry: Entry, start: int, end: int) -> None:
-        request, lease = entry.request, entry.lease
-        context = CaptureContext(
-            start=start,
-            end=end,
-            prompt_end=entry.prefill_end,
-            grid=self.layout.checkpoint_grid,
-            breakpoints=request.breakpoints,
-            junctions=entry.junctions,
-            waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
-            fallback_step=self._fallback_step,
-            num_survived_tokens=lease.num_survived_tokens,
-        )
-        self.cache.saves.plan(lease, start, end, self._capture.candidates(context))
-        entry.planned_step = builder.step
-        builder.add_chunk(entry, start, end, samples=end == entry.num_known)
+            self._chunks.add(builder, entry, start, end)
 
     def _try_jump(self, builder: PlanBuilder, entry: Entry) -> None:
         """If another request has meanwhile cached more of this prompt, go on from there."""
@@ -271,94 +245,6 @@ class Scheduler:
             return False
         self._preempt(victim)
         return not self._running.leaving
-
-    # --- admission
-
-    def _admit_waiting(self, builder: PlanBuilder, more_urgent_than: Entry | None = None) -> None:
-        """Start waiting requests in order while rows, budget and room last; those of smaller priority value
-        than a running one's, if that is given."""
-        passed_over = 0
-        for entry in self._waiting:
-            if not self._running.has_free_row or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
-                return
-            if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
-                return
-            usable = self.layout.usable_prefix(entry.request.num_tokens)
-            if builder.budget < self.layout.checkpoint_grid and not self._may_end(builder, entry, usable):
-                passed_over += 1
-                continue
-            soon = self.cache.saves.reusable_soon(entry.lease, usable)
-            if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, entry):
-                return
-            hit = self.cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
-            if soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
-                passed_over += 1
-                continue
-            prefill_end = self._prefill_end(entry.request)
-            start = hit.num_tokens
-            if start < prefill_end and self._chunk_end(start, prefill_end, builder.budget) <= start:
-                passed_over += 1
-                continue
-            if not self._admit(builder, entry, hit):
-                return
-
-    def _may_end(self, builder: PlanBuilder, entry: Entry, usable: int) -> bool:
-        """False, without a lookup, if a budget below the grid cannot take the entry to its prefill's end, where alone a
-        chunk may end off the grid: not unless all of `usable` is reused."""
-        rest = self._prefill_end(entry.request) - usable
-        return rest <= builder.budget and (rest <= 0 or self.cache.may_hit(entry.lease, usable))
-
-    def _may_fit(self, builder: PlanBuilder, entry: Entry) -> bool:
-        """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
-        if builder.budget < self.layout.checkpoint_grid or not self._someone_else_has_pages():
-            return True
-        return self.cache.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running))
-
-    def _prefill_end(self, request: Request) -> int:
-        """Tokens that go through the prefill kernels. Outputs of an earlier run do too, except in
-        deterministic mode, where they are replayed through the decode kernels."""
-        return request.num_prompt_tokens if self.deterministic else request.num_tokens
-
-    def _admit(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit) -> bool:
-        request, lease = entry.request, entry.lease
-        spare = len(self._running)
-        if not self.cache.has_room(hit, request.num_tokens + 1, spare):
-            if self._someone_else_has_pages():
-                return False
-            hit = hit if self.cache.has_room(hit, request.num_tokens, 0) else NOTHING
-        self.cache.attach(lease, hit)
-        start, prefill_end = hit.num_tokens, self._prefill_end(request)
-        end = self._chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
-        if not (self.cache.ensure_slot(lease) and self.cache.ensure_blocks(lease, end)):
-            self.cache.release(lease)
-            if self._someone_else_has_pages() or hit is NOTHING:
-                return False
-            return self._admit(builder, entry, NOTHING)
-        self._waiting.remove(entry)
-        self._start(builder, entry, hit, prefill_end)
-        if start < prefill_end:
-            self._add_chunk(builder, entry, start, end)
-        else:
-            entry.planned_step = builder.step
-            builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
-        return True
-
-    def _someone_else_has_pages(self) -> bool:
-        return bool(len(self._running) or self._running.leaving)
-
-    def _start(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit, prefill_end: int) -> None:
-        request = entry.request
-        self.cache.expect(entry.expected, -1)
-        entry.expected = None
-        self._running.start(entry)
-        entry.num_computed, entry.prefill_end, entry.num_known = hit.num_tokens, prefill_end, request.num_tokens
-        entry.num_planned_outputs = len(request.output_token_ids)
-        request.status = RequestStatus.RUNNING
-        entry.junctions = self.cache.count_query(entry.lease, request.num_tokens, hit)
-        entry.record_hit(hit)
-        if request.first_scheduled_s is None:
-            request.first_scheduled_s = self._clock()
-        builder.add_row(entry)
 
     # --- leaving
 

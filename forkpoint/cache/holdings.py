@@ -1,0 +1,68 @@
+"""What requests hold of the arena, and whether it has room for more of them."""
+
+from __future__ import annotations
+
+import itertools
+
+from forkpoint.cache.arena import Arena
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lease import Lease
+from forkpoint.cache.lookup import PrefixHit
+from forkpoint.cache.tree import PrefixTree
+
+
+class Holdings:
+    """Counts blocks and slots that requests hold; what is merely cached is not among them, since it gives way.
+
+    `own_blocks` are those of leases that the tree does not have, `running_slots` those that requests write,
+    `read_slots` those of checkpoints with readers. Of the tree's blocks the pinned ones are held.
+    """
+
+    def __init__(self, layout: CacheLayout, arena: Arena, tree: PrefixTree) -> None:
+        self._layout = layout
+        self._arena = arena
+        self._tree = tree
+        self.own_blocks = 0
+        self.running_slots = 0
+        self.read_slots = 0
+
+    def count(self, own_blocks: int = 0, running_slots: int = 0, read_slots: int = 0) -> None:
+        """So many more are held; fewer where negative."""
+        self.own_blocks += own_blocks
+        self.running_slots += running_slots
+        self.read_slots += read_slots
+
+    @property
+    def num_slots(self) -> int:
+        return self.running_slots + self.read_slots
+
+    @property
+    def num_blocks(self) -> int:
+        return self.own_blocks + (self._tree.num_pinned if self._layout.has_kv else 0)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that what is held takes, densely packed."""
+        return self._arena.num_pages - 1 - self._arena.num_pages_without(self.num_blocks, self.num_slots)
+
+    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
+        blocks = 0
+        if self._layout.has_kv:
+            blocks = self._layout.num_blocks_for(num_tokens) - len(hit.path) + spare_blocks
+            blocks += sum(node.pins == 0 for node in hit.path)
+        slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
+        return self._fits(blocks, slots)
+
+    def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether `has_room` could say so, whatever a lookup would find: of a hit only blocks that others hold
+        spare room, and those are told without one."""
+        blocks = 0
+        if self._layout.has_kv:
+            nodes = (self._tree.find(block_hash) for block_hash in lease.chain.hashes)
+            held = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+            blocks = self._layout.num_blocks_for(num_tokens) + spare_blocks - sum(1 for _ in held)
+        return self._fits(blocks, 1)
+
+    def _fits(self, num_blocks: int, num_slots: int) -> bool:
+        return self._arena.num_pages_without(self.num_blocks + num_blocks, self.num_slots + num_slots) >= 0

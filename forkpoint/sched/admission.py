@@ -1,0 +1,112 @@
+"""Which waiting requests start in a step, and from which prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forkpoint.cache.lookup import NOTHING, PrefixHit
+from forkpoint.cache.manager import CacheManager
+from forkpoint.sched.builder import PlanBuilder, replay_token
+from forkpoint.sched.chunks import ChunkPlanner
+from forkpoint.sched.entry import Entry
+from forkpoint.sched.queue import WaitingQueue
+from forkpoint.sched.request import RequestStatus
+from forkpoint.sched.running import RunningSet
+
+MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
+MAX_PASSED_OVER = 32  # waiting requests looked at behind one that cannot start in this step
+
+
+class Admission:
+    """Moves entries from the queue to the batch while rows, budget and room last."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        chunks: ChunkPlanner,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._chunks = chunks
+        self._waiting = waiting
+        self._running = running
+        self._clock = clock
+
+    def admit_waiting(self, builder: PlanBuilder, more_urgent_than: Entry | None = None) -> None:
+        """Start waiting requests in order; if `more_urgent_than` is given, only those of smaller priority value."""
+        passed_over = 0
+        for entry in self._waiting:
+            if not self._running.has_free_row or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
+                return
+            if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
+                return
+            usable = self._cache.layout.usable_prefix(entry.request.num_tokens)
+            if builder.budget < self._cache.layout.checkpoint_grid and not self._may_end(builder, entry, usable):
+                passed_over += 1
+                continue
+            soon = self._cache.saves.reusable_soon(entry.lease, usable)
+            if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, entry):
+                return
+            hit = self._cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)
+            if soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
+                passed_over += 1
+                continue
+            prefill_end = self._chunks.prefill_end(entry.request)
+            start = hit.num_tokens
+            if start < prefill_end and self._chunks.end(start, prefill_end, builder.budget) <= start:
+                passed_over += 1
+                continue
+            if not self._admit(builder, entry, hit):
+                return
+
+    def _may_end(self, builder: PlanBuilder, entry: Entry, usable: int) -> bool:
+        """False, without a lookup, if a budget below the grid cannot take the entry to its prefill's end, where alone a
+        chunk may end off the grid: not unless all of `usable` is reused."""
+        rest = self._chunks.prefill_end(entry.request) - usable
+        return rest <= builder.budget and (rest <= 0 or self._cache.may_hit(entry.lease, usable))
+
+    def _may_fit(self, builder: PlanBuilder, entry: Entry) -> bool:
+        """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
+        if builder.budget < self._cache.layout.checkpoint_grid or not self._someone_else_has_pages():
+            return True
+        return self._cache.holdings.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running))
+
+    def _admit(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit) -> bool:
+        request, lease = entry.request, entry.lease
+        spare = len(self._running)
+        if not self._cache.holdings.has_room(hit, request.num_tokens + 1, spare):
+            if self._someone_else_has_pages():
+                return False
+            hit = hit if self._cache.holdings.has_room(hit, request.num_tokens, 0) else NOTHING
+        self._cache.attach(lease, hit)
+        start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
+        end = self._chunks.end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
+        if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
+            self._cache.release(lease)
+            if self._someone_else_has_pages() or hit is NOTHING:
+                return False
+            return self._admit(builder, entry, NOTHING)
+        self._waiting.remove(entry)
+        self._start(builder, entry, hit, prefill_end)
+        if start < prefill_end:
+            self._chunks.add(builder, entry, start, end)
+        else:
+            entry.planned_step = builder.step
+            builder.add_decode(entry, replay_token(entry), start + 1 >= entry.num_known)
+        return True
+
+    def _someone_else_has_pages(self) -> bool:
+        return bool(len(self._running) or self._running.leaving)
+
+    def _start(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit, prefill_end: int) -> None:
+        request = entry.request
+        self._cache.expect(entry.expected, -1)
+        entry.expected = None
+        self._running.start(entry)
+        entry.start_run(hit, prefill_end, self._cache.count_query(entry.lease, request.num_tokens, hit))
+        request.status = RequestStatus.RUNNING
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+        builder.add_row(entry)
