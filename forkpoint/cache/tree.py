@@ -209,8 +209,7 @@ class PrefixTree:
         for gone in removed:
             gone.dropped = True
         if not leaf.condemned:
-            for gone in removed:
-                self._forget(gone)
+            self._forget(removed)
         self.num_nodes -= len(removed)
         if node.depth == 0 and not node.children and not node.pins:
             self._roots.pop(node.hash, None)
@@ -218,13 +217,14 @@ class PrefixTree:
 
     def condemn(self, node: Node) -> None:
         """Hide a node and all below it from lookups: what they hold is not to be trusted."""
-        stack = [node]
+        stack, sound = [node], []
         while stack:
             item = stack.pop()
             if not item.condemned:
                 item.condemned = True
-                self._forget(item)
+                sound.append(item)
             stack.extend(item.children)
+        self._forget(sound)
 
     def pin(self, node: Node) -> None:
         item: Node | None = node
@@ -308,15 +308,16 @@ class PrefixTree:
             yield node
             stack.extend(node.children)
 
-    def _forget(self, node: Node) -> None:
-        if self._by_hash.get(node.hash) is node:
+    def _forget(self, nodes: Sequence[Node]) -> None:
+        """Lookups find these nodes no more."""
+        for node in nodes:
             del self._by_hash[node.hash]
-        if node.depth == 1:
-            left = self._first_blocks[node.tokens] - 1
-            if left:
-                self._first_blocks[node.tokens] = left
-            else:
-                del self._first_blocks[node.tokens]
+            if node.depth == 1:
+                left = self._first_blocks[node.tokens] - 1
+                if left:
+                    self._first_blocks[node.tokens] = left
+                else:
+                    del self._first_blocks[node.tokens]
 
     def check_integrity(self) -> None:
         """Hashes, depths and pins agree with the structure."""
