@@ -192,8 +192,11 @@ class Arena:
         self.slots.owners[slot] = owner
 
     def transfer_blocks(self, blocks: Sequence[int], owners: Sequence[UnitOwner]) -> None:
-        assert self.blocks is not None and self.blocks.owners.keys() >= set(blocks)
+        """The blocks stay in use, each under another owner."""
+        assert self.blocks is not None
+        num_used = self.blocks.num_used
         self.blocks.owners.update(zip(blocks, owners, strict=True))
+        assert self.blocks.num_used == num_used, "a block that nobody held"
 
     def drain_moves(self) -> tuple[UnitMove, ...]:
         """Moves since the last call, in order; the next plan must carry them."""
