@@ -99,7 +99,8 @@ class PrefixStore:
         return True
 
     def _evict_dead(self, most: int) -> list[Node]:
-        """Evict up to `most` blocks that no checkpoint needs; the arena's units are the caller's."""
+        """Evict up to `most` blocks that no checkpoint needs, the ends of histories first; the arena's units are the
+        caller's."""
         gone: list[Node] = []
         while self._dead and len(gone) < most:
             node = self._dead.popleft()

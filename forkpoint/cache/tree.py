@@ -120,10 +120,10 @@ class Checkpoint:
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current
     dropped: bool = False
-    region: Region = field(init=False)  # the nodes below, down to the next checkpoints
+    region_below: Region = field(init=False)  # the nodes down to the next checkpoints
 
     def __post_init__(self) -> None:
-        self.region = Region(self)
+        self.region_below = Region(self)
 
     def rebind(self, old: int, new: int) -> None:
         assert self.slot == old
@@ -180,7 +180,7 @@ class PrefixTree:
         if parent.depth == 0:
             self._first_blocks[tokens[0]] = self._first_blocks.get(tokens[0], 0) + 1
         nodes: list[Node] = []
-        region = parent.checkpoint.region if parent.checkpoint else self._region(parent)
+        region = parent.checkpoint.region_below if parent.checkpoint else self._region(parent)
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
         for depth, block_hash, data, block in zip(depths, hashes, tokens, blocks, strict=True):
             node = Node(parent, block_hash, data, depth, block, provenance, region)
@@ -251,7 +251,7 @@ class PrefixTree:
         """The node has this checkpoint from now on."""
         region = self._region(node)
         if node.checkpoint is not None:
-            gone = node.checkpoint.region
+            gone = node.checkpoint.region_below
             gone.checkpoint, gone.outer = None, region
         node.checkpoint = checkpoint
         if checkpoint is not None and node.children and not self._tell(checkpoint):
@@ -262,7 +262,7 @@ class PrefixTree:
         stack, num_told = list(checkpoint.node.children), 0
         while stack and num_told < MOST_TOLD:
             node = stack.pop()
-            node.region = checkpoint.region
+            node.region = checkpoint.region_below
             num_told += 1
             if node.checkpoint is None:
                 stack.extend(node.children)
@@ -272,7 +272,7 @@ class PrefixTree:
         region.split = True
         fresh = Region(region.checkpoint)
         if fresh.checkpoint is not None:
-            fresh.checkpoint.region = fresh
+            fresh.checkpoint.region_below = fresh
             return
         while node.parent is not None:
             node = node.parent
@@ -298,7 +298,7 @@ class PrefixTree:
             assert node.parent is not None, "the region of a root is new"
             node = node.parent
             if node.checkpoint is not None:
-                return node.checkpoint.region
+                return node.checkpoint.region_below
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
