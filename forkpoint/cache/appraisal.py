@@ -10,7 +10,7 @@ from forkpoint.cache.arena import Arena
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.reuse import ReuseKind, ReuseModel, next_edge
+from forkpoint.cache.reuse import CONVERSATION_ENDS, ReuseClass, ReuseKind, ReuseModel, Turn, next_edge
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_CONVERSATION, Checkpoint, Node, Origin, PrefixTree
 
 
@@ -29,7 +29,7 @@ class History(NamedTuple):
     the next checkpoint before it is a fallback; it is one itself, and there is another below."""
 
     num_hits: int
-    num_turns: int
+    turn: Turn
     superseded: bool
     inside: bool
     fallback_above: bool
@@ -60,12 +60,12 @@ class Appraiser:
         return self._policy.key(self._facts(c))
 
     def candidate_key(
-        self, block_hash: BlockHash, num_tokens: int, origin: Origin, num_turns: int, above: Above | None
+        self, block_hash: BlockHash, num_tokens: int, origin: Origin, turn: Turn, above: Above | None
     ) -> float:
         """The key that a checkpoint after `num_tokens` tokens would get, the last of them those of block `block_hash`,
         with `above` the nearest one before it."""
         inside = origin in (Origin.INTERVAL, Origin.NEAR_END, *INSIDE_PROMPTS)  # the prompt goes on
-        history = History(0, num_turns, False, inside, above is not None and above.origin is Origin.FALLBACK, False)
+        history = History(0, turn, False, inside, above is not None and above.origin is Origin.FALLBACK, False)
         saved, num_bytes = self._worth(above.num_tokens if above else 0, num_tokens, self._kv_share(origin, history))
         earnings = self._earnings(origin, history, age=0.0)
         return self._policy.key(EntryFacts(origin, saved, num_bytes, self._arena.turnover, 0, 0, earnings, block_hash))
@@ -81,7 +81,9 @@ class Appraiser:
                 last_used=node.last_used,
                 num_hits=node.num_hits,
                 num_expected=0,
-                earnings=self._reuse.earnings(ReuseKind.BLOCK, node.num_hits, self._arena.turnover - node.last_used),
+                earnings=self._reuse.earnings(
+                    ReuseClass(ReuseKind.BLOCK, node.num_hits), self._arena.turnover - node.last_used
+                ),
                 block_hash=node.hash,
             )
         )
@@ -96,11 +98,15 @@ class Appraiser:
         saved, num_bytes = self._worth(
             above.num_tokens if above else 0, c.num_tokens, self._kv_share(c.origin, history)
         )
-        earnings = self._earnings(c.origin, history, self._arena.turnover - c.last_used)
+        age = self._arena.turnover - c.last_used
+        earnings = self._earnings(c.origin, history, age)
+        if c.stands_in_for is not None and c.origin is not Origin.FALLBACK:
+            share = 1 - self._reuse.lost_ends.value if history.fallback_above else 1.0
+            earnings = max(earnings, self._reuse.earnings(c.stands_in_for, age) * share)
         return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings, c.node.hash)
 
     def _earnings(self, origin: Origin, history: History, age: float) -> float:
-        return self._reuse.earnings(*_reuse_class(origin, history), age) * self._share_served(origin, history)
+        return self._reuse.earnings(_reuse_class(origin, history), age) * self._share_served(origin, history)
 
     def _share_served(self, origin: Origin, history: History) -> float:
         """Of its conversation's returns, the share that a checkpoint serves: those for which all below it has given
@@ -146,25 +152,31 @@ _KINDS: Final[Mapping[Origin, ReuseKind]] = MappingProxyType(
 )
 
 
-def reuse_class(c: Checkpoint) -> tuple[ReuseKind, int]:
+def reuse_class(c: Checkpoint) -> ReuseClass:
     """Which checkpoints this one is used like, and how often it has been so far."""
     return _reuse_class(c.origin, _history(c, None))
+
+
+def awaited_at(c: Checkpoint) -> ReuseClass | None:
+    """The conversation that goes on from `c`: it ends there, or its end gave way and `c` stands in for it."""
+    own = reuse_class(c)
+    return own if own.kind in CONVERSATION_ENDS else c.stands_in_for
 
 
 def _history(c: Checkpoint, above: Checkpoint | None) -> History:
     fallback_above = above is not None and above.origin is Origin.FALLBACK
     fallback_below = c.fallback_below is not None and not c.fallback_below.dropped
-    return History(c.num_hits, c.num_turns, c.superseded, bool(c.node.children), fallback_above, fallback_below)
+    return History(c.num_hits, c.turn, c.superseded, bool(c.node.children), fallback_above, fallback_below)
 
 
-def _reuse_class(origin: Origin, history: History) -> tuple[ReuseKind, int]:
-    num_hits, num_turns, superseded, inside, _, _ = history
+def _reuse_class(origin: Origin, history: History) -> ReuseClass:
+    num_hits, turn, superseded, inside, _, _ = history
     if origin in OF_CONVERSATION:
         if not inside or origin is Origin.FALLBACK:
-            return ReuseKind.CONVERSATION, num_turns
+            return ReuseClass.of_turn(ReuseKind.TOOL_CALL if turn.awaits_tool else ReuseKind.CONVERSATION, turn)
         if not superseded:
-            return ReuseKind.PROMPT, num_turns
-        return (ReuseKind.SUPERSEDED, 0) if num_hits < 2 else (ReuseKind.JUNCTION, num_hits)
+            return ReuseClass.of_turn(ReuseKind.PROMPT, turn)
+        return ReuseClass(ReuseKind.SUPERSEDED) if num_hits < 2 else ReuseClass(ReuseKind.JUNCTION, num_hits)
     if origin is Origin.NEAR_END and superseded:
-        return ReuseKind.SUPERSEDED, 0
-    return _KINDS[origin], num_hits
+        return ReuseClass(ReuseKind.SUPERSEDED)
+    return ReuseClass(_KINDS[origin], num_hits)

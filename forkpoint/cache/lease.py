@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forkpoint.cache.hashing import HashChain
+from forkpoint.cache.reuse import Turn
 from forkpoint.cache.tree import NO_UNIT, OF_CONVERSATION, Checkpoint, Node, Origin, Provenance
 
 
@@ -42,6 +43,7 @@ class Lease:
     provenance: Provenance = Provenance.PREFILL
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None
+    num_new_tokens: int = 0  # of the prompt, those that were not the history of its conversation
     num_lost_turns: int = 0  # those that the conversation had when it lost its last checkpoint
     num_survived_tokens: int = 0  # how far its keys and values then reached
     decode_checkpoint: Checkpoint | None = None
@@ -51,11 +53,11 @@ class Lease:
     frozen: bool = False  # files nothing any more
 
     @property
-    def num_turns(self) -> int:
-        """How often the conversation of this request was continued before, going by checkpoints, lost ones too."""
+    def turn(self) -> Turn:
+        """The turn of its conversation that this request is, going by checkpoints, lost ones too."""
         hit = self.hit
-        known = hit.num_turns + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
-        return max(known, self.num_lost_turns)
+        known = hit.turn.number + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
+        return Turn(max(known, self.num_lost_turns), self.num_new_tokens)
 
     def rebind(self, old: int, new: int) -> None:
         """Compaction moved a unit that this lease owns (a block, or the running slot)."""

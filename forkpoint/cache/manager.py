@@ -150,7 +150,8 @@ class CacheManager:
             if checkpoint is None:
                 continue
             if checkpoint.origin in INSIDE_PROMPTS:
-                checkpoint.num_turns = max(checkpoint.num_turns, lease.num_turns)
+                number = max(checkpoint.turn.number, lease.turn.number)
+                checkpoint.turn = checkpoint.turn._replace(number=number)
                 lease.touched.append(checkpoint)
             elif checkpoint.origin is Origin.NEAR_END and not checkpoint.superseded:
                 self.store.supersede(checkpoint)
@@ -206,9 +207,7 @@ class CacheManager:
             self.store.counters.checkpoints_skipped[Origin.DECODE] += 1
             return
         old, lease.slot = lease.slot, fresh
-        checkpoint = self.store.add_checkpoint(
-            node, old, Origin.DECODE, lease.provenance, lease.num_turns, num_readers=1
-        )
+        checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.provenance, lease.turn, num_readers=1)
         assert checkpoint is not None
         self.holdings.count(read_slots=1)
         self._adopt(lease, checkpoint)
@@ -225,7 +224,7 @@ class CacheManager:
             self.arena.transfer_slot(slot, owner)
             return slot
         above = self.store.tree.nearest(node)
-        key = self.store.appraiser.candidate_key(node.hash, start, Origin.DECODE, lease.num_turns, above)
+        key = self.store.appraiser.candidate_key(node.hash, start, Origin.DECODE, lease.turn, above)
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -309,7 +308,7 @@ class CacheManager:
         self._filed += items
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
-        checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.num_turns)
+        checkpoint = self.store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.turn)
         if checkpoint is not None:
             self._adopt(lease, checkpoint)
 
@@ -352,9 +351,9 @@ class CacheManager:
 
     # --- afterwards
 
-    def release(self, lease: Lease, donate: bool = False) -> None:
+    def release(self, lease: Lease, donate: bool = False, awaits_tool: bool = False) -> None:
         """Give everything back. What the tree holds stays; with `donate` the running state, if it is at a
-        block boundary that has no checkpoint yet, stays too."""
+        block boundary that has no checkpoint yet, stays too. `awaits_tool`: the request ended in a tool call."""
         for save in lease.pending:
             self.arena.give_slot(save.slot)
         lease.pending.clear()
@@ -371,6 +370,8 @@ class CacheManager:
             self.store.unpin(lease.node)
             lease.node = None
         for checkpoint in lease.touched:
+            if awaits_tool and checkpoint.origin in TURN_ENDS and not checkpoint.superseded:
+                checkpoint.turn = checkpoint.turn._replace(awaits_tool=True)
             self.store.refile(checkpoint, used=True)
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0
@@ -388,7 +389,7 @@ class CacheManager:
         if lease.frozen or node.condemned or node.depth * self.layout.block_size != tokens or node.checkpoint:
             return False
         origin = Origin.DECODE if lease.provenance is Provenance.DECODE else Origin.PROMPT_END
-        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance, lease.num_turns)
+        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance, lease.turn)
         assert checkpoint is not None
         lease.touched.append(checkpoint)
         return True
@@ -435,9 +436,11 @@ class CacheManager:
         start = hit.num_tokens // size
         gone = lease.chain.hashes[start : self.layout.usable_prefix(num_tokens) // size]
         lost = self.store.note_loss(hit.checkpoint, gone)
+        lease.num_new_tokens = num_tokens - hit.num_tokens
         if lost is None:
             return hit.junctions
         index, lease.num_lost_turns = lost
+        lease.num_new_tokens = num_tokens - (start + index + 1) * size
         lease.num_survived_tokens = hit.kv_num_tokens
         return frozenset(junction for junction in hit.junctions if junction < (start + index + 1) * size)
 

@@ -13,7 +13,7 @@ import enum
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,15 @@ EDGES: Final = (0.0, *(2.0**power for power in range(-4, 5)))  # ages, in arenas
 NUM_BINS: Final = len(EDGES) - 1
 ROUNDING: Final = 1e-6  # an age this close to an edge is beyond it
 MOST_USES: Final = 5  # entries of so many uses, and of more, are one class
+SIZES: Final = (64, 256, 1024, 4096, 16384, 65536)  # turns that add so many new tokens are classes of their own
+NUM_SIZES: Final = len(SIZES) + 1
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is waited for
+PRIOR_SIZE_USES: Final = 2.0  # sizes are taken to make no difference until about so many uses were seen
 PRIOR_ENTRIES: Final = 8.0  # what is assumed beforehand counts as much as so many entries
 UPDATE_EVERY: Final = 1 / 8  # arenas
 HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
-LOST_SHARE_START: Final = 0.5  # not known
+TOOL_DECAY: Final = 0.4  # of the answers of tools, each bin has so much of what the one before has
+LOST_SHARE_START: Final = 0.6  # not known; enough for a large first prompt to keep a state inside
 LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first ones by more
 
 _LOW: Final = np.asarray(EDGES[:-1])
@@ -45,6 +49,7 @@ class ReuseKind(enum.Enum):
     """Checkpoints that are used alike."""
 
     CONVERSATION = "conversation"  # the last one of a conversation, which goes on from there
+    TOOL_CALL = "tool_call"  # the same where the answer ends in a tool call: nobody reads it first
     PROMPT = "prompt"  # the end of a prompt whose output is kept too
     SUPERSEDED = "superseded"  # the end of an earlier turn
     JUNCTION = "junction"
@@ -61,6 +66,8 @@ class ReuseKind(enum.Enum):
         match self:
             case ReuseKind.CONVERSATION | ReuseKind.BLOCK:
                 return (1 + num_uses) / (4 + num_uses)  # three in four end after their first turn, then fewer and fewer
+            case ReuseKind.TOOL_CALL:
+                return 0.95
             case ReuseKind.PROMPT:
                 first = 0.1
             case ReuseKind.SUPERSEDED:
@@ -73,22 +80,69 @@ class ReuseKind(enum.Enum):
                 first = 0.02
         return 1 - (1 - first) * 0.5**num_uses
 
+    @property
+    def assumed_ages(self) -> FloatArray:
+        """The share of the uses in each bin, as assumed beforehand."""
+        match self:
+            case ReuseKind.BLOCK:
+                return np.full(NUM_BINS, 1 / NUM_BINS)
+            case ReuseKind.TOOL_CALL:  # tools answer at once, on the scale of people
+                shares = np.asarray([TOOL_DECAY**index for index in range(NUM_BINS)])
+                return shares / float(shares.sum())
+            case _:
+                return _ASSUMED_AGES
+
+
+CONVERSATION_ENDS: Final = (ReuseKind.CONVERSATION, ReuseKind.TOOL_CALL)
+
+
+class Turn(NamedTuple):
+    """A conversation's latest turn: how often the conversation had been continued before, what the prompt added to its
+    history, and whether the answer ended in a tool call."""
+
+    number: int = 0
+    num_new_tokens: int = 0
+    awaits_tool: bool = False
+
+
+FIRST_TURN: Final = Turn()
+
+
+class ReuseClass(NamedTuple):
+    """Checkpoints that are used alike: of one kind, used as often so far. For the end of a conversation: the number
+    and the size of its latest turn."""
+
+    kind: ReuseKind
+    num_uses: int = 0
+    size: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of this class, among those of its kind."""
+        return min(self.num_uses, MOST_USES) * NUM_SIZES + self.size
+
+    @classmethod
+    def of_turn(cls, kind: ReuseKind, turn: Turn) -> ReuseClass:
+        """Where a tool answers next, the size of what was asked before tells nothing."""
+        size = 0 if kind is ReuseKind.TOOL_CALL else bisect_right(SIZES, turn.num_new_tokens)
+        return cls(kind, turn.number, size)
+
 
 class KindRates:
     """One kind: entries that wait for their next use, what was seen of others, and what follows.
 
-    Arrays are `[classes, NUM_BINS]`, with one class for each number of uses so far.
+    Arrays are `[classes, NUM_BINS]`, with one class for each number of uses so far and each size of turns.
     """
 
     def __init__(self, kind: ReuseKind) -> None:
         chances = np.asarray([[kind.assumed_chance(uses)] for uses in range(MOST_USES + 1)])
-        in_bin = chances * (np.full(NUM_BINS, 1 / NUM_BINS) if kind is ReuseKind.BLOCK else _ASSUMED_AGES)
+        in_bin = chances * kind.assumed_ages
         unused = 1 - np.cumsum(in_bin, axis=1) + in_bin / 2
         self._assumed_uses: FloatArray = PRIOR_ENTRIES * in_bin
         self._assumed_time: FloatArray = PRIOR_ENTRIES * unused * _WIDTH
-        shape = len(in_bin), NUM_BINS
-        self._uses = [[0.0] * NUM_BINS for _ in range(shape[0])]  # lists: single entries are added all the time
-        self._time = [[0.0] * NUM_BINS for _ in range(shape[0])]  # at risk, of entries that no longer wait
+        num_classes = len(in_bin) * NUM_SIZES
+        self._uses = [[0.0] * NUM_BINS for _ in range(num_classes)]  # lists: single entries are added all the time
+        self._time = [[0.0] * NUM_BINS for _ in range(num_classes)]  # at risk, of entries that no longer wait
         self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> place in the arrays below
         self._free: list[int] = []
         self._last_used: FloatArray = np.full(0, np.inf)  # of entries that wait; infinite where there is none
@@ -97,7 +151,7 @@ class KindRates:
         self.earnings: list[list[float]] = []
         self.update(0.0)
 
-    def add(self, block_hash: BlockHash, last_used: float, num_uses: int) -> BlockHash | None:
+    def add(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> BlockHash | None:
         """Wait for the next use of an entry; returns one that is no longer waited for."""
         oldest = None
         if len(self._waiting) == NUM_TRACKED:
@@ -109,11 +163,11 @@ class KindRates:
             self._last_used = np.append(self._last_used, np.full(len(self._free), np.inf))
             self._class = np.append(self._class, np.zeros(len(self._free), np.int8))
         place = self._waiting[block_hash] = self._free.pop()
-        self._last_used[place], self._class[place] = last_used, min(num_uses, MOST_USES)
+        self._last_used[place], self._class[place] = last_used, reuse_class.number
         return oldest
 
     def discard(self, block_hash: BlockHash) -> tuple[float, int]:
-        """An entry no longer waits; returns when it was last used and how often it had been."""
+        """An entry no longer waits; returns when it was last used, and its class."""
         place = self._waiting.pop(block_hash)
         self._free.append(place)
         last_used = float(self._last_used[place])
@@ -122,17 +176,17 @@ class KindRates:
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
         """As `discard`, of an entry that was not used until `now`: that counts."""
-        last_used, uses = self.discard(block_hash)
-        time = self._time[uses]
+        last_used, index_of_class = self.discard(block_hash)
+        time = self._time[index_of_class]
         for index in range(age_bin(max(now - last_used, 0.0)) + 1):
             time[index] += min(max(now - last_used - EDGES[index], 0.0), EDGES[index + 1] - EDGES[index])
-        return last_used, uses
+        return last_used, index_of_class
 
     def use(self, block_hash: BlockHash, now: float) -> int:
         """An entry is asked for; returns how often it was before."""
-        last_used, uses = self.end(block_hash, now)
-        self._uses[uses][age_bin(now - last_used)] += 1
-        return uses
+        last_used, index_of_class = self.end(block_hash, now)
+        self._uses[index_of_class][age_bin(now - last_used)] += 1
+        return index_of_class // NUM_SIZES
 
     def update(self, now: float) -> None:
         """Work out `earnings` anew; what was seen before loses weight by its age."""
@@ -140,11 +194,16 @@ class KindRates:
         self._seen = now
         seen_uses, seen_time = np.asarray(self._uses) * kept, np.asarray(self._time) * kept
         self._uses, self._time = seen_uses.tolist(), seen_time.tolist()
-        uses, time = seen_uses + self._assumed_uses, seen_time + self._assumed_time
         at_risk = np.clip(now - self._last_used[:, None] - _LOW, 0, _WIDTH)
-        time += (self._class == np.arange(len(time))[:, None]) @ at_risk
-        by_age = uses.sum(axis=0) / time.sum(axis=0)
-        rate = uses.sum(axis=1, keepdims=True) / (time @ by_age)[:, None] * by_age
+        np.add.at(seen_time, self._class, at_risk)
+        shape = MOST_USES + 1, NUM_SIZES, NUM_BINS
+        uses, time = seen_uses.reshape(shape), seen_time.reshape(shape)
+        all_uses, all_time = uses.sum(axis=1) + self._assumed_uses, time.sum(axis=1) + self._assumed_time
+        by_age = all_uses.sum(axis=0) / all_time.sum(axis=0)
+        by_number = all_uses.sum(axis=1) / (all_time @ by_age)
+        expected_uses = time @ by_age * by_number[:, None]
+        by_size = (uses.sum(axis=2) + PRIOR_SIZE_USES) / (expected_uses + PRIOR_SIZE_USES)
+        rate = ((by_number[:, None] * by_size)[..., None] * by_age).reshape(-1, NUM_BINS)
         expected = np.cumsum(rate * _WIDTH, axis=1)
         used = np.exp(rate * _WIDTH - expected) - np.exp(-expected)  # the chance of use in each bin
         held = used / rate
@@ -175,13 +234,13 @@ class ReuseModel:
         self.lost_ends = LostShare()  # of the conversations that came back, those whose end was gone
         self.lost_fallbacks = LostShare()  # of those that had several fallbacks, the ones whose deepest was gone too
 
-    def track(self, block_hash: BlockHash, kind: ReuseKind, num_uses: int, last_used: float) -> None:
-        """A checkpoint is there, used `num_uses` times so far; it, or its conversation, was in use at `last_used`."""
+    def track(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> None:
+        """A checkpoint is there; it, or its conversation, was in use at `last_used`."""
         before = self._kinds.get(block_hash)
         if before is not None:
             self._rates[before].end(block_hash, last_used)
-        self._kinds[block_hash] = kind
-        gone = self._rates[kind].add(block_hash, last_used, num_uses)
+        self._kinds[block_hash] = reuse_class.kind
+        gone = self._rates[reuse_class.kind].add(block_hash, reuse_class, last_used)
         if gone is not None:
             del self._kinds[gone]
 
@@ -200,7 +259,7 @@ class ReuseModel:
         if kind is None:
             return None
         num_uses = self._rates[kind].use(block_hash, now)
-        if kind not in (ReuseKind.CONVERSATION, ReuseKind.PROMPT):
+        if kind not in (*CONVERSATION_ENDS, ReuseKind.PROMPT):
             return None
         self.lost_ends.note(lost)
         return num_uses + 1
@@ -233,9 +292,9 @@ class ReuseModel:
         self._rates[kind].update(now)
         self._updated = now
 
-    def earnings(self, kind: ReuseKind, num_uses: int, age: float) -> float:
+    def earnings(self, reuse_class: ReuseClass, age: float) -> float:
         """Uses to expect for every arena of new data that an entry is held for, if it is given up at the best age."""
-        return self._rates[kind].earnings[min(num_uses, MOST_USES)][age_bin(age)]
+        return self._rates[reuse_class.kind].earnings[reuse_class.number][age_bin(age)]
 
     def clear(self) -> None:
         """Forget what is waited for; what was learnt stays."""

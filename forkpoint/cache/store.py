@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
-from forkpoint.cache.appraisal import Appraiser, reuse_class
+from forkpoint.cache.appraisal import Appraiser, awaited_at, reuse_class
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, EvictionQueue, RecomputeCost
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.reuse import ReuseKind, ReuseModel
+from forkpoint.cache.reuse import CONVERSATION_ENDS, FIRST_TURN, ReuseClass, ReuseKind, ReuseModel, Turn
 from forkpoint.cache.tree import (
     OF_CONVERSATION,
     Checkpoint,
@@ -21,6 +22,8 @@ from forkpoint.cache.tree import (
     PrefixTree,
     Provenance,
 )
+
+HARDLY_LOST: Final = 4  # a conversation that lost this many blocks, or fewer, had not lost its end
 
 
 class PrefixStore:
@@ -65,7 +68,7 @@ class PrefixStore:
                 blocks = [node.block for node in dead]
                 self.arena.reissue_blocks(blocks, owner)
                 taken += blocks
-            elif self._evict_least(None):
+            elif self.evict_least():
                 taken += self.arena.take_blocks(owner, count - len(taken))
             else:
                 break
@@ -77,12 +80,13 @@ class PrefixStore:
             most = self.arena.num_blocks_until_slot if self.layout.has_kv else len(self._dead)
             if dead := self._evict_dead(most):
                 self._give_blocks(dead)
-            elif not self._evict_least(below):
+            elif not self.evict_least(below):
                 return None
         return slot
 
-    def _evict_least(self, below: float | None) -> bool:
-        """Evict the checkpoint (the leaf, in a layout without states) of the least key."""
+    def evict_least(self, below: float | None = None) -> bool:
+        """Evict the checkpoint (the leaf, in a layout without states) of the least key, if that is smaller than
+        `below`; False: there is none."""
         if not self.layout.has_states:
             found_leaf = self._leaves.lowest(self.arena.turnover)
             if found_leaf is None:
@@ -95,7 +99,11 @@ class PrefixStore:
         checkpoint = found[1]
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
         self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
+        above, awaited = self.tree.above(checkpoint.node), awaited_at(checkpoint)
         self._remove_checkpoint(checkpoint)
+        if above is not None and awaited is not None:
+            above.stands_in_for, above.last_used = awaited, max(above.last_used, checkpoint.last_used)
+            self.refile(above)
         return True
 
     def _evict_dead(self, most: int) -> list[Node]:
@@ -164,7 +172,7 @@ class PrefixStore:
         slot: int,
         origin: Origin,
         provenance: Provenance,
-        num_turns: int = 0,
+        turn: Turn = FIRST_TURN,
         num_readers: int = 0,
     ) -> Checkpoint | None:
         """Make `slot` the checkpoint of `node`. Of two for one node the better provenance stays; None: the
@@ -177,7 +185,7 @@ class PrefixStore:
             self.drop_checkpoint(present)
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
         checkpoint.last_used = self.arena.turnover
-        checkpoint.num_turns = num_turns if origin in OF_CONVERSATION else 0
+        checkpoint.turn = turn if origin in OF_CONVERSATION else FIRST_TURN
         self.tree.set_checkpoint(node, checkpoint)
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1
@@ -220,7 +228,10 @@ class PrefixStore:
         self.refile(checkpoint)
 
     def note_hit(self, checkpoint: Checkpoint) -> None:
-        """A request goes on from a checkpoint."""
+        """A request goes on from a checkpoint: with the conversation that it stands in for, if it does."""
+        stood_in, checkpoint.stands_in_for = checkpoint.stands_in_for is not None, None
+        if stood_in and reuse_class(checkpoint).kind not in CONVERSATION_ENDS:
+            return
         self._reuse.use(checkpoint.node.hash, self.arena.turnover, lost=False)
 
     def note_fallback(self, checkpoint: Checkpoint) -> None:
@@ -240,20 +251,20 @@ class PrefixStore:
         self._reuse.advance(self.arena.turnover)
         for index in range(len(hashes) - 1, -1, -1):
             if self._reuse.waits_for(hashes[index]):
-                num_turns = self._reuse.use(hashes[index], self.arena.turnover, lost=True)
+                num_turns = self._reuse.use(hashes[index], self.arena.turnover, lost=index >= HARDLY_LOST)
                 if num_turns is None:
                     return None
                 self._reuse.use_fallback(hit.node.hash if hit else None, hashes)
                 return index, num_turns
         return None
 
-    def note_unsaved_end(self, block_hash: BlockHash, num_turns: int) -> None:
+    def note_unsaved_end(self, block_hash: BlockHash, turn: Turn) -> None:
         """There was no room for the end of a prompt: as if it had given way at once."""
-        self._reuse.track(block_hash, ReuseKind.CONVERSATION, num_turns, self.arena.turnover)
+        self._reuse.track(block_hash, ReuseClass.of_turn(ReuseKind.CONVERSATION, turn), self.arena.turnover)
 
     def _track(self, c: Checkpoint) -> None:
         if c.origin is not Origin.FALLBACK:  # these stand in for the end of their conversation, which is tracked
-            self._reuse.track(c.node.hash, *reuse_class(c), c.last_used)
+            self._reuse.track(c.node.hash, reuse_class(c), c.last_used)
 
     def pin(self, node: Node) -> None:
         self.tree.pin(node)

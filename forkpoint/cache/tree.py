@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forkpoint.cache.hashing import BlockHash, HashChain
+from forkpoint.cache.reuse import FIRST_TURN, ReuseClass, Turn
 
 NO_UNIT = -1
 MOST_TOLD = 1024  # nodes that learn at once of a checkpoint that came above them
@@ -41,7 +42,7 @@ OF_CONVERSATION = (*TURN_ENDS, Origin.FALLBACK)
 INSIDE_PROMPTS = (Origin.FALLBACK, Origin.SPARSE)  # of use as long as their conversation goes on
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Region:
     """Nodes with the same nearest checkpoint before them. Written by PrefixTree alone.
 
@@ -54,7 +55,7 @@ class Region:
     split: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One block of the tree. Written by PrefixTree alone (`block` also by compaction).
 
@@ -99,7 +100,7 @@ class Node:
         return nodes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Checkpoint:
     """The state after exactly `num_tokens` tokens, in a slot that nobody writes. Written by CacheManager.
 
@@ -116,7 +117,8 @@ class Checkpoint:
     num_expected: int = 0  # waiting requests known to resume here
     fallback_below: Checkpoint | None = None  # of a fallback: the next one of its conversation, while that is there
     superseded: bool = False  # a later checkpoint of the same conversation exists
-    num_turns: int = 0  # how often the conversation that it ends was continued before
+    turn: Turn = FIRST_TURN  # of the conversation that it ends
+    stands_in_for: ReuseClass | None = None  # the end, which gave way, of a conversation that goes on from here now
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current
     dropped: bool = False

@@ -55,9 +55,12 @@ class InputProcessor:
     seed: int
     starts_grammars: bool = True
     grammars: GrammarCompiler = field(init=False, repr=False, compare=False)
+    tool_call_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grammars", GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids))
+        found = self.tokenizer.tool_call_token_ids if self.tokenizer is not None else frozenset()
+        object.__setattr__(self, "tool_call_token_ids", found)
 
     def prompt(self, given: PromptInput, breakpoints: Sequence[int] = ()) -> Prompt:
         """Tokenise and check. Raises InvalidPromptError with what was given and what is allowed."""
@@ -100,6 +103,7 @@ class InputProcessor:
                 breakpoints=breakpoints,
                 priority=priority,
                 arrival_s=arrival_s,
+                tool_call_token_ids=self.tool_call_token_ids,
                 grammar=self.grammars.start(params, stops) if self.starts_grammars else None,
             )
             for index in range(params.n)

@@ -38,6 +38,7 @@ class AddSequence(Message, frozen=True):
     breakpoints: tuple[int, ...]
     priority: int
     arrival_s: float
+    tool_call_token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, key: int, request: Request) -> AddSequence:
@@ -52,6 +53,7 @@ class AddSequence(Message, frozen=True):
             breakpoints=request.breakpoints,
             priority=request.priority,
             arrival_s=request.arrival_s,
+            tool_call_token_ids=tuple(request.tool_call_token_ids),
         )
 
     def request(self) -> Request:
@@ -65,6 +67,7 @@ class AddSequence(Message, frozen=True):
             breakpoints=self.breakpoints,
             priority=self.priority,
             arrival_s=self.arrival_s,
+            tool_call_token_ids=frozenset(self.tool_call_token_ids),
         )
 
 

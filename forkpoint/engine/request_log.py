@@ -61,6 +61,7 @@ class RequestLog:
             "kv_num_tokens": cache.kv_num_tokens,
             "miss": cache.miss.value if cache.miss is not None else None,
             "finish_reason": reason.value,
+            "awaits_tool": request.awaits_tool,
             "num_preemptions": request.num_preemptions,
             "breakpoints": list(request.breakpoints),
         }

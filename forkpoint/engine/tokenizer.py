@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from forkpoint.errors import CheckpointError, InvalidPromptError
+
+# What opens a tool call in the models' answers, each a token of its own: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
+TOOL_CALL_OPENINGS: Final = ("<tool_call>", "<|tool_call_start|>", "<tool_calls>", "<|tool_calls_section_begin|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         value = self.hf.eos_token_id
         return None if value is None else int(value)
+
+    @property
+    def tool_call_token_ids(self) -> frozenset[int]:
+        """Ids that open a tool call in an answer, of those that this vocabulary has."""
+        known = (self.backend.token_to_id(opening) for opening in TOOL_CALL_OPENINGS)
+        return frozenset(token_id for token_id in known if token_id is not None)
 
 
 def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:

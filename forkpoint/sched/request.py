@@ -36,9 +36,10 @@ class Grammar(Protocol):
 class Request:
     """A sequence: `n` completions of one prompt are `n` requests. Written by the scheduler alone.
 
-    `max_tokens` is the output length at which it ends. `stop_token_ids` end it once `min_tokens` are out (the
-    end-of-sequence ids are among them unless `ignore_eos`). `breakpoints` are declared boundaries, in tokens.
-    A smaller `priority` runs first. A request with a `grammar` samples only once its earlier outputs are known.
+    `max_tokens` is the output length at which it ends. `stop_token_ids` end it once `min_tokens` are out (the end-
+    of-sequence ids are among them unless `ignore_eos`). `breakpoints` are declared boundaries, in tokens. An answer
+    with one of `tool_call_token_ids` contains a tool call. A smaller `priority` runs first. A request with a
+    `grammar` samples only once its earlier outputs are known.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     grammar: Grammar | None = None
+    tool_call_token_ids: frozenset[int] = frozenset()
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -71,6 +73,11 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and not self.prompt_logprobs_done
+
+    @property
+    def awaits_tool(self) -> bool:
+        """Whether its answer contains a tool call."""
+        return bool(self.tool_call_token_ids) and not self.tool_call_token_ids.isdisjoint(self.output_token_ids)
 
     def all_token_ids(self) -> IntArray:
         return np.concatenate([self.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])

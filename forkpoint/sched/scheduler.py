@@ -279,7 +279,8 @@ class Scheduler:
         request, lease = entry.request, entry.lease
         if lease.state_tokens <= request.num_tokens:
             self.cache.extend(lease, entry.tokens_beyond_chain(lease.state_tokens))
-        self.cache.release(lease, donate=lease.state_tokens <= request.num_tokens)
+        awaits_tool = why is Leaving.FINISHED and request.awaits_tool
+        self.cache.release(lease, donate=lease.state_tokens <= request.num_tokens, awaits_tool=awaits_tool)
         if why is Leaving.FINISHED:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return

@@ -100,7 +100,16 @@ class EngineSystem:
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         foresight = self._foresight
         breakpoints = request.breakpoints if foresight is None else foresight.breakpoints(request.id)
-        queued = Request(request.id, request.prompt.array(), params, length, seed=0, breakpoints=breakpoints)
+        output = request.output.array()
+        queued = Request(
+            request.id,
+            request.prompt.array(),
+            params,
+            length,
+            seed=0,
+            breakpoints=breakpoints,
+            tool_call_token_ids=frozenset(output[-1:].tolist()) if request.awaits_tool else frozenset(),
+        )
         try:
             self.sched.add(queued)
         except RequestTooLargeError:
@@ -110,7 +119,7 @@ class EngineSystem:
         if foresight is not None:
             foresight.arrive(request.id)
         self._requests[request.id] = queued
-        self._tape.record(request.id, request.output.array())
+        self._tape.record(request.id, output)
         return True
 
     def plan(self, now_s: float) -> StepLoad | None:

@@ -204,6 +204,7 @@ def _claude_requests(
                 after=f"{session}-{index - 1}" if index else None,
                 think_s=float(record.get("think_time") or 0.0),
                 breakpoints=tuple(b for b in breakpoints if b < length),
+                awaits_tool=record.get("stop") == "tool_use",
             )
         )
         coming, coming_ids = prompt, ids
@@ -237,6 +238,7 @@ def read_request_log(path: Path, limit: int | None = None) -> Trace:
                     output=everything.part(length, total),
                     arrival_s=record["arrival_s"],
                     breakpoints=tuple(record.get("breakpoints", ())),
+                    awaits_tool=record.get("awaits_tool", False),
                 )
             )
     requests.sort(key=lambda request: request.arrival_s)

@@ -14,7 +14,8 @@ from forkpoint.sim.tokens import TokenSpans
 class TraceRequest:
     """One request. It arrives at `arrival_s`, or `think_s` after request `after` has ended.
 
-    `output` are the tokens that it generates (a later turn repeats them); `breakpoints` are declared boundaries.
+    `output` are the tokens that it generates (a later turn repeats them); `breakpoints` are declared boundaries;
+    `awaits_tool`: the answer contains a tool call.
     """
 
     id: str
@@ -25,6 +26,7 @@ class TraceRequest:
     after: str | None = None
     think_s: float = 0.0
     breakpoints: tuple[int, ...] = ()
+    awaits_tool: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -71,7 +71,8 @@ class Harness:
         self, name: str, prompt: np.ndarray, max_tokens: int = 1, grammar_length: int = 0, **options: object
     ) -> Request:
         """`grammar_length`: outputs after which the request's grammar is whole; 0: no grammar."""
-        known = {key: options.pop(key) for key in ("priority", "breakpoints", "stop_token_ids") if key in options}
+        of_request = ("priority", "breakpoints", "stop_token_ids", "tool_call_token_ids")
+        known = {key: options.pop(key) for key in of_request if key in options}
         if grammar_length:
             known["grammar"] = HashGrammar(VOCAB, grammar_length)
             self.grammar_lengths[name] = grammar_length

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.cache.tree import Checkpoint
+from forkpoint.cache.appraisal import reuse_class
+from forkpoint.cache.reuse import ReuseKind, Turn
+from forkpoint.cache.tree import Checkpoint, Origin
+from forkpoint.config import CacheConfig
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
 LENGTH = 3000
@@ -50,7 +53,7 @@ def test_going_on_shows_no_junction(name: str) -> None:
     assert request.cache.num_cached_tokens == 0
     assert harness.sched.stats().cache.checkpoints_saved.get("junction", 0) == before
     end = checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64]
-    assert end.num_turns == 1, "the turn that was lost counts"
+    assert end.turn.number == 1, "the turn that was lost counts"
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -61,6 +64,40 @@ def test_another_history_shows_one(name: str) -> None:
     others = [np.concatenate([shared, tokens(seed, 400)]) for seed in (11, 12)]
     assert harness.ask("other 1", others[0]).cache.num_cached_tokens == 0
     assert harness.ask("other 2", others[1]).cache.num_cached_tokens == 1600
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_what_is_left_stands_in_for_the_end(name: str) -> None:
+    """A short answer ends a block behind the state near the prompt's end: the end is hardly worth a slot beside that.
+    Once it has given way that state is worth what the end alone would have been, until the conversation goes on."""
+    layout = LAYOUTS[name]
+    harness = Harness(layout=layout, cache=CacheConfig(checkpoint_interval=0))
+    store, prompt = harness.sched.cache.store, tokens(1, LENGTH)
+    harness.ask("turn 1", prompt, 4)
+    end, near_end = (checkpoints(harness, prompt)[position] for position in (2944, 2880))
+    assert near_end.origin is Origin.NEAR_END and near_end.stands_in_for is None
+    harness.ask("unrelated", tokens(5000, LENGTH), 4)
+    while not end.dropped:
+        assert store.evict_least()
+    assert not near_end.dropped and near_end.stands_in_for == reuse_class(end)
+    worth = store.appraiser.checkpoint_key(near_end)
+    turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 300)])
+    assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == 2880
+    assert near_end.stands_in_for is None, "the conversation went on"
+    assert store.appraiser.checkpoint_key(near_end) < worth / 2
+    assert checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64].turn == Turn(1, len(turn_2) - 2944)
+
+
+def test_a_conversation_that_waits_for_a_tool() -> None:
+    """Its end is of a kind of its own, whichever states it left; a request that ended otherwise waits for none."""
+    harness, prompts = Harness(), [tokens(seed, 300) for seed in (1, 2)]
+    opening = frozenset(harness.runner.expected(prompts[0].tolist(), 100)[50:51])
+    for name, prompt in zip("ab", prompts, strict=True):
+        request = harness.ask(name, prompt, 100, tool_call_token_ids=opening)
+        end = max(checkpoints(harness, request.all_token_ids()).items())[1]
+        wanted = ReuseKind.TOOL_CALL if request.awaits_tool else ReuseKind.CONVERSATION
+        assert end.num_tokens == 384 and reuse_class(end).kind is wanted
+    assert harness.requests["a"].awaits_tool and not harness.requests["b"].awaits_tool
 
 
 def test_an_end_that_found_no_room_is_known_all_the_same() -> None:

@@ -54,7 +54,8 @@ def test_mooncake_sharing_only_what_all_share_is_no_turn(tmp_path: Path) -> None
 
 def claude(folder: Path, **changes: object) -> Path:
     def entry(at: float, tokens: int, out: int, ids: list[int], think: float = 0.0) -> dict[str, object]:
-        return {"t": at, "type": "n", "in": tokens, "out": out, "hash_ids": ids, "think_time": think}
+        told = {"t": at, "type": "n", "in": tokens, "out": out, "hash_ids": ids, "think_time": think}
+        return {**told, "stop": "tool_use"}
 
     agent = {"t": 5.0, "type": "subagent", "requests": [entry(1.0, 70, 4, [90])]}
     records = [entry(0.0, 150, 20, [1, 2]), agent, entry(9.0, 400, 30, [1, 2, 3, 4, 5, 6], 6.5)]
@@ -70,6 +71,7 @@ def test_claude_code(tmp_path: Path) -> None:
     assert (first.num_prompt_tokens, first.num_output_tokens, first.breakpoints) == (150, 20, (60, 80))
     assert common(join(first.prompt, first.output), second.prompt) == 170
     assert second.after == first.id and second.think_s == 6.5
+    assert first.awaits_tool
     assert agent.after is None and agent.arrival_s == first.arrival_s + 6.0
     assert common(first.prompt, trace.requests[3].prompt) == 0, "ids are local to a conversation"
     assert len(read_trace(tmp_path, limit=1).requests) == 3
@@ -88,6 +90,7 @@ def test_azure(tmp_path: Path) -> None:
 def test_request_log_of_hashes_and_of_tokens(tmp_path: Path) -> None:
     shared = {"num_prompt_tokens": 150, "num_output_tokens": 20, "breakpoints": [64]}
     hashes = [{**shared, "request_id": "b", "arrival_s": 8.0, "block_size": 64, "block_hashes": ["x", "z"]}]
+    hashes[0]["awaits_tool"] = True
     hashes.append({**shared, "request_id": "a", "arrival_s": 5.0, "block_size": 64, "block_hashes": ["x", "y"]})
     tokens = [
         {**shared, "request_id": n, "arrival_s": 1.0, "token_ids": [*range(140), *[i] * 30]}
@@ -100,6 +103,7 @@ def test_request_log_of_hashes_and_of_tokens(tmp_path: Path) -> None:
         assert first.session == "a" and first.arrival_s == 0.0 and first.breakpoints == (64,)
         assert (first.num_prompt_tokens, first.num_output_tokens) == (150, 20)
         assert common(first.prompt, second.prompt) == expected
+        assert (first.awaits_tool, second.awaits_tool) == (False, records is hashes)
 
 
 @pytest.mark.parametrize(
