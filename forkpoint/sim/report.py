@@ -11,19 +11,19 @@ from typing import Final
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.sim.bound import ReuseProblem, clairvoyant_bound
+from forkpoint.sim.chances import known_chances
 from forkpoint.sim.cost import Device
 from forkpoint.sim.plots import Curve, write_plot
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
 from forkpoint.sim.sweep import Case, CaseResult, run_cases
 from forkpoint.sim.systems import CLAIRVOYANT, ENGINE, PEERS
 from forkpoint.sim.table import GIB, markdown
-from forkpoint.sim.thresholds import threshold_ceiling
 from forkpoint.sim.trace import Trace
 
 MEMORY_SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)  # of what the weights leave
 USABLE_SHARE: Final = 0.9  # of a device's memory, as gpu_memory_utilization's default
 BOUND: Final = "bound"
-AGES: Final = "best ages"
+KNOWN: Final = "known chances"
 GAPS: Final = ("gap closed to clairvoyant", "to the bound")
 HEADINGS: Final = MappingProxyType({CLAIRVOYANT: "clairvoyant"})
 
@@ -64,14 +64,14 @@ class ReportPlan:
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One model on one trace: a result for every size and system, and by size the bound on the hit rate and, for traces
-    whose requests arrive at times of their own, what the best ages reach."""
+    whose requests arrive at times of their own, what an ideal cache reaches that knows the chances of return."""
 
     shape: ModelShape
     trace: Trace
     sizes: tuple[int, ...]
     results: dict[tuple[int, str], CaseResult]
     bounds: dict[int, float]
-    ages: dict[int, float]
+    known: dict[int, float]
 
     def best_peer(self, size: int) -> CaseResult:
         """The emulated peer of the highest hit rate."""
@@ -105,9 +105,9 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
                 for size in sizes
             }
             timed = problem.unlimited > 0 and all(request.after is None for request in trace.requests)
-            ages = {size: threshold_ceiling(trace, problem, shape, size) / tokens for size in sizes if timed}
+            known = {size: known_chances(trace, problem, shape, size) / tokens for size in sizes if timed}
             chosen = {(s, name): found[shape.name, trace.name, s, name] for s in sizes for name in plan.systems}
-            panels.append(Panel(shape, trace, sizes, chosen, bounds, ages))
+            panels.append(Panel(shape, trace, sizes, chosen, bounds, known))
     lines = [result.as_json() for result in results]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
     pages = [_panel_text(panel, plan.systems, _plot(panel, plan.systems, folder)) for panel in panels]
@@ -138,8 +138,8 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
         f"Budget: {plan.scheduler.max_num_batched_tokens} tokens a step, {plan.scheduler.max_num_seqs} rows. Hit rate: "
         "reused tokens over all prompt tokens; requests that a system refuses for want of room count as misses. "
         f"`{HEADINGS[CLAIRVOYANT]}`: the same engine, told all requests beforehand. `{BOUND}`: no policy whatever "
-        f"exceeds it, not even one so told. `{AGES}`: an estimate of what knowing the chances of return, and nothing "
-        f"else, could give at most (`forkpoint/sim/thresholds.py`). `gap closed`: how far {ENGINE} goes from the best "
+        f"exceeds it, not even one so told. `{KNOWN}`: what an ideal cache reaches that knows how likely conversations "
+        f"go on, not which ones do (`forkpoint/sim/chances.py`). `gap closed`: how far {ENGINE} goes from the best "
         "peer to the clairvoyant engine, and to the bound.",
         "",
         markdown(rows),
@@ -162,11 +162,11 @@ def _panel_text(panel: Panel, systems: Sequence[str], plot: str | None) -> str:
     if plot is not None:
         parts.append(f"![{panel.shape.name} on {panel.trace.name}]({plot})")
     names = [HEADINGS.get(system, system) for system in systems]
-    with_ages = (AGES,) if panel.ages else ()
-    rows: list[tuple[str, ...]] = [("hit rate, memory GiB", *names, *with_ages, BOUND, *GAPS)]
+    with_known = (KNOWN,) if panel.known else ()
+    rows: list[tuple[str, ...]] = [("hit rate, memory GiB", *names, *with_known, BOUND, *GAPS)]
     for size in panel.sizes:
         rates = [panel.results[size, system].hit_rate for system in systems]
-        rates += [limits[size] for limits in (panel.ages, panel.bounds) if limits]
+        rates += [limits[size] for limits in (panel.known, panel.bounds) if limits]
         rows.append((f"{size / GIB:g}", *(f"{rate:.1%}" for rate in rates), *panel.gaps_closed(size)))
     parts.append(markdown(rows))
     rows = [("TTFT mean / P95 s, memory GiB", *names)]
@@ -187,13 +187,13 @@ def _plot(panel: Panel, systems: Sequence[str], folder: Path) -> str | None:
 
     def curve(system: str, values: dict[int, float]) -> Curve:
         name, heights = HEADINGS.get(system, system), [values[size] for size in panel.sizes]
-        return Curve(name, gib, heights, limit=system in (CLAIRVOYANT, AGES, BOUND))
+        return Curve(name, gib, heights, limit=system in (CLAIRVOYANT, KNOWN, BOUND))
 
     def measured(value: Callable[[CaseResult], float]) -> list[Curve]:
         return [curve(s, {m: value(panel.results[m, s]) for m in panel.sizes}) for s in systems]
 
     hits = measured(lambda result: 100 * result.hit_rate)
-    limits = {AGES: panel.ages, BOUND: panel.bounds}
+    limits = {KNOWN: panel.known, BOUND: panel.bounds}
     hits += [curve(name, {m: 100 * rates[m] for m in panel.sizes}) for name, rates in limits.items() if rates]
     name = f"{panel.shape.name}-{panel.trace.name}.png".lower().replace("_", "-")
     title = f"{panel.shape.name}, {panel.trace.name}"
