@@ -1,4 +1,4 @@
-"""What is taken for token ids, and what is not."""
+"""What is taken for token ids, and what is not; what requests are told."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkpoint.engine.inputs import InputProcessor
+from forkpoint.engine.messages import AddSequence
+from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidPromptError
+from forkpoint.params import SamplingParams
+from tests.engine.tokenizers import byte_level
 
 INPUTS = InputProcessor(None, 1000, 64, frozenset(), 0)
 NO_ID = [1.0, 2.5, True, False, np.bool_(True), np.float32(3), "7", b"7", None, [7], (7,)]
@@ -35,3 +39,21 @@ def test_anything_else_is_named(before: list[int], after: list[int], bad: object
 def test_integers_of_any_size_are_checked(before: list[int], beyond: int) -> None:
     with pytest.raises(InvalidPromptError, match="the model has ids 0 to 999"):
         INPUTS.prompt([*before, beyond])
+
+
+def test_requests_know_what_opens_a_tool_call() -> None:
+    """Of the openings that models use, those that the vocabulary has; the engine's own process is told as well."""
+    plain = byte_level()
+    assert plain.tool_call_token_ids == frozenset()
+    plain.hf.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    tokenizer = Tokenizer.wrap(plain.hf)
+    opening = plain.hf.convert_tokens_to_ids("<tool_call>")
+    inputs = InputProcessor(tokenizer, len(plain.hf), 100, frozenset(), seed=0)
+    [request] = inputs.requests(
+        "a", inputs.prompt("which tool?"), SamplingParams(), priority=0, number=0, arrival_s=0.0
+    )
+    assert request.tool_call_token_ids == AddSequence.of(1, request).request().tool_call_token_ids == {opening}
+    request.output_token_ids += [5, 6]
+    assert not request.awaits_tool
+    request.output_token_ids += [opening, 7]
+    assert request.awaits_tool
