@@ -93,9 +93,10 @@ class Serving(RuleBasedStateMachine):
         breakpoints=st.lists(st.integers(0, 1000), max_size=2),
         logprobs=st.sampled_from([None, None, None, 0]),
         grammar_length=st.sampled_from([0, 0, 0, 1, 40, 200]),
+        calls_tools=st.booleans(),
     )
     def arrive(  # type: ignore[no-untyped-def]
-        self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs, grammar_length
+        self, shared, own, seed, outputs, copies, priority, salt, breakpoints, logprobs, grammar_length, calls_tools
     ) -> None:
         prompt = np.concatenate([TRUNK[:shared], tokens(seed, own)])
         for _ in range(copies):
@@ -107,6 +108,7 @@ class Serving(RuleBasedStateMachine):
                 breakpoints=tuple(breakpoints),
                 prompt_logprobs=logprobs,
                 grammar_length=grammar_length,
+                tool_call_token_ids=frozenset(range(0, VOCAB, 50)) if calls_tools else frozenset(),
             )
 
     @rule(pick=st.integers(0, 10**6), more=LENGTHS, outputs=st.integers(1, 150))

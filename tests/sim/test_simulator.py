@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -99,7 +99,10 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
     for index, ask in enumerate(asks):
         params = SamplingParams(temperature=0.0, max_tokens=ask.num_outputs, ignore_eos=True)
         prompt = np.asarray(ask.prompt, np.int32)
-        requests[f"r{index}"] = Request(f"r{index}", prompt, params, ask.num_outputs, seed=0)
+        opens_call = frozenset(range(0, VOCAB, 50))  # some answers contain one
+        requests[f"r{index}"] = Request(
+            f"r{index}", prompt, params, ask.num_outputs, seed=0, tool_call_token_ids=opens_call
+        )
     step = 0
     waiting = list(zip(asks, requests.values(), strict=True))
     while waiting or core.has_unfinished():
@@ -124,7 +127,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
         while index < len(asks) and asks[index].step <= step:
             done = requests[f"r{index}"]
             spans = [TokenSpans(tuple((t, 1) for t in ids)) for ids in (asks[index].prompt, done.output_token_ids)]
-            assert system.add(request(done.id, *spans))
+            assert system.add(replace(request(done.id, *spans), awaits_tool=done.awaits_tool))
             index += 1
         if system.plan(0.0) is not None:
             for finished in system.finish(0.0).finished:
