@@ -158,7 +158,10 @@ def reuse_class(c: Checkpoint) -> ReuseClass:
 
 
 def awaited_at(c: Checkpoint) -> ReuseClass | None:
-    """The conversation that goes on from `c`: it ends there, or its end gave way and `c` stands in for it."""
+    """The conversation that goes on from `c`: it ends there, or its end gave way and `c` stands in for it. A fallback
+    is of the class of its conversation's end, which may be there below it."""
+    if c.origin is Origin.FALLBACK and c.node.children:
+        return c.stands_in_for
     own = reuse_class(c)
     return own if own.kind in CONVERSATION_ENDS else c.stands_in_for
 

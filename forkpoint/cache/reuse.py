@@ -2,9 +2,10 @@
 
 Time is counted in new data, in arenas. Each kind of checkpoint has a rate of reuse by age: uses over time at risk,
 those that gave way and were asked for again included, since the rates could otherwise never exceed what the arena
-happens to hold. A factor by the number of uses so far multiplies it. From both follows what it earns to keep an
-entry: the most uses for the time held, over all ages at which it could be given up. Where reuse is due later than
-at once, as with people who read an answer before they go on, an entry that has waited is worth more than a new one.
+happens to hold. A factor by the number of uses so far multiplies it, and for the ends of conversations one by the size
+of the last turn. From these follows what it earns to keep an entry: the most uses for the time held, over all ages at
+which it could be given up. Where reuse is due later than at once, as with people who read an answer before they go on,
+an entry that has waited is worth more than a new one.
 """
 
 from __future__ import annotations

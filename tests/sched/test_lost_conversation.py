@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.cache.appraisal import reuse_class
+from forkpoint.cache.appraisal import awaited_at, reuse_class
 from forkpoint.cache.reuse import ReuseKind, Turn
 from forkpoint.cache.tree import Checkpoint, Origin
 from forkpoint.config import CacheConfig
@@ -86,6 +86,20 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     assert near_end.stands_in_for is None, "the conversation went on"
     assert store.appraiser.checkpoint_key(near_end) < worth / 2
     assert checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64].turn == Turn(1, len(turn_2) - 2944)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_fallback_ends_no_conversation(name: str) -> None:
+    """One that goes while the end is there leaves nothing to stand in for."""
+    layout = LAYOUTS[name]
+    harness = Harness(layout=layout, num_pages=layout.num_pages_for(LENGTH, 8) + 1)
+    prompt = tokens(1, LENGTH)
+    harness.ask("turn 1", prompt, 4)
+    kept = checkpoints(harness, prompt)
+    fallbacks = [checkpoint for checkpoint in kept.values() if checkpoint.origin is Origin.FALLBACK]
+    end = kept[max(kept)]
+    assert fallbacks and awaited_at(end) == reuse_class(end)
+    assert all(awaited_at(fallback) is None for fallback in fallbacks)
 
 
 def test_a_conversation_that_waits_for_a_tool() -> None:
