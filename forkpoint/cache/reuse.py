@@ -147,7 +147,7 @@ class KindRates:
         self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> place in the arrays below
         self._free: list[int] = []
         self._last_used: FloatArray = np.full(0, np.inf)  # of entries that wait; infinite where there is none
-        self._class = np.zeros(0, np.int8)
+        self._class = np.zeros(0, np.int64)
         self._seen = 0.0
         self.earnings: list[list[float]] = []
         self.update(0.0)
@@ -162,7 +162,7 @@ class KindRates:
             size = len(self._class)
             self._free.extend(range(size, 2 * size or 64))
             self._last_used = np.append(self._last_used, np.full(len(self._free), np.inf))
-            self._class = np.append(self._class, np.zeros(len(self._free), np.int8))
+            self._class = np.append(self._class, np.zeros(len(self._free), np.int64))
         place = self._waiting[block_hash] = self._free.pop()
         self._last_used[place], self._class[place] = last_used, reuse_class.number
         return oldest
@@ -195,8 +195,7 @@ class KindRates:
         self._seen = now
         seen_uses, seen_time = np.asarray(self._uses) * kept, np.asarray(self._time) * kept
         self._uses, self._time = seen_uses.tolist(), seen_time.tolist()
-        at_risk = np.clip(now - self._last_used[:, None] - _LOW, 0, _WIDTH)
-        np.add.at(seen_time, self._class, at_risk)
+        seen_time += self._time_of_waiting(now, len(seen_time))
         shape = MOST_USES + 1, NUM_SIZES, NUM_BINS
         uses, time = seen_uses.reshape(shape), seen_time.reshape(shape)
         all_uses, all_time = uses.sum(axis=1) + self._assumed_uses, time.sum(axis=1) + self._assumed_time
@@ -209,6 +208,17 @@ class KindRates:
         used = np.exp(rate * _WIDTH - expected) - np.exp(-expected)  # the chance of use in each bin
         held = used / rate
         self.earnings = _best_from_each(used, held)
+
+    def _time_of_waiting(self, now: float, num_classes: int) -> FloatArray:
+        """Time at risk, `[classes, NUM_BINS]`, of the entries that wait: counted by the bin that each has reached."""
+        waiting = self._last_used < now  # where there is no entry it is infinite
+        ages = now - self._last_used[waiting]
+        bins = np.minimum(np.searchsorted(EDGES[1:], ages, side="right"), NUM_BINS - 1)
+        places, size = self._class[waiting] * NUM_BINS + bins, num_classes * NUM_BINS
+        reached = np.bincount(places, minlength=size).reshape(num_classes, NUM_BINS)
+        within = np.bincount(places, np.minimum(ages - _LOW[bins], _WIDTH[bins]), size).reshape(num_classes, NUM_BINS)
+        passed = np.cumsum(reached[:, ::-1], axis=1)[:, ::-1] - reached
+        return within + passed * _WIDTH
 
 
 class LostShare:
