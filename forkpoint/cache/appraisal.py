@@ -106,7 +106,10 @@ class Appraiser:
         return EntryFacts(c.origin, saved, num_bytes, c.last_used, c.num_hits, c.num_expected, earnings, c.node.hash)
 
     def _earnings(self, origin: Origin, history: History, age: float) -> float:
-        return self._reuse.earnings(_reuse_class(origin, history), age) * self._share_served(origin, history)
+        own = _reuse_class(origin, history)
+        if own.kind is ReuseKind.NEAR_END:  # of use when its conversation comes back, if that parts from what it said
+            return self._reuse.near_end_share * self._reuse.earnings(_of_conversation(history.turn), age)
+        return self._reuse.earnings(own, age) * self._share_served(origin, history)
 
     def _share_served(self, origin: Origin, history: History) -> float:
         """Of its conversation's returns, the share that a checkpoint serves: those for which all below it has given
@@ -172,11 +175,15 @@ def _history(c: Checkpoint, above: Checkpoint | None) -> History:
     return History(c.num_hits, c.turn, c.superseded, bool(c.node.children), fallback_above, fallback_below)
 
 
+def _of_conversation(turn: Turn) -> ReuseClass:
+    return ReuseClass.of_turn(ReuseKind.TOOL_CALL if turn.awaits_tool else ReuseKind.CONVERSATION, turn)
+
+
 def _reuse_class(origin: Origin, history: History) -> ReuseClass:
     num_hits, turn, superseded, inside, _, _ = history
     if origin in OF_CONVERSATION:
         if not inside or origin is Origin.FALLBACK:
-            return ReuseClass.of_turn(ReuseKind.TOOL_CALL if turn.awaits_tool else ReuseKind.CONVERSATION, turn)
+            return _of_conversation(turn)
         if not superseded:
             return ReuseClass.of_turn(ReuseKind.PROMPT, turn)
         return ReuseClass(ReuseKind.SUPERSEDED) if num_hits < 2 else ReuseClass(ReuseKind.JUNCTION, num_hits)

@@ -56,7 +56,7 @@ class Lease:
     def turn(self) -> Turn:
         """The turn of its conversation that this request is, going by checkpoints, lost ones too."""
         hit = self.hit
-        known = hit.turn.number + 1 if hit is not None and hit.origin in OF_CONVERSATION else 0
+        known = hit.turn.number + 1 if hit is not None and hit.origin in (*OF_CONVERSATION, Origin.NEAR_END) else 0
         return Turn(max(known, self.num_lost_turns), self.num_new_tokens)
 
     def rebind(self, old: int, new: int) -> None:

@@ -22,6 +22,7 @@ from forkpoint.cache.tree import (
     INSIDE_PROMPTS,
     NO_UNIT,
     OF_CONVERSATION,
+    OF_LAST_TURN,
     TURN_ENDS,
     Checkpoint,
     Node,
@@ -143,17 +144,15 @@ class CacheManager:
         self.store.refile(hit.checkpoint, used=True)
 
     def _note_history(self, lease: Lease, path: Sequence[Node]) -> None:
-        """The history of these nodes goes on: states inside its prompts may be of use still, one near the end of an
-        earlier prompt hardly."""
+        """The history of these nodes goes on: states inside its prompts may be of use still, those at and near the
+        ends of earlier turns hardly."""
         for node in path:
             checkpoint = node.checkpoint
             if checkpoint is None:
                 continue
             if checkpoint.origin in INSIDE_PROMPTS:
-                number = max(checkpoint.turn.number, lease.turn.number)
-                checkpoint.turn = checkpoint.turn._replace(number=number)
                 lease.touched.append(checkpoint)
-            elif checkpoint.origin is Origin.NEAR_END and not checkpoint.superseded:
+            elif checkpoint.origin in OF_LAST_TURN and not checkpoint.superseded:
                 self.store.supersede(checkpoint)
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
@@ -369,9 +368,10 @@ class CacheManager:
         if lease.node is not None:
             self.store.unpin(lease.node)
             lease.node = None
+        turn = lease.turn._replace(awaits_tool=awaits_tool)
         for checkpoint in lease.touched:
-            if awaits_tool and checkpoint.origin in TURN_ENDS and not checkpoint.superseded:
-                checkpoint.turn = checkpoint.turn._replace(awaits_tool=True)
+            if checkpoint.origin in INSIDE_PROMPTS or not (checkpoint.superseded or checkpoint is lease.hit):
+                checkpoint.turn = turn._replace(number=max(checkpoint.turn.number, turn.number))
             self.store.refile(checkpoint, used=True)
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.state_tokens = 0

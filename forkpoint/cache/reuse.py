@@ -35,6 +35,7 @@ PRIOR_ENTRIES: Final = 8.0  # what is assumed beforehand counts as much as so ma
 UPDATE_EVERY: Final = 1 / 8  # arenas
 HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
 TOOL_DECAY: Final = 0.4  # of the answers of tools, each bin has so much of what the one before has
+PRIOR_RETURNS: Final = 50.0  # what is assumed of those that part near the end counts as much as so many returns
 LOST_SHARE_START: Final = 0.6  # not known; enough for a large first prompt to keep a state inside
 LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first ones by more
 
@@ -77,7 +78,9 @@ class ReuseKind(enum.Enum):
                 first = 0.6
             case ReuseKind.DECLARED:
                 first = 0.4
-            case ReuseKind.NEAR_END | ReuseKind.SPARSE | ReuseKind.PERIODIC:
+            case ReuseKind.NEAR_END:
+                first = 0.04  # of the times that its conversation comes back
+            case ReuseKind.SPARSE | ReuseKind.PERIODIC:
                 first = 0.02
         return 1 - (1 - first) * 0.5**num_uses
 
@@ -183,6 +186,11 @@ class KindRates:
             time[index] += min(max(now - last_used - EDGES[index], 0.0), EDGES[index + 1] - EDGES[index])
         return last_used, index_of_class
 
+    @property
+    def num_uses(self) -> float:
+        """Uses that were seen, lately ones above all."""
+        return sum(map(sum, self._uses))
+
     def use(self, block_hash: BlockHash, now: float) -> int:
         """An entry is asked for; returns how often it was before."""
         last_used, index_of_class = self.end(block_hash, now)
@@ -242,6 +250,8 @@ class ReuseModel:
         self._updated = 0.0
         self._next_update = deque(ReuseKind)
         self._deep: OrderedDict[BlockHash, None] = OrderedDict()  # fallbacks below others, there or gone
+        self.near_end_share = 0.0  # of the conversations that came back, those that parted just before their end
+        self._update_near_end_share()
         self.lost_ends = LostShare()  # of the conversations that came back, those whose end was gone
         self.lost_fallbacks = LostShare()  # of those that had several fallbacks, the ones whose deepest was gone too
 
@@ -301,7 +311,14 @@ class ReuseModel:
         kind = self._next_update.popleft()
         self._next_update.append(kind)
         self._rates[kind].update(now)
+        self._update_near_end_share()
         self._updated = now
+
+    def _update_near_end_share(self) -> None:
+        kind = ReuseKind.NEAR_END
+        parted = self._rates[kind].num_uses
+        returns = parted + sum(self._rates[end].num_uses for end in CONVERSATION_ENDS)
+        self.near_end_share = (parted + PRIOR_RETURNS * kind.assumed_chance(0)) / (returns + PRIOR_RETURNS)
 
     def earnings(self, reuse_class: ReuseClass, age: float) -> float:
         """Uses to expect for every arena of new data that an entry is held for, if it is given up at the best age."""

@@ -15,7 +15,6 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.reuse import CONVERSATION_ENDS, FIRST_TURN, ReuseClass, ReuseKind, ReuseModel, Turn
 from forkpoint.cache.tree import (
-    OF_CONVERSATION,
     Checkpoint,
     Node,
     Origin,
@@ -185,7 +184,7 @@ class PrefixStore:
             self.drop_checkpoint(present)
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
         checkpoint.last_used = self.arena.turnover
-        checkpoint.turn = turn if origin in OF_CONVERSATION else FIRST_TURN
+        checkpoint.turn = turn
         self.tree.set_checkpoint(node, checkpoint)
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1

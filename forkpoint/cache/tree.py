@@ -39,7 +39,8 @@ class Origin(enum.Enum):
 
 TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
 OF_CONVERSATION = (*TURN_ENDS, Origin.FALLBACK)
-INSIDE_PROMPTS = (Origin.FALLBACK, Origin.SPARSE)  # of use as long as their conversation goes on
+INSIDE_PROMPTS = (Origin.FALLBACK, Origin.SPARSE, Origin.DECLARED)  # of use as long as their conversation goes on
+OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly of use once their conversation has gone on
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -117,7 +118,7 @@ class Checkpoint:
     num_expected: int = 0  # waiting requests known to resume here
     fallback_below: Checkpoint | None = None  # of a fallback: the next one of its conversation, while that is there
     superseded: bool = False  # a later checkpoint of the same conversation exists
-    turn: Turn = FIRST_TURN  # of the conversation that it ends
+    turn: Turn = FIRST_TURN  # the latest of its conversation
     stands_in_for: ReuseClass | None = None  # the end, which gave way, of a conversation that goes on from here now
     last_used: float = 0.0
     queue_entry: int = -1  # which entry of the eviction queue is current

@@ -172,6 +172,20 @@ def test_the_share_of_lost_conversations() -> None:
     assert shares[29:] == sorted(shares[29:], reverse=True) and shares[-1] < 0.1
 
 
+def test_the_share_that_parts_near_the_end() -> None:
+    """Of the conversations that come back; states of other kinds do not count."""
+    model = ReuseModel()
+    kinds = {ReuseKind.NEAR_END: 60, ReuseKind.CONVERSATION: 200, ReuseKind.TOOL_CALL: 140, ReuseKind.SPARSE: 300}
+    assumed = model.near_end_share
+    assert assumed == ReuseKind.NEAR_END.assumed_chance(0)
+    for number, kind in enumerate(kind for kind, count in kinds.items() for _ in range(count)):
+        model.track(name(number), ReuseClass(kind), 0.0)
+        model.use(name(number), 0.1, lost=number % 2 == 0)
+    for step in range(1, 2 * len(ReuseKind)):  # each kind is taken in
+        model.advance(step / 8)
+    assert model.near_end_share == pytest.approx((60 + 50 * assumed) / (400 + 50), rel=0.02)
+
+
 def test_the_share_of_lost_fallbacks() -> None:
     """Counted for conversations that had several: the deepest of them was there, or was not."""
     model = ReuseModel()
