@@ -9,6 +9,7 @@ import numpy as np
 
 from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout, KVSpec, StateSpec
+from forkpoint.cache.tree import Checkpoint
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import PendingStep, StepPlan
@@ -131,6 +132,12 @@ class Harness:
         else:
             raise AssertionError("still busy")
         assert not self.sched.has_unfinished()
+
+    def checkpoints(self, prompt: np.ndarray) -> dict[int, Checkpoint]:
+        """Those on the path of a prompt, by position."""
+        chain = self.sched.cache.new_lease("look", "", prompt).chain
+        path = self.sched.cache.store.tree.match(chain, len(prompt) // self.layout.block_size)
+        return {node.checkpoint.num_tokens: node.checkpoint for node in path if node.checkpoint is not None}
 
     def output(self, name: str) -> list[int]:
         return [u.token_id for u in self.updates[name] if u.token_id is not None]

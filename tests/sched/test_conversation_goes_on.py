@@ -9,7 +9,8 @@ from forkpoint.cache.appraisal import reuse_class
 from forkpoint.cache.reuse import ReuseKind, Turn
 from forkpoint.cache.tree import Checkpoint, Origin
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
-from tests.sched.test_lost_conversation import LENGTH, checkpoints
+
+LENGTH = 3000
 
 
 def near_end_of(found: dict[int, Checkpoint]) -> Checkpoint:
@@ -34,7 +35,7 @@ def test_a_state_near_the_end_is_worth_a_share_of_its_conversation(name: str) ->
         calls = frozenset() if opening is None else frozenset(outputs[opening : opening + 1])
         harness.ask("turn 1", prompt, 9, tool_call_token_ids=calls)
         store = harness.sched.cache.store
-        near_end = near_end_of(checkpoints(harness, prompt))
+        near_end = near_end_of(harness.checkpoints(prompt))
         assert near_end.turn == Turn(0, LENGTH, awaits_tool=opening is not None)
         worth[opening] = store.appraiser.checkpoint_key(near_end)
     assert worth[5] > 2 * worth[None] > 0
@@ -45,24 +46,24 @@ def test_earlier_turns_ends_are_superseded(name: str) -> None:
     """The state at the end of the first prompt, and the one near it, were for those who ask again at that point."""
     harness, prompt = Harness(layout=LAYOUTS[name]), tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 130)
-    first = {c: reuse_class(c).kind for c in checkpoints(harness, prompt).values()}
+    first = {c: reuse_class(c).kind for c in harness.checkpoints(prompt).values()}
     assert ReuseKind.PROMPT in first.values() and ReuseKind.NEAR_END in first.values()
     turn_2 = turn_2_of(harness, prompt)
     harness.ask("turn 2", turn_2, 130)
     for checkpoint, kind in first.items():
         if kind in (ReuseKind.PROMPT, ReuseKind.NEAR_END):
             assert checkpoint.superseded and reuse_class(checkpoint).kind is ReuseKind.SUPERSEDED
-    assert not near_end_of(checkpoints(harness, turn_2)).superseded
+    assert not near_end_of(harness.checkpoints(turn_2)).superseded
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_conversation_that_comes_back_edited_keeps_its_turns(name: str) -> None:
     harness, prompt = Harness(layout=LAYOUTS[name]), tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 4)
-    near_end = near_end_of(checkpoints(harness, prompt))
+    near_end = near_end_of(harness.checkpoints(prompt))
     turn_2 = turn_2_of(harness, prompt, keep=near_end.num_tokens + 10)
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == near_end.num_tokens
-    assert checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64].turn.number == 1
+    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].turn.number == 1
     assert near_end.superseded
 
 
@@ -70,10 +71,10 @@ def test_a_conversation_that_comes_back_edited_keeps_its_turns(name: str) -> Non
 def test_declared_states_stay_as_long_as_their_conversation(name: str) -> None:
     harness, prompt = Harness(layout=LAYOUTS[name]), tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 4, breakpoints=(1300,))
-    declared = checkpoints(harness, prompt)[1280]
+    declared = harness.checkpoints(prompt)[1280]
     used = declared.last_used
     harness.ask("another", tokens(3, LENGTH), 4)
     assert declared.last_used == used
     harness.ask("turn 2", turn_2_of(harness, prompt), 4)
     assert declared.origin is Origin.DECLARED and declared.last_used == harness.sched.cache.arena.turnover
-    assert declared.turn == Turn(1, 300 + 4 + LENGTH - max(c.num_tokens for c in checkpoints(harness, prompt).values()))
+    assert declared.turn == Turn(1, 300 + 4 + LENGTH - max(c.num_tokens for c in harness.checkpoints(prompt).values()))

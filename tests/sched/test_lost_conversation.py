@@ -7,7 +7,7 @@ import pytest
 
 from forkpoint.cache.appraisal import awaited_at, reuse_class
 from forkpoint.cache.reuse import ReuseKind, Turn
-from forkpoint.cache.tree import Checkpoint, Origin
+from forkpoint.cache.tree import Origin
 from forkpoint.config import CacheConfig
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
@@ -36,14 +36,6 @@ def lose_first_turn(name: str) -> tuple[Harness, np.ndarray]:
     return harness, conversation
 
 
-def checkpoints(harness: Harness, prompt: np.ndarray) -> dict[int, Checkpoint]:
-    """Those on the path of a prompt, by position."""
-    cache = harness.sched.cache
-    lease = cache.new_lease("look", "", prompt)
-    path = cache.store.tree.match(lease.chain, len(prompt) // 64)
-    return {node.checkpoint.num_tokens: node.checkpoint for node in path if node.checkpoint is not None}
-
-
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_going_on_shows_no_junction(name: str) -> None:
     harness, conversation = lose_first_turn(name)
@@ -52,7 +44,7 @@ def test_going_on_shows_no_junction(name: str) -> None:
     request = harness.ask("turn 2", turn_2)
     assert request.cache.num_cached_tokens == 0
     assert harness.sched.stats().cache.checkpoints_saved.get("junction", 0) == before
-    end = checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64]
+    end = harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64]
     assert end.turn.number == 1, "the turn that was lost counts"
 
 
@@ -74,7 +66,7 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     harness = Harness(layout=layout, cache=CacheConfig(checkpoint_interval=0))
     store, prompt = harness.sched.cache.store, tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 4)
-    end, near_end = (checkpoints(harness, prompt)[position] for position in (2944, 2880))
+    end, near_end = (harness.checkpoints(prompt)[position] for position in (2944, 2880))
     assert near_end.origin is Origin.NEAR_END and near_end.stands_in_for is None
     harness.ask("unrelated", tokens(5000, LENGTH), 4)
     while not end.dropped:
@@ -85,7 +77,7 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == 2880
     assert near_end.stands_in_for is None, "the conversation went on"
     assert store.appraiser.checkpoint_key(near_end) < worth / 2
-    assert checkpoints(harness, turn_2)[(len(turn_2) - 1) // 64 * 64].turn == Turn(1, len(turn_2) - 2944)
+    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].turn == Turn(1, len(turn_2) - 2944)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -95,7 +87,7 @@ def test_a_fallback_ends_no_conversation(name: str) -> None:
     harness = Harness(layout=layout, num_pages=layout.num_pages_for(LENGTH, 8) + 1)
     prompt = tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 4)
-    kept = checkpoints(harness, prompt)
+    kept = harness.checkpoints(prompt)
     fallbacks = [checkpoint for checkpoint in kept.values() if checkpoint.origin is Origin.FALLBACK]
     end = kept[max(kept)]
     assert fallbacks and awaited_at(end) == reuse_class(end)
@@ -108,7 +100,7 @@ def test_a_conversation_that_waits_for_a_tool() -> None:
     opening = frozenset(harness.runner.expected(prompts[0].tolist(), 100)[50:51])
     for name, prompt in zip("ab", prompts, strict=True):
         request = harness.ask(name, prompt, 100, tool_call_token_ids=opening)
-        end = max(checkpoints(harness, request.all_token_ids()).items())[1]
+        end = max(harness.checkpoints(request.all_token_ids()).items())[1]
         wanted = ReuseKind.TOOL_CALL if request.awaits_tool else ReuseKind.CONVERSATION
         assert end.num_tokens == 384 and reuse_class(end).kind is wanted
     assert harness.requests["a"].awaits_tool and not harness.requests["b"].awaits_tool
