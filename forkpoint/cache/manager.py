@@ -370,7 +370,7 @@ class CacheManager:
             lease.node = None
         turn = lease.turn._replace(awaits_tool=awaits_tool)
         for checkpoint in lease.touched:
-            if checkpoint.origin in INSIDE_PROMPTS or not (checkpoint.superseded or checkpoint is lease.hit):
+            if checkpoint.origin in INSIDE_PROMPTS or not checkpoint.superseded:
                 checkpoint.turn = turn._replace(number=max(checkpoint.turn.number, turn.number))
             self.store.refile(checkpoint, used=True)
         lease.touched.clear()

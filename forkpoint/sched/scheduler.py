@@ -95,6 +95,14 @@ class Scheduler:
         )
         entry = Entry(request, lease, (request.priority, next(self._arrivals)))
         self._entries[request.id] = entry
+        self._wait(entry)
+
+    def _wait(self, entry: Entry) -> None:
+        """Queue an entry. What it would resume from now is to be there still when its turn comes."""
+        request = entry.request
+        hit = self.cache.lookup(entry.lease, request.num_tokens, not request.wants_prompt_logprobs)
+        entry.expected = hit.checkpoint
+        self.cache.expect(entry.expected, 1)
         self._waiting.add(entry)
 
     def check(self, request: Request) -> None:
@@ -288,10 +296,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         entry.num_computed = 0
         entry.junctions = frozenset()
-        hit = self.cache.lookup(lease, request.num_tokens)
-        entry.expected = hit.checkpoint
-        self.cache.expect(entry.expected, 1)
-        self._waiting.add(entry)
+        self._wait(entry)
 
     # --- results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +13,10 @@ from forkpoint.config import SchedulerConfig
 from forkpoint.sim.bound import ReuseProblem, clairvoyant_bound
 from forkpoint.sim.chances import known_chances
 from forkpoint.sim.cost import Device
+from forkpoint.sim.endings import History
 from forkpoint.sim.plots import Curve, write_plot
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
-from forkpoint.sim.sweep import Case, CaseResult, run_cases
+from forkpoint.sim.sweep import Case, CaseResult, run_cases, undisturbed_stays
 from forkpoint.sim.systems import CLAIRVOYANT, ENGINE, PEERS
 from forkpoint.sim.table import GIB, markdown
 from forkpoint.sim.trace import Trace
@@ -45,10 +46,13 @@ class ReportPlan:
         room = USABLE_SHARE * self.device.memory_bytes - weights
         return [max(1, round(4 * room * share / GIB)) * GIB // 4 for share in MEMORY_SHARES]
 
+    def case(self, trace: Trace, shape: ModelShape, system: str, memory_bytes: int) -> Case:
+        return Case(trace, shape, self.device, system, memory_bytes, self.scheduler)
+
     def cases(self) -> list[Case]:
         """Every model, trace, size and system."""
         return [
-            Case(trace, shape, self.device, system, memory, self.scheduler)
+            self.case(trace, shape, system, memory)
             for shape in self.shapes
             for trace in self.traces
             for memory in self.sizes(shape)
@@ -57,14 +61,15 @@ class ReportPlan:
 
     @property
     def num_requests(self) -> int:
-        cases = len(self.shapes) * len(MEMORY_SHARES) * len(self.systems)
-        return cases * sum(len(trace.requests) for trace in self.traces)
+        """Of all cases, and of the runs without want of room that `known_chances` goes by."""
+        runs = len(self.shapes) * (len(MEMORY_SHARES) * len(self.systems) + 1)
+        return runs * sum(len(trace.requests) for trace in self.traces)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One model on one trace: a result for every size and system, and by size the bound on the hit rate and, for traces
-    whose requests arrive at times of their own, what an ideal cache reaches that knows the chances of return."""
+    whose requests share anything, what an ideal cache reaches that knows the chances of return."""
 
     shape: ModelShape
     trace: Trace
@@ -95,24 +100,38 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
     results = run_cases(plan.cases(), plan.jobs, progress)
     found = {(r.model, r.trace, r.memory_bytes, r.system): r for r in results}
     problems = {trace.name: ReuseProblem.of(trace.by_arrival()) for trace in plan.traces}
-    panels = []
-    for shape in plan.shapes:
-        for trace in plan.traces:
-            sizes = tuple(plan.sizes(shape))
-            layout, problem, tokens = shape.layout, problems[trace.name], trace.num_prompt_tokens
-            bounds = {
-                size: clairvoyant_bound(problem, size, layout.block_bytes, layout.slot_bytes).worth / tokens
-                for size in sizes
-            }
-            timed = problem.unlimited > 0 and all(request.after is None for request in trace.requests)
-            known = {size: known_chances(trace, problem, shape, size) / tokens for size in sizes if timed}
-            chosen = {(s, name): found[shape.name, trace.name, s, name] for s in sizes for name in plan.systems}
-            panels.append(Panel(shape, trace, sizes, chosen, bounds, known))
+    panels = [
+        _panel(plan, shape, trace, problems[trace.name], found, progress)
+        for shape in plan.shapes
+        for trace in plan.traces
+    ]
     lines = [result.as_json() for result in results]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
     pages = [_panel_text(panel, plan.systems, _plot(panel, plan.systems, folder)) for panel in panels]
     head = [*_head(plan, problems), "", *_summary(panels)]
     (folder / "README.md").write_text("\n".join(head) + "\n\n" + "\n\n".join(pages) + "\n")
+
+
+def _panel(
+    plan: ReportPlan,
+    shape: ModelShape,
+    trace: Trace,
+    problem: ReuseProblem,
+    found: Mapping[tuple[str, str, int, str], CaseResult],
+    progress: Callable[[int], None] | None,
+) -> Panel:
+    sizes, layout, tokens = tuple(plan.sizes(shape)), shape.layout, trace.num_prompt_tokens
+    bounds = {
+        size: clairvoyant_bound(problem, size, layout.block_bytes, layout.slot_bytes).worth / tokens for size in sizes
+    }
+    known: dict[int, float] = {}
+    if problem.unlimited > 0:
+        history = History.of(trace, undisturbed_stays(plan.case(trace, shape, ENGINE, sizes[-1]), progress))
+        known = {size: known_chances(history, shape, size) / tokens for size in sizes}
+    elif progress is not None:
+        progress(len(trace.requests))  # nothing is shared, so that there is nothing to find out
+    chosen = {(size, name): found[shape.name, trace.name, size, name] for size in sizes for name in plan.systems}
+    return Panel(shape, trace, sizes, chosen, bounds, known)
 
 
 def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:

@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -14,7 +14,9 @@ import numpy as np
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError, TraceError
+from forkpoint.sim.bound import ReuseProblem
 from forkpoint.sim.cost import CostModel, Device
+from forkpoint.sim.endings import Stay
 from forkpoint.sim.routing import make_router
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
@@ -23,6 +25,7 @@ from forkpoint.sim.trace import Trace
 
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 50  # requests between messages from a process
+STATES_KEPT = 4  # of each request, where there is room for everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,20 @@ class CaseResult:
 
 def run_case(case: Case, progress: Progress | None = None) -> CaseResult:
     """Simulate one case."""
+    return _summary(case, _simulate(case, progress))
+
+
+def undisturbed_stays(case: Case, progress: Progress | None = None) -> dict[str, Stay]:
+    """How long each request stays in a case with room for everything: all blocks, and some states of every request."""
+    requests = case.trace.requests
+    tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    tokens -= int(ReuseProblem.of(case.trace.by_arrival()).unlimited)
+    room = tokens * case.shape.kv_token_bytes + len(requests) * STATES_KEPT * case.shape.layout.slot_bytes
+    result = _simulate(replace(case, memory_bytes=room), progress)
+    return {r.request.id: Stay(r.arrival_s, r.finished_s) for r in result.records if r.finished_s is not None}
+
+
+def _simulate(case: Case, progress: Progress | None) -> SimulationResult:
     foreseen = case.trace if case.num_replicas == 1 else None
     replicas = [
         make_system(case.system, case.shape, case.memory_bytes, case.scheduler, foreseen)
@@ -89,7 +106,7 @@ def run_case(case: Case, progress: Progress | None = None) -> CaseResult:
     collecting = gc.isenabled()
     gc.disable()  # walking a tree of some 100,000 nodes for garbage takes longer than all else
     try:
-        return _summary(case, simulator.run())
+        return simulator.run()
     finally:
         if collecting:
             gc.enable()
