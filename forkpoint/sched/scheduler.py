@@ -98,11 +98,12 @@ class Scheduler:
         self._wait(entry)
 
     def _wait(self, entry: Entry) -> None:
-        """Queue an entry. What it would resume from now is to be there still when its turn comes."""
+        """Queue an entry. If others come before it, what it would resume from is to be there still after them."""
         request = entry.request
-        hit = self.cache.lookup(entry.lease, request.num_tokens, not request.wants_prompt_logprobs)
-        entry.expected = hit.checkpoint
-        self.cache.expect(entry.expected, 1)
+        if len(self._running) or len(self._waiting):
+            hit = self.cache.lookup(entry.lease, request.num_tokens, not request.wants_prompt_logprobs)
+            entry.expected = hit.checkpoint
+            self.cache.expect(entry.expected, 1)
         self._waiting.add(entry)
 
     def check(self, request: Request) -> None:

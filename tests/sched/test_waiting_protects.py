@@ -52,9 +52,9 @@ def test_what_waiting_requests_resume_from_stays(name: str, policy: str) -> None
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_nothing_stays_expected(name: str) -> None:
-    """By requests that ran, and by those that left the queue."""
+    """By requests that ran, and by those that left the queue. The first of them waits for nobody."""
     harness = filled(name, "cost")
-    for index in range(3):
+    for index in range(4):
         harness.add(f"again {index}", np.concatenate([PROMPTS["one"], tokens(index, 10)]))
     [expected] = {c for c in harness.checkpoints(PROMPTS["one"]).values() if c.num_expected}
     assert expected.num_expected == 3
