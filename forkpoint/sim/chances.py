@@ -9,7 +9,8 @@ bytes taken.
 
 Chances are those of the classes that the engine's own policy tells apart (`cache/reuse.py`): whether a tool or a person
 answers next, the number of the turn and its size, by age. Those of one half of the sessions are learnt from the whole
-other half, so that no conversation is judged by its own outcome. It is an estimate for policies of this family, not a
+other half, so that no conversation is judged by its own outcome; the result is the mean over several ways to halve
+them. It is an estimate for policies of this family, not a
 bound for all: one that knows more, or that chooses for each conversation what of it to keep, may do better.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
+import random
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
@@ -38,6 +40,7 @@ _WIDTHS_S: Final = np.append(np.diff(AGES_S), AGES_S[-1])
 ROUNDING_S: Final = 1e-6  # an age this close to an edge is beyond it
 ASSUMED_ENDS: Final = 2.0  # a kind is taken to go on as all do until about so many of its ends were seen
 ASSUMED_USES: Final = 2.0  # the same of numbers and sizes of turns, in uses
+NUM_SPLITS: Final = 4  # ways to halve the sessions
 NUM_ROUNDS: Final = 4  # in which the factors by number and by size are fitted to each other
 
 
@@ -82,15 +85,19 @@ STATE_SETS: Final = (
 
 
 def known_chances(history: History, shape: ModelShape, memory_bytes: int) -> float:
-    """Tokens reused, with the set of states that reaches most."""
+    """Tokens reused, with the set of states that reaches most: the mean over the ways to halve the sessions."""
     shared = sum(min(visit.reusable, history.shared) for visit in history.visits)
-    expected = expected_uses(history)
-    return shared + max(_Replay(history, shape, states, expected).run(memory_bytes) for states in STATE_SETS)
+    most = []
+    for split in range(NUM_SPLITS):
+        expected = expected_uses(history, split)
+        most.append(max(_Replay(history, shape, states, expected).run(memory_bytes) for states in STATE_SETS))
+    return shared + float(np.mean(most))
 
 
-def expected_uses(history: History) -> FloatArray:
-    """`[endings, ages]`: from each age on, the most uses for every second held, over the ages to give it up at."""
-    seen = _Seen.of(history)
+def expected_uses(history: History, split: int = 0) -> FloatArray:
+    """`[endings, ages]`: from each age on, the most uses for every second held, over the ages to give it up at.
+    `split` says how the sessions are halved."""
+    seen = _Seen.of(history, split)
     best = np.zeros_like(seen.uses)
     for side in (0, 1):
         learnt = seen.pick(seen.half != side)
@@ -113,9 +120,11 @@ class _Seen:
     held: FloatArray  # seconds at risk
 
     @classmethod
-    def of(cls, history: History) -> _Seen:
+    def of(cls, history: History, split: int) -> _Seen:
         endings, visits = history.endings, history.visits
-        halves = {name: place % 2 for place, name in enumerate(sorted({visit.request.session for visit in visits}))}
+        sessions = list(dict.fromkeys(visit.request.session for visit in visits))
+        random.Random(split).shuffle(sessions)
+        halves = {session: place % 2 for place, session in enumerate(sessions)}
         classes = [_class_of(visits[ending.visit]) for ending in endings]
         uses, held = np.zeros((len(endings), len(AGES_S))), np.zeros((len(endings), len(AGES_S)))
         widths = np.append(_WIDTHS_S[:-1], np.inf)
