@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ USABLE_SHARE: Final = 0.9  # of a device's memory, as gpu_memory_utilization's d
 BOUND: Final = "bound"
 KNOWN: Final = "known chances"
 GAPS: Final = ("gap closed to clairvoyant", "to the bound")
+HALF: Final = "half of it to the bound"
 HEADINGS: Final = MappingProxyType({CLAIRVOYANT: "clairvoyant"})
 
 
@@ -87,6 +89,14 @@ class Panel:
         """How much of the way from the best peer to `limit` the engine goes; None where there is none."""
         peer = self.best_peer(size).hit_rate
         return (self.results[size, ENGINE].hit_rate - peer) / (limit - peer) if limit - peer > 1e-3 else None
+
+    def half_way(self, size: int) -> str:
+        """Whether the engine closes half the gap from the best peer to the bound; if it does not, whether the ideal
+        cache that knows the chances does."""
+        middle = (self.best_peer(size).hit_rate + self.bounds[size]) / 2
+        if self.results[size, ENGINE].hit_rate >= middle:
+            return "yes"
+        return f"no, nor do {KNOWN}" if self.known[size] < middle else "no"
 
     def gaps_closed(self, size: int) -> list[str]:
         """The same as text, to what foresight reaches in the simulator and to the bound."""
@@ -166,13 +176,15 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
 
 
 def _summary(panels: Sequence[Panel]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("model", "trace", "best hit rate is ours", *GAPS, "best peers")]
+    rows: list[tuple[str, ...]] = [("model", "trace", "best hit rate is ours", *GAPS, HALF, "best peers")]
     for panel in panels:
         wins = sum(panel.results[s, ENGINE].hit_rate >= panel.best_peer(s).hit_rate for s in panel.sizes)
         closed = zip(*(panel.gaps_closed(size) for size in panel.sizes), strict=True)
         peers = ", ".join(dict.fromkeys(panel.best_peer(size).system for size in panel.sizes))
         won = f"{wins} of {len(panel.sizes)} sizes"
-        rows.append((panel.shape.name, panel.trace.name, won, *(", ".join(shares) for shares in closed), peers))
+        counts = Counter(panel.half_way(size) for size in panel.sizes) if panel.known else {}
+        half = "; ".join(f"{answer}: {count}" for answer, count in counts.items()) or "-"
+        rows.append((panel.shape.name, panel.trace.name, won, *(", ".join(shares) for shares in closed), half, peers))
     return [markdown(rows)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from forkpoint.cli.main import main
 from forkpoint.config import SchedulerConfig
 from forkpoint.sim.cost import H200
-from forkpoint.sim.report import ReportPlan, write_report
+from forkpoint.sim.report import Panel, ReportPlan, write_report
 from forkpoint.sim.shape import KIMI_LINEAR
+from forkpoint.sim.sweep import Case, run_case
 from forkpoint.sim.systems import CLAIRVOYANT
 from forkpoint.sim.workload import make_workload
 
@@ -55,6 +57,19 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     assert main(["simulate", *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
+
+
+@pytest.mark.parametrize(
+    ("hit_tokens", "known", "answer"),
+    [(40, 0.3, "yes"), (39, 0.39, "no, nor do known chances"), (39, 0.5, "no")],
+)
+def test_half_the_gap(hit_tokens: int, known: float, answer: str) -> None:
+    """From 20 % of the best peer to a bound of 60 %."""
+    trace = make_workload("rag:questions=2,documents=1,length=600")
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
+    result = replace(run_case(Case(trace, KIMI_LINEAR, H200, "vllm", 1 << 34, scheduler)), prompt_tokens=100)
+    results = {(1, "forkpoint"): replace(result, hit_tokens=hit_tokens), (1, "vllm"): replace(result, hit_tokens=20)}
+    assert Panel(KIMI_LINEAR, trace, (1,), results, {1: 0.6}, {1: known}).half_way(1) == answer
 
 
 def test_a_report(tmp_path: Path) -> None:
