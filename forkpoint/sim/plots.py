@@ -21,6 +21,12 @@ class Curve:
     limit: bool = False  # not a system: drawn in black, broken
 
 
+def axis_bottom(heights: Sequence[float]) -> float:
+    """Where the axis starts: at 0, unless all heights lie in its upper half, where their differences would not show."""
+    lowest, highest = min(heights, default=0.0), max(heights, default=0.0)
+    return lowest - 0.05 * (highest - lowest) if 0 < highest < 2 * lowest else 0.0
+
+
 def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequence[Curve]]) -> bool:
     """Panels side by side, by the name of their y axis, over one x axis; False where matplotlib is missing."""
     try:
@@ -39,7 +45,7 @@ def write_plot(path: Path, title: str, x_name: str, panels: Mapping[str, Sequenc
             axes.plot(curve.x, curve.y, marker="o", markersize=3, label=curve.name, linestyle=line, color=color)
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=axis_bottom([height for curve in curves for height in curve.y]))
         axes.grid(alpha=0.3)
         if number == 1:
             axes.legend(fontsize=7)
