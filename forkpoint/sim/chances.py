@@ -5,7 +5,7 @@ states inside the prompt, which may go before. Where states lie is the same for 
 reaches most. A conversation that comes back goes on from the deepest state before the place where it parts from what
 was said. Running requests take their room; the prefix that conversations usually share takes none. What gives way is
 worth least: the uses expected for the time held, up to the best age to give it up at, for the tokens saved and the
-bytes taken.
+bytes taken. What an end shares with a request that went on from it is counted twice if another is still to come.
 
 Chances are those of the classes that the engine's own policy tells apart (`cache/reuse.py`): whether a tool or a person
 answers next, the number of the turn and its size, by age. Those of one half of the sessions are learnt from the whole
