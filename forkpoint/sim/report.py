@@ -169,8 +169,8 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
         f"`{HEADINGS[CLAIRVOYANT]}`: the same engine, told all requests beforehand. `{BOUND}`: no policy whatever "
         f"exceeds it, not even one so told. `{KNOWN}`: what an ideal cache reaches that knows how likely conversations "
         f"go on, not which ones do (`forkpoint/sim/chances.py`). `gap closed`: how far {ENGINE} goes from the best "
-        f"peer to the clairvoyant engine, and to the bound. `{HALF}`: at how many sizes it goes half of that way, or more, "
-        "and at how many of the others the ideal cache does not either.",
+        f"peer to the clairvoyant engine, and to the bound. `{HALF}`: at how many sizes it goes half of that way "
+        "or more, and at how many of the others the ideal cache does not either.",
         "",
         markdown(rows),
     ]
