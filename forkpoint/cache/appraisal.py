@@ -108,7 +108,7 @@ class Appraiser:
     def _earnings(self, origin: Origin, history: History, age: float) -> float:
         own = _reuse_class(origin, history)
         if own.kind is ReuseKind.NEAR_END:  # of use when its conversation comes back, if that parts from what it said
-            return self._reuse.near_end_share * self._reuse.earnings(_of_conversation(history.turn), age)
+            return self._reuse.near_end_share * self._reuse.earnings(ReuseClass.of_conversation(history.turn), age)
         return self._reuse.earnings(own, age) * self._share_served(origin, history)
 
     def _share_served(self, origin: Origin, history: History) -> float:
@@ -175,15 +175,11 @@ def _history(c: Checkpoint, above: Checkpoint | None) -> History:
     return History(c.num_hits, c.turn, c.superseded, bool(c.node.children), fallback_above, fallback_below)
 
 
-def _of_conversation(turn: Turn) -> ReuseClass:
-    return ReuseClass.of_turn(ReuseKind.TOOL_CALL if turn.awaits_tool else ReuseKind.CONVERSATION, turn)
-
-
 def _reuse_class(origin: Origin, history: History) -> ReuseClass:
     num_hits, turn, superseded, inside, _, _ = history
     if origin in OF_CONVERSATION:
         if not inside or origin is Origin.FALLBACK:
-            return _of_conversation(turn)
+            return ReuseClass.of_conversation(turn)
         if not superseded:
             return ReuseClass.of_turn(ReuseKind.PROMPT, turn)
         return ReuseClass(ReuseKind.SUPERSEDED) if num_hits < 2 else ReuseClass(ReuseKind.JUNCTION, num_hits)

@@ -131,6 +131,11 @@ class ReuseClass(NamedTuple):
         size = 0 if kind is ReuseKind.TOOL_CALL else bisect_right(SIZES, turn.num_new_tokens)
         return cls(kind, turn.number, size)
 
+    @classmethod
+    def of_conversation(cls, turn: Turn) -> ReuseClass:
+        """Of the end of a conversation whose latest turn is `turn`."""
+        return cls.of_turn(ReuseKind.TOOL_CALL if turn.awaits_tool else ReuseKind.CONVERSATION, turn)
+
 
 class KindRates:
     """One kind: entries that wait for their next use, what was seen of others, and what follows.

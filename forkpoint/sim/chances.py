@@ -125,7 +125,7 @@ class _Seen:
         sessions = list(dict.fromkeys(visit.request.session for visit in visits))
         random.Random(split).shuffle(sessions)
         halves = {session: place % 2 for place, session in enumerate(sessions)}
-        classes = [_class_of(visits[ending.visit]) for ending in endings]
+        classes = [ReuseClass.of_conversation(visits[ending.visit].turn) for ending in endings]
         uses, held = np.zeros((len(endings), len(AGES_S))), np.zeros((len(endings), len(AGES_S)))
         widths = np.append(_WIDTHS_S[:-1], np.inf)
         for index, ending in enumerate(endings):
@@ -172,10 +172,6 @@ class _Seen:
         uses = np.bincount(classes, self.uses.sum(axis=1), num_classes)
         factors: FloatArray = (uses + ASSUMED_USES) / (np.bincount(classes, expected, num_classes) + ASSUMED_USES)
         return factors
-
-
-def _class_of(visit: Visit) -> ReuseClass:
-    return ReuseClass.of_turn(ReuseKind.TOOL_CALL if visit.turn.awaits_tool else ReuseKind.CONVERSATION, visit.turn)
 
 
 def _best_from_each(rates: FloatArray) -> FloatArray:

@@ -78,3 +78,18 @@ def test_declared_states_stay_as_long_as_their_conversation(name: str) -> None:
     harness.ask("turn 2", turn_2_of(harness, prompt), 4)
     assert declared.origin is Origin.DECLARED and declared.last_used == harness.sched.cache.arena.turnover
     assert declared.turn == Turn(1, 300 + 4 + LENGTH - max(c.num_tokens for c in harness.checkpoints(prompt).values()))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_turn_too_short_for_a_block_counts(name: str) -> None:
+    """It leaves no state of its own: the one that it went on from still ends the conversation, now of its class."""
+    harness, prompt = Harness(layout=LAYOUTS[name]), tokens(1, 3010)
+    harness.ask("turn 1", prompt)
+    [end] = [c for c in harness.checkpoints(prompt).values() if c.num_tokens == 3008]
+    assert end.turn == Turn(0, 3010)
+    turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 5)])
+    calls = frozenset(harness.runner.expected(turn_2.tolist(), 1))
+    harness.ask("turn 2", turn_2, tool_call_token_ids=calls)
+    assert not end.superseded
+    assert end.turn == Turn(1, len(turn_2) - 3008, awaits_tool=True)
+    assert reuse_class(end).kind is ReuseKind.TOOL_CALL
