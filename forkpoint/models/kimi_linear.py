@@ -15,11 +15,10 @@ from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.gated_delta_net import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, read_projection
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.recurrence import ConvRecurrence, kept_state
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.table import Recurrence, RecurrenceParams, RouteRule
 

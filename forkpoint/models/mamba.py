@@ -13,10 +13,11 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import Convolution
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.gated_delta_net import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.models.layers import RMSNorm, read_projection
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.ops.table import ScanInputs, ScanParams
 
 SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
@@ -81,8 +82,8 @@ class Mamba:
         channels, values, rank = config.channels, config.values, config.rank
         self._input = read_projection(build, f"{name}.in_proj", 2 * channels, hidden, config.bias)
         taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width)).squeeze(1)
-        self._taps = taps.t().contiguous().t()  # tap by tap, as kernels read it
-        self._conv_bias = get(f"{name}.conv1d.bias", (channels,)) if config.conv_bias else None
+        bias = get(f"{name}.conv1d.bias", (channels,)) if config.conv_bias else None
+        self._conv = Convolution(build.ops, layer, taps, bias)
         self._selection = read_projection(build, f"{name}.x_proj", rank + 2 * values, channels)
         self._step = read_projection(build, f"{name}.dt_proj", channels, rank)
         self._params = ScanParams(
@@ -103,13 +104,7 @@ class Mamba:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
         config, cache, split = self._config, ctx.caches[self._layer], ctx.num_decodes
         x, z = self._input(x).chunk(2, dim=-1)
-        pool, parts = cache["conv"], []
-        conv = (self._taps, self._conv_bias, pool)
-        if split:
-            parts.append(self._ops.conv_update(x[:split], *conv, ctx.decode["conv_update"], True))
-        if split < x.shape[0]:
-            parts.append(self._ops.conv_prefill(x[split:], *conv, ctx.prefill["conv_prefill"], True))
-        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        x = self._conv(x, ctx)
         dt, b, c = torch.split(self._selection(x), [config.rank, config.values, config.values], dim=-1)
         if self._norms:
             weighed = zip((dt, b, c), self._norms, strict=True)

@@ -13,13 +13,10 @@ from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, read_projection
-from forkpoint.models.recurrence import ConvRecurrence, kept_state
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import multiplied, take_rows
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
-# Slow decay for made-up weights, so that their states matter.
-DUMMY_A_LOG = (-4.0, -1.0)
-DUMMY_DT_BIAS = (-3.0, -1.0)
 DUMMY_D = (0.5, 1.5)
 
 

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, StateSpec, TensorSpec
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.ops.table import OpTable, Recurrence, RecurrenceParams
 
+# Slow decay for made-up weights, so that their states matter.
+DUMMY_A_LOG = (-4.0, -1.0)
+DUMMY_DT_BIAS = (-3.0, -1.0)
 RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify
 
 
@@ -19,7 +23,7 @@ class ConvRecurrence:
 
     def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, params: RecurrenceParams) -> None:
         self._ops, self._layer, self._params = ops, layer, params
-        self._taps, self._bias = taps.t().contiguous().t(), bias  # tap by tap, as kernels read it
+        self._conv = Convolution(ops, layer, taps, bias)
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
         """`mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`; reads and writes the slots that `ctx` names."""
@@ -37,34 +41,29 @@ class ConvRecurrence:
 
     def _decode(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
+        mixed = self._conv.decode(mixed, ctx)
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
-            pool, inputs = cache["conv"], (cache["inputs"],)
-            mixed = self._ops.conv_verify(mixed, self._taps, self._bias, pool, ctx.verify, inputs, True)
             found = self._ops.recurrence_verify(mixed, a, b, self._params, cache["matrix"], ctx.verify, records)
             return found if out is None else out.copy_(found)
-        mixed = self._ops.conv_update(mixed, self._taps, self._bias, cache["conv"], slots["conv_update"], True)
         return self._ops.recurrence_decode(mixed, a, b, self._params, cache["matrix"], slots["recurrence_decode"], out)
 
     def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.prefill
-        mixed = self._ops.conv_prefill(mixed, self._taps, self._bias, cache["conv"], slots["conv_prefill"], True)
         return self._ops.recurrence_prefill(
-            mixed, a, b, self._params, cache["matrix"], slots["recurrence_prefill"], out
+            self._conv.prefill(mixed, ctx), a, b, self._params, cache["matrix"], slots["recurrence_prefill"], out
         )
 
 
 def kept_state(spec: Recurrence, conv_width: int, dtype: str, state_dtype: str) -> StateSpec:
     """The convolution's window and the matrices of all heads."""
     matrix = (spec.num_v_heads, spec.value_dim, spec.key_dim)
-    operators, inputs = ("recurrence_decode", "recurrence_prefill"), (TensorSpec("inputs", (spec.mixed_dim,), dtype),)
+    operators = ("recurrence_decode", "recurrence_prefill")
     fold = None if spec.per_key else "recurrence_fold"  # drafts are not verified where each key has its own decay
     shapes = ((spec.num_v_heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (spec.num_v_heads,))
     records = tuple(TensorSpec(name, shape, "float32") for name, shape in zip(RECORDS, shapes, strict=True))
     tensors = (
-        TensorSpec(
-            "conv", (conv_width - 1, spec.mixed_dim), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs
-        ),
+        kept_window(spec.mixed_dim, conv_width, dtype),
         TensorSpec("matrix", matrix, state_dtype, operators, fold, records if fold else ()),
     )
     operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
