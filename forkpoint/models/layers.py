@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
+from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, multiplied
 from forkpoint.ops.table import OpTable
 
@@ -118,7 +118,7 @@ class SquaredMLP:
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """`x[T, H] -> [T, H]`, whatever the context."""
-        return self._down(F.relu(self._up(x)).square())
+        return self._down(relu_squared(self._up(x)))
 
 
 def rotary_table(rotary_dim: int, theta: float, max_len: int) -> Tensor:

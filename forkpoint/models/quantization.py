@@ -21,9 +21,9 @@ MODELOPT_NAME: Final = "hf_quant_config.json"
 # Small matrices on which much hangs; published models leave them as they are.
 KEPT_PLAIN: Final = (
     "lm_head",
-    r"re:.*\.mlp\.gate$",
-    r"re:.*\.shared_expert_gate$",
-    r"re:.*\.linear_attn\.(in_proj_(ba|b|a)|[ab]_proj)$",
+    r"re:.*\.gate$",
+    r"re:.*_gate$",
+    r"re:.*\.(in_proj_(ba|b|a)|[ab]_proj)$",
 )
 
 

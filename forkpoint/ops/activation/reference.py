@@ -8,6 +8,7 @@ everything here is built on them, in fp32.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SOFTPLUS_LINEAR_ABOVE = 20.0
@@ -37,7 +38,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def relu_squared(x: Tensor) -> Tensor:
     """`relu(x) ** 2`, in x's dtype."""
-    return x.float().relu().square().to(x.dtype)
+    return F.relu(x).square()
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.linear import scaled
 from forkpoint.ops.table import KVScales, QKNorm
 
-FP8_MAX = tl.constexpr(448.0)
-LEAST_AMAX = tl.constexpr(1e-12)  # so that heads of zeros have a scale to divide by
+FP8_MAX = tl.constexpr(scaled.FP8_MAX)
+LEAST_AMAX = tl.constexpr(scaled.LEAST_AMAX)
 
 
 @triton.jit

@@ -7,20 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid_mul
+from forkpoint.ops.linear.scaled import CODES, FP8_MAX, LEAST_AMAX
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.table import KVScales
 
 QUERY_TILE = 256
 FIXED_TILE = 64  # queries per tile in deterministic mode, on the absolute grid
-FP8_MAX = 448.0
-LEAST_AMAX = 1e-12  # so that heads of zeros have a factor to divide by
 
 
 def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x[T, H, D]` as float8_e4m3fn and the factors `[T, H, 1]`, fp32, that give it back."""
     wide = x.float()
-    factor = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST_AMAX) / FP8_MAX
-    return (wide / factor).to(torch.float8_e4m3fn), factor
+    factor = wide.abs().amax(-1, keepdim=True).clamp_min(LEAST_AMAX) / FP8_MAX
+    return (wide / factor).to(CODES), factor
 
 
 def kv_write(
@@ -30,22 +29,20 @@ def kv_write(
 
     Tokens whose `slot_mapping` is -1 are skipped.
     """
-    present = slot_mapping >= 0
-    if not bool(present.all()):
-        k, v, slot_mapping = k[present], v[present], slot_mapping[present]
-    size = k_cache.shape[2]
-    block, offset = slot_mapping // size, slot_mapping % size
     if scales is not None:
-        k, scales.k[block, :, offset] = in_fp8(k)
-        v, scales.v[block, :, offset] = in_fp8(v)
-    k_cache[block, :, offset] = k.to(k_cache.dtype)
-    v_cache[block, :, offset] = v.to(v_cache.dtype)
+        (k, k_scale), (v, v_scale) = in_fp8(k), in_fp8(v)
+        store_rows(k_scale, scales.k, slot_mapping)
+        store_rows(v_scale, scales.v, slot_mapping)
+    store_rows(k, k_cache, slot_mapping)
+    store_rows(v, v_cache, slot_mapping)
 
 
 def store_rows(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Store `x[T, H, D]` in a `[P, H, block_size, D]` cache; -1 stores nothing."""
     present = slot_mapping >= 0
-    x, slots, size = x[present], slot_mapping[present], cache.shape[2]
+    if not bool(present.all()):
+        x, slot_mapping = x[present], slot_mapping[present]
+    slots, size = slot_mapping, cache.shape[2]
     cache[slots // size, :, slots % size] = x.to(cache.dtype)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 BLOCK: Final = 128
 CODES: Final = torch.float8_e4m3fn
-LARGEST: Final = 448.0  # of e4m3
+FP8_MAX: Final = 448.0  # of e4m3
+LEAST_AMAX: Final = 1e-12  # so that zeros have a scale to divide by
 _PIECE_ROWS: Final = 4096  # widened together
 
 
@@ -137,7 +138,7 @@ def quantise(matrix: Tensor) -> ScaledMatrix:
     num_rows, width = matrix.shape[-2:]
     padded = torch.nn.functional.pad(matrix.float(), (0, -width % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.view(*matrix.shape[:-2], -(-num_rows // BLOCK), BLOCK, -(-width // BLOCK), BLOCK)
-    scales = blocks.abs().amax((-3, -1)).clamp_min(1e-12) / LARGEST
+    scales = blocks.abs().amax((-3, -1)).clamp_min(LEAST_AMAX) / FP8_MAX
     codes = (blocks / scales[..., :, None, :, None]).to(CODES).view(padded.shape)
     codes = codes[..., :num_rows, :width].contiguous()
     return ScaledMatrix(codes, scales, BLOCK, BLOCK, matrix.dtype)
