@@ -15,6 +15,7 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 64
+CPU = torch.device("cpu")
 
 
 def ints(values: Sequence[int]) -> Tensor:
@@ -45,10 +46,10 @@ class Work:
 class Driver:
     """Pools with gaps between slots and NaN everywhere, so that a stray read shows."""
 
-    def __init__(self, model: Model, num_blocks: int = 64, num_slots: int = 24) -> None:
-        self.model = model
+    def __init__(self, model: Model, num_blocks: int = 64, num_slots: int = 24, device: torch.device = CPU) -> None:
+        self.model, self.device = model, device
         self.layout = CacheLayout.create(model.layer_specs)
-        self.caches = tuple(_caches(layer, num_blocks, num_slots) for layer in model.layer_specs)
+        self.caches = tuple(_caches(layer, num_blocks, num_slots, device) for layer in model.layer_specs)
         # Handed out from the back and every other one, so that a row's blocks are not neighbours.
         self._blocks = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self._slots = list(range(num_slots))
@@ -79,24 +80,25 @@ class Driver:
             end = w.row.num_computed + len(w.tokens)
             while len(w.row.blocks) * BLOCK < end:
                 w.row.blocks.append(self._blocks.pop())
-            at = range(w.row.num_computed, end)
-            positions += at
-            slots += [w.row.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in at]
+            own = range(w.row.num_computed, end)
+            positions += own
+            slots += [w.row.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in own]
         lens = [len(w.tokens) for w in work]
         kv_lens = [w.row.num_computed + n for w, n in zip(work, lens, strict=True)]
         width = max(len(w.row.blocks) for w in work)
-        table = ints([b for w in work for b in w.row.blocks + [0] * (width - len(w.row.blocks))])
-        attention = AttentionIndex.create(lens, kv_lens, table.view(len(work), width), torch.tensor(slots), num_decodes)
+        table = ints([b for w in work for b in w.row.blocks + [0] * (width - len(w.row.blocks))]).to(self.device)
+        mapping, at = (torch.tensor(values, device=self.device) for values in (slots, positions))
+        attention = AttentionIndex.create(lens, kv_lens, table.view(len(work), width), mapping, num_decodes)
         names = self.layout.state_operators
-        decode = dict.fromkeys(names, _decode_index(work[:num_decodes]))
-        prefill = dict.fromkeys(names, _segment_index(work[num_decodes:]))
-        return ForwardContext(torch.tensor(positions), num_decodes, attention, decode, prefill, self.caches)
+        decode = dict.fromkeys(names, _decode_index(work[:num_decodes], self.device))
+        prefill = dict.fromkeys(names, _segment_index(work[num_decodes:], self.device))
+        return ForwardContext(at, num_decodes, attention, decode, prefill, self.caches)
 
     @torch.no_grad()
     def run(self, work: Sequence[Work]) -> list[Tensor]:
         """One forward pass; the fp32 logits `[tokens, vocab]` of each row."""
-        tokens = torch.tensor([t for w in work for t in w.tokens])
-        logits = self.model.logits(self.model.forward(tokens, self.context(work))).float()
+        tokens = torch.tensor([t for w in work for t in w.tokens], device=self.device)
+        logits = self.model.logits(self.model.forward(tokens, self.context(work))).float().cpu()
         for w in work:
             w.row.num_computed += len(w.tokens)
             w.row.read_slot = _write_slot(w)
@@ -117,21 +119,21 @@ class Driver:
         return found
 
 
-def _caches(layer: LayerSpec, num_blocks: int, num_slots: int) -> LayerCache:
+def _caches(layer: LayerSpec, num_blocks: int, num_slots: int, device: torch.device) -> LayerCache:
     pools = {}
     for spec in layer:
         for tensor in spec.tensors:
             if isinstance(spec, KVSpec):
                 heads, dim = tensor.shape
-                pools[tensor.name] = _pool(num_blocks, (heads, BLOCK, dim), tensor.dtype)
+                pools[tensor.name] = _pool(num_blocks, (heads, BLOCK, dim), tensor.dtype, device)
             else:
-                pools[tensor.name] = _pool(num_slots, tensor.shape, tensor.dtype)
+                pools[tensor.name] = _pool(num_slots, tensor.shape, tensor.dtype, device)
     return pools
 
 
-def _pool(count: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+def _pool(count: int, shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
     size = int(torch.tensor(shape).prod())
-    arena = torch.full((count, size + 48), float("nan"), dtype=DTYPES[dtype])
+    arena = torch.full((count, size + 48), float("nan"), dtype=DTYPES[dtype], device=device)
     return arena[:, 16 : 16 + size].view(count, *shape)
 
 
@@ -139,14 +141,16 @@ def _write_slot(work: Work) -> int:
     return work.row.slot if work.write_slot is None else work.write_slot
 
 
-def _decode_index(work: Sequence[Work]) -> DecodeIndex:
-    return DecodeIndex(ints([w.row.read_slot for w in work]), ints([_write_slot(w) for w in work]))
+def _decode_index(work: Sequence[Work], device: torch.device) -> DecodeIndex:
+    src, dst = [w.row.read_slot for w in work], [_write_slot(w) for w in work]
+    return DecodeIndex(ints(src).to(device), ints(dst).to(device))
 
 
-def _segment_index(work: Sequence[Work]) -> SegmentIndex:
+def _segment_index(work: Sequence[Work], device: torch.device) -> SegmentIndex:
     return SegmentIndex.create(
         [len(w.tokens) for w in work],
         [w.row.read_slot for w in work],
         [_write_slot(w) for w in work],
         [list(w.saves) for w in work],
+        device,
     )

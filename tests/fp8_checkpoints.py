@@ -17,14 +17,16 @@ from tests.checkpoints import write_checkpoint
 
 Layout = Literal["block", "channel"]
 SINGLE = "model.safetensors"
-# As in Qwen's own models: all matrices of the layers but these.
+# As in Qwen's own models: all matrices of the layers but these, and what is no matrix.
 PLAIN = (
     "lm_head",
-    "embed_tokens",
+    "embed",
     "norm",
     "conv1d",
     "conv.conv",
-    "mlp.gate.",
+    "A_log",
+    ".gate.",
+    "router",
     "shared_expert_gate",
     "in_proj_b",
     "in_proj_a",

@@ -16,9 +16,9 @@ from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.registry import load_config, load_model
 from forkpoint.ops.linear.scaled import quantise
 from forkpoint.ops.select import torch_table
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.driver import Driver
-from tests.fp8_checkpoints import QUANTIZATION, SINGLE, Layout, fuse_experts, write_fp8
+from tests.fp8_checkpoints import QUANTIZATION, SINGLE, Layout, fuse_experts, put_in_fp8, write_fp8
 from tests.models.test_parity import TOLERANCE, error, oracle
 
 TOKENS = list(range(2, 102))
@@ -61,6 +61,16 @@ def test_logits_are_those_of_the_widened_weights(
 ) -> None:
     theirs = write_fp8(tmp_path / "fp8", family, layout, more_plain=plain, **config)
     assert error(logits(tmp_path / "fp8"), oracle(theirs, TOKENS)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "widened", family)
+    exact, near = logits(tmp_path / "widened"), logits(tmp_path / "widened", quantization="fp8")
+    put_in_fp8(tmp_path / "widened", tmp_path / "fp8", "block")
+    assert error(logits(tmp_path / "fp8"), logits(tmp_path / "widened")) <= TOLERANCE
+    assert error(near, exact) > 1e-3
+    assert (near - exact).std() < exact.std()
 
 
 @pytest.mark.parametrize("layout", ["block", "channel"])

@@ -1,0 +1,62 @@
+"""Every family's operators on a card beside torch's on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.models.registry import load_model
+from forkpoint.ops.select import select_table, torch_table
+from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.driver import Driver, Work
+from tests.fp8_checkpoints import put_in_fp8
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TOKENS = torch.randint(2, 256, (210,), generator=torch.Generator().manual_seed(7)).tolist()
+FIRST, LAST = TOKENS[:130], TOKENS[200:]
+
+
+def logits(driver: Driver) -> Tensor:
+    """A prompt in two pieces, a fork of its state at 64, both decoding beside a third that is in prefill."""
+    row, other, slot = driver.row(), driver.row(), driver.slot()
+    parts = driver.run([Work(row, FIRST[:100], saves=[(64, slot)])]) + driver.run([Work(row, FIRST[100:])])
+    fork = driver.fork(row, slot, 64)
+    parts += driver.run([Work(fork, TOKENS[130:200])])
+    for token in LAST:
+        batch = [Work(row, [token], decode=True), Work(fork, [token], decode=True), Work(other, TOKENS[:70])]
+        parts += driver.run(batch[: 2 if other.num_computed else 3])
+    return torch.cat(parts)
+
+
+def on_device(folder: Path, dtype: str) -> Tensor:
+    device = torch.device("cuda")
+    return logits(
+        Driver(load_model(folder, ops=select_table("triton", False, False), dtype=dtype, device=device), device=device)
+    )
+
+
+def on_cpu(folder: Path, dtype: str) -> Tensor:
+    return logits(Driver(load_model(folder, ops=torch_table(), dtype=dtype)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_torch(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    want = on_cpu(tmp_path, "float32")
+    assert (on_device(tmp_path, "float32") - want).abs().max() <= 1e-3 * want.std()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_is_no_worse_than_torch_in_bfloat16(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "widened", family)
+    put_in_fp8(tmp_path / "widened", tmp_path / "fp8", "block")
+    want = on_cpu(tmp_path / "fp8", "float32").log_softmax(-1)
+    ours, theirs = (
+        (made.log_softmax(-1) - want).abs().mean()
+        for made in (on_device(tmp_path / "fp8", "bfloat16"), on_cpu(tmp_path / "fp8", "bfloat16"))
+    )
+    assert ours <= 1.15 * theirs
