@@ -12,12 +12,14 @@ from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
 from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.attention.latent_kernel import latent_write
 from forkpoint.ops.conv1d import kernel as conv1d
+from forkpoint.ops.conv1d.verify_kernel import conv_fold, conv_verify
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.route_kernel import route
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence.decode_kernel import recurrence_decode
 from forkpoint.ops.recurrence.prefill_kernel import recurrence_prefill
+from forkpoint.ops.recurrence.verify_kernel import recurrence_fold, recurrence_verify
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
 from forkpoint.ops.scan import kernel as scan
@@ -54,6 +56,10 @@ def triton_table(base: OpTable) -> OpTable:
         "recurrence_decode": recurrence_decode,
         "scan_prefill": scan.scan_prefill,
         "scan_decode": scan.scan_decode,
+        "conv_verify": conv_verify,
+        "conv_fold": conv_fold,
+        "recurrence_verify": recurrence_verify,
+        "recurrence_fold": recurrence_fold,
         "state_copy": StateCopy(),
         "greedy": sampling.greedy,
         "sample_rows": sample_rows,

@@ -1,4 +1,4 @@
-"""Compile the kernels of scans, latent attention and decays for each key for a Hopper GPU, which need not be here.
+"""Compile the kernels of scans, latent attention, decays for each key and drafts for a Hopper GPU, absent or not.
 
 Prints a line for each: its name, and its instructions of the matrix units.
 """
@@ -12,13 +12,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from forkpoint.ops.attention import latent_kernel
-from forkpoint.ops.recurrence import key_kernel
+from forkpoint.ops.conv1d import verify_kernel as conv_verify
+from forkpoint.ops.recurrence import key_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "systems", "scores", "keys")
+HALF += ("inputs", "bias")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
+WIDE += ("updates", "decays")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
-INTS += ("table_rows", "block_table", "tiles")
+INTS += ("table_rows", "block_table", "tiles", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
 POINTERS = {
     **dict.fromkeys(HALF, "*bf16"),
     **dict.fromkeys(WIDE, "*fp32"),
@@ -52,6 +55,10 @@ def main() -> None:
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
+    drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
+    compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
+    window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
+    compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     compiled("key_chunk", key_kernel._chunk_kernel, 4, **sizes, **flags)
 

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import OpTable, Recurrence
+from forkpoint.ops.table import Recurrence
 from tests.ops.cpu_table import cpp
-from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case, rows
+from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
+from tests.ops.triton_cases import DEVICE, ON_GPU, behind, copy_pool, params_on_device, triton_ops
 
-TABLES = {"torch": torch_table(), "cpp": cpp()}
+TABLES = {"torch": torch_table(), "cpp": cpp(), "triton": triton_ops()}
+DEVICES = {"torch": torch.device("cpu"), "cpp": torch.device("cpu"), "triton": DEVICE}
 GRID = 8  # a "block boundary" every 8 tokens
-LENGTH, MOST = 41, 5  # tokens of each row; of a window
+MOST = 5  # tokens of a window
+LENGTHS = {"torch": 41, "cpp": 41, "triton": 41 if ON_GPU else 10}  # tokens of each row
 NUM_ROWS = 3
 SHAPES = [
     Recurrence(1, 2, 128, 32),
@@ -25,13 +28,17 @@ SHAPES = [
     Recurrence(1, 3, 24, 40),
     Recurrence(1, 2, 16, 16, delta=False),
 ]
+FEW = [Recurrence(1, 2, 16, 8), Recurrence(1, 1, 24, 8, delta=False)]
+CASES = [
+    (table, shape) for table in TABLES for shape in (FEW if table == "triton" and not ON_GPU else SHAPES)
+]  # the interpreter is slow
 
 
 class _Rows:
     """Three rows in slots 1 to 3 (and, turn by turn, 4 to 6); 0 is for what a mark saves. Row 0 begins with nothing."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, length: int, device: torch.device) -> None:
+        self.random, self.length, self.device = random.Random(seed), length, device
         self.done, self.pending = [0] * NUM_ROWS, [0] * NUM_ROWS
         self.slots, self.lines = [-1, 2, 3], [0, 2, 4]
 
@@ -43,7 +50,7 @@ class _Rows:
         """The index of a step, each row's positions in its tokens (those not accepted are -1), and what
         is to be found in which slot: (row, position)."""
         draw = self.random
-        sizes = [draw.randint(1, min(MOST, LENGTH - at)) for at in self.at]
+        sizes = [draw.randint(1, min(MOST, self.length - at)) for at in self.at]
         accepted = [draw.randint(1, size) for size in sizes]
         fresh = [(4 + row if slot == 1 + row else 1 + row) if draw.random() < 0.4 or slot < 0 else slot
                  for row, slot in enumerate(self.slots)]  # fmt: skip
@@ -62,7 +69,7 @@ class _Rows:
         ]
         starts = [sum(sizes[:row]) for row in range(NUM_ROWS + 1)]
         columns = (self.slots, fresh, starts, self.pending, mark, mark_slot, self.lines, [x ^ 1 for x in self.lines])
-        index = VerifyIndex(*(ints(list(column)) for column in columns))
+        index = VerifyIndex(*(ints(list(column)).to(self.device) for column in columns))
         self.done = [at + (size == 1) for at, size in zip(self.at, sizes, strict=True)]
         self.pending = [count if size > 1 else 0 for count, size in zip(accepted, sizes, strict=True)]
         self.slots, self.lines = fresh, [x ^ 1 for x in self.lines]
@@ -72,42 +79,50 @@ class _Rows:
         """What is pending, in place, without tokens."""
         none = [0] * NUM_ROWS
         columns = (self.slots, self.slots, [0] * (NUM_ROWS + 1), self.pending, none, none, self.lines, self.lines)
-        return VerifyIndex(*(ints(list(column)) for column in columns))
+        return VerifyIndex(*(ints(list(column)).to(self.device) for column in columns))
 
 
 def _inputs(values: Tensor, positions: Sequence[Sequence[int]]) -> Tensor:
-    """The rows' tokens `[T, ...]` out of `values[rows, LENGTH, ...]`; those that are not accepted are made up."""
+    """The rows' tokens `[T, ...]` out of `values[rows, length, ...]`; those that are not accepted are made up."""
     return torch.stack([
         values[row, position] if position >= 0 else torch.randn_like(values[0, 0], dtype=torch.float32).to(values.dtype)
         for row, own in enumerate(positions) for position in own
     ])  # fmt: skip
 
 
+def _on(device: torch.device, pool: Tensor) -> Tensor:
+    """A copy of a pool with the same gaps."""
+    return copy_pool(pool) if device == DEVICE else pool.clone()
+
+
+def _index(device: torch.device) -> DecodeIndex:
+    return DecodeIndex(ints([1, 2, 3]).to(device), ints([1, 2, 3]).to(device))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(("table", "shape"), CASES, ids=str)
 def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
-    ops: OpTable = TABLES[table]
-    cases = [recurrence_case(LENGTH, shape, dtype=torch.bfloat16, seed=row) for row in range(NUM_ROWS)]
-    params = cases[0].params
-    mixed, a, b = (torch.stack([getattr(case, name) for case in cases]) for name in ("mixed", "a", "b"))
+    ops, device, length = TABLES[table], DEVICES[table], LENGTHS[table]
+    cases = [recurrence_case(length, shape, dtype=torch.bfloat16, seed=row) for row in range(NUM_ROWS)]
+    params = cases[0].params if table != "triton" else params_on_device(cases[0].params)
+    mixed, a, b = (torch.stack([getattr(case, name) for case in cases]).to(device) for name in ("mixed", "a", "b"))
     sizes = (shape.num_v_heads, shape.value_dim, shape.key_dim)
-    pool = padded_pool(7, sizes, dtype)
-    plain, states = pool.clone(), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
+    pool = _on(device, padded_pool(7, sizes, dtype))
+    plain, states = _on(device, pool), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
     plain[1] = 0
     outputs = []
-    for t in range(LENGTH):
-        index = rows([1, 2, 3], [1, 2, 3])
+    for t in range(length):
+        index = _index(device)
         outputs.append(ops.recurrence_decode(mixed[:, t], a[:, t], b[:, t], params, plain, index))
         states.append([plain[slot].clone() for slot in (1, 2, 3)])
     lines = (2 * NUM_ROWS, MOST)
     records = [
-        torch.full((*lines, shape.num_v_heads, shape.value_dim), torch.nan),
-        torch.full((*lines, shape.num_k_heads, shape.key_dim), torch.nan),
-        torch.full((*lines, shape.num_v_heads), torch.nan),
+        torch.full((*lines, shape.num_v_heads, shape.value_dim), torch.nan, device=device),
+        torch.full((*lines, shape.num_k_heads, shape.key_dim), torch.nan, device=device),
+        torch.full((*lines, shape.num_v_heads), torch.nan, device=device),
     ]
-    run = _Rows(seed=len(table))
-    while min(run.at) < LENGTH - 1 and max(run.at) < LENGTH:
+    run = _Rows(len(table), length, device)
+    while min(run.at) < length - 1 and max(run.at) < length:
         index, positions, found = run.plan()
         tokens = (_inputs(values, positions) for values in (mixed, a, b))
         out = ops.recurrence_verify(*tokens, params, pool, index, records)
@@ -125,20 +140,20 @@ def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("table", TABLES)
 def test_convolution(table: str, width: int) -> None:
     torch.manual_seed(0)
-    ops, dim = TABLES[table], 40
-    x = torch.randn(NUM_ROWS, LENGTH, dim).bfloat16()
-    weight, bias = torch.randn(dim, width).bfloat16(), torch.randn(dim).bfloat16()
-    pool = padded_pool(7, (width - 1, dim), torch.bfloat16)
-    plain, states = pool.clone(), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
+    ops, device, length, dim = TABLES[table], DEVICES[table], LENGTHS[table], 40
+    x = torch.randn(NUM_ROWS, length, dim).bfloat16().to(device)
+    weight, bias = torch.randn(dim, width).bfloat16().to(device), torch.randn(dim).bfloat16().to(device)
+    pool = _on(device, padded_pool(7, (width - 1, dim), torch.bfloat16))
+    plain, states = _on(device, pool), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
     plain[1] = 0
     outputs = []
-    for t in range(LENGTH):
-        index = DecodeIndex(ints([1, 2, 3]), ints([1, 2, 3]))
+    for t in range(length):
+        index = _index(device)
         outputs.append(ops.conv_update(x[:, t], weight, bias, plain, index, True))
         states.append([plain[slot].clone() for slot in (1, 2, 3)])
-    records = [torch.full((2 * NUM_ROWS, MOST, dim), torch.nan, dtype=torch.bfloat16)]
-    run = _Rows(seed=width)
-    while min(run.at) < LENGTH - 1 and max(run.at) < LENGTH:
+    records = [torch.full((2 * NUM_ROWS, MOST, dim), torch.nan, dtype=torch.bfloat16, device=device)]
+    run = _Rows(width, length, device)
+    while min(run.at) < length - 1 and max(run.at) < length:
         index, positions, found = run.plan()
         out = ops.conv_verify(_inputs(x, positions), weight, bias, pool, index, records, True)
         flat = [(row, position) for row, own in enumerate(positions) for position in own]
@@ -149,3 +164,19 @@ def test_convolution(table: str, width: int) -> None:
     ops.conv_fold(pool, run.fold(), records)
     for row, (slot, position) in enumerate(zip(run.slots, run.at, strict=True)):
         assert torch.equal(pool[slot], states[position][row])
+
+
+def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
+    """One row of two tokens, one that is padding, and three tokens of no row, whose inputs are not finite."""
+    ops, shape, columns = triton_ops(), Recurrence(1, 1, 16, 8), ([1, -1], [1, -1], [0, 2, 2])
+    index = VerifyIndex(*(ints(values).to(DEVICE) for values in (*columns, *[[0, 0]] * 3, [0, 0], [1, 0])))
+    case = recurrence_case(5, shape)
+    mixed, a, b = (behind(x[:2].to(DEVICE), 3) for x in (case.mixed, case.a, case.b))
+    pool = torch.zeros(2, 1, 8, 16, device=DEVICE)
+    records = [torch.zeros(2, 2, 1, dim, device=DEVICE) for dim in (8, 16)] + [torch.zeros(2, 2, 1, device=DEVICE)]
+    out = ops.recurrence_verify(mixed, a, b, params_on_device(case.params), pool, index, records)
+    assert out[:2].all() and not out[2:].any()
+    lines = [torch.zeros(2, 2, 40, device=DEVICE)]
+    weight, window = torch.ones(40, 4, device=DEVICE), torch.zeros(2, 3, 40, device=DEVICE)
+    out = ops.conv_verify(behind(torch.ones(2, 40, device=DEVICE), 3), weight, None, window, index, lines, True)
+    assert out[:2].all() and not out[2:].any()

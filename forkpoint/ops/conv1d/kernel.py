@@ -38,7 +38,7 @@ def _store_window(
 
 
 @triton.jit
-def _rows(first, stride, mask, COUNT: tl.constexpr):
+def load_rows(first, stride, mask, COUNT: tl.constexpr):
     """A tuple of what lies at `first`, `first + stride`, .."""
     rows = ()
     for j in tl.static_range(COUNT):
@@ -93,7 +93,7 @@ def _prefill_kernel(
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
     here = first + offset.to(tl.int64) * x_stride + channel
-    taps, window = _rows(weight + channel * w_channel, w_tap, present, W), ()
+    taps, window = load_rows(weight + channel * w_channel, w_tap, present, W), ()
     for j in tl.static_range(W - 1):
         # Parts are longer than a window: it lies before the segment, or inside.
         value = tl.zeros((BLOCK,), x.dtype.element_ty)
@@ -163,8 +163,8 @@ def _update_kernel(
     # Without branches all loads are under way at once.
     seen, kept = present & (source >= 0), present & (target >= 0)
     old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
-    taps = _rows(weight + channel * w_channel, w_tap, present, W)
-    window = _rows(old, row_stride, seen, W - 1)
+    taps = load_rows(weight + channel * w_channel, w_tap, present, W)
+    window = load_rows(old, row_stride, seen, W - 1)
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
@@ -181,7 +181,7 @@ def _update_kernel(
     tl.store(out + row * D + channel, total.to(out.dtype.element_ty), mask=present)
 
 
-def _check(x: Tensor, pool: Tensor) -> None:
+def check_layout(x: Tensor, pool: Tensor) -> None:
     assert x.stride(1) == 1 and pool.stride(2) == 1, "channels must be dense"
 
 
@@ -193,7 +193,7 @@ def conv_prefill(
     The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`. Fastest where each
     tap's weights lie side by side.
     """
-    _check(x, pool)
+    check_layout(x, pool)
     dim, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert index.tiles is not None, "kernels need the index's tiles"
@@ -231,7 +231,7 @@ def conv_prefill(
 
 def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool) -> Tensor:
     """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
-    _check(x, pool)
+    check_layout(x, pool)
     dim, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(dim, UPDATE_CHANNELS)

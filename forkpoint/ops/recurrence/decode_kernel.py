@@ -16,6 +16,57 @@ VALUES = 8  # value rows of a state that one program takes
 
 
 @triton.jit
+def token_inputs(token, key_head, head, col, at, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """(q, k, v) of a head in fp32, as they are in `mixed`."""
+    key_at = token + key_head * K + col
+    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
+    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
+    v = tl.load(token + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
+    return q, k, v
+
+
+@triton.jit
+def normed(q, k, scale):
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+    return q, k
+
+
+@triton.jit
+def read_state(
+    state,
+    q,
+    k,
+    v,
+    raw_a,
+    raw_b,
+    a_log,
+    dt_bias,
+    skip,
+    head,
+    DELTA: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """A token's answer, and what the state is then updated by: (answer, update, decay)."""
+    g, step = decay(raw_a, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
+    if DELTA:
+        beta = weight(raw_b, DOUBLE_BETA)
+    kept = tl.exp(g)
+    fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
+    answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
+    if skip is not None:
+        answer += tl.load(skip + head) * v
+    return answer, fresh, kept
+
+
+@triton.jit
+def update(state, kept, fresh, k):
+    return kept * state + fresh[:, None] * k[None, :]
+
+
+@triton.jit
 def _decode_kernel(
     mixed,
     a,
@@ -57,28 +108,18 @@ def _decode_kernel(
     state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     if source >= 0:
         state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
-    tokens = mixed + row * mixed_stride
-    key_at = tokens + (head // (HV // H)) * K + col
-    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
-    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
-    v = tl.load(tokens + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
+    token = mixed + row * mixed_stride
+    q, k, v = token_inputs(token, head // (HV // H), head, col, at, H, K, V)
     if DELTA:
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+        q, k = normed(q, k, scale)
     raw_a = tl.load(a + row * a_stride + head)
-    if DELTA:
-        raw_b = tl.load(b + row * b_stride + head)
-    g, step = decay(raw_a, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
-    if DELTA:
-        beta = weight(raw_b, DOUBLE_BETA)
-    kept = tl.exp(g)
-    fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
-    answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
-    if skip is not None:
-        answer += tl.load(skip + head) * v
+    raw_b = tl.load(b + row * b_stride + head)
+    answer, fresh, kept = read_state(
+        state, q, k, v, raw_a, raw_b, a_log, dt_bias, skip, head, DELTA, DOUBLE_BETA, LOW, HIGH
+    )
     tl.store(out + (row * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
     if target >= 0:
-        state = kept * state + fresh[:, None] * k[None, :]
+        state = update(state, kept, fresh, k)
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,183 @@
+"""The recurrence of rows with drafts in Triton: see VerifyIndex. A token's arithmetic is that of decode_kernel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.recurrence.decode_kernel import VALUES, normed, read_state, token_inputs, update
+from forkpoint.ops.recurrence.gates import check_layout, modes, sizes
+from forkpoint.ops.table import Recurrence, RecurrenceParams
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _verify_kernel(
+    mixed,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    skip,
+    pool,
+    out,
+    updates,
+    keys,
+    decays,
+    src,
+    dst,
+    cu_tokens,
+    pending,
+    mark,
+    mark_dst,
+    read,
+    write,
+    num_rows,
+    num_tokens,
+    mixed_stride,
+    a_stride,
+    b_stride,
+    slot_stride,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TILES_V: tl.constexpr,
+    DELTA: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    COMPUTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK_V value rows of one head of one row: the state is read once and written once. Without COMPUTES there are
+    no tokens."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
+    key_head = head // (HV // H)
+    col, at = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    count, position = tl.load(pending + row), tl.load(mark + row)
+    inside = (at < V)[:, None] & (col < K)[None, :]
+    slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
+    state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+    if source >= 0:
+        state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
+    entry = tl.load(read + row).to(tl.int64) * MOST
+    for i in range(count):
+        fresh = tl.load(updates + ((entry + i) * HV + head) * V + at, mask=at < V, other=0.0)
+        k = tl.load(keys + ((entry + i) * H + key_head) * K + col, mask=col < K, other=0.0)
+        state = update(state, tl.load(decays + (entry + i) * HV + head), fresh, k)
+        state = state.to(pool.dtype.element_ty).to(tl.float32)
+        if i + 1 == position:
+            marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
+            tl.store(marked, state.to(pool.dtype.element_ty), mask=inside)
+    if not COMPUTES:
+        if target >= 0:
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+    else:
+        first = tl.load(cu_tokens + row).to(tl.int64)
+        length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
+        if (target >= 0) & (length > 1):
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        line = tl.load(write + row).to(tl.int64) * MOST
+        for t in range(length):
+            token, entry = first + t, line + t
+            q, k, v = token_inputs(mixed + token * mixed_stride, key_head, head, col, at, H, K, V)
+            if DELTA:
+                q, k = normed(q, k, scale)
+            raw_a, raw_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
+            answer, fresh, kept = read_state(
+                state, q, k, v, raw_a, raw_b, a_log, dt_bias, skip, head, DELTA, DOUBLE_BETA, LOW, HIGH
+            )
+            tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
+            if length > 1:
+                tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
+                if tile == 0:
+                    tl.store(decays + entry * HV + head, kept)
+                    if head % (HV // H) == 0:
+                        tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
+            state = update(state, kept, fresh, k).to(pool.dtype.element_ty).to(tl.float32)
+        if (target >= 0) & (length == 1):
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+            nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
+            tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)
+
+
+def recurrence_verify(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Sequence[Tensor],
+) -> Tensor:
+    """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
+    spec = params.spec
+    out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+    _launch(mixed, a, check_layout(spec, mixed, a, b, pool), params, pool, out, index, records)
+    return out
+
+
+def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    """The states after the pending tokens, and at the marks."""
+    (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
+    params = RecurrenceParams(Recurrence(num_k_heads, num_v_heads, key_dim, value_dim), records[2], records[2])
+    none = pool.new_empty(0, 1)
+    _launch(none, none, none, params, pool, none, index, records)
+
+
+def _launch(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: RecurrenceParams,
+    pool: Tensor,
+    out: Tensor,
+    index: VerifyIndex,
+    records: Sequence[Tensor],
+) -> None:
+    spec, num_tokens = params.spec, mixed.shape[0]
+    assert all(record.is_contiguous() for record in records), "records must be dense"
+    block_v = min(VALUES, triton.next_power_of_2(spec.value_dim))
+    tiles_v = triton.cdiv(spec.value_dim, block_v)
+    _verify_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
+        mixed,
+        a,
+        b,
+        params.A_log,
+        params.dt_bias,
+        params.D,
+        pool,
+        out,
+        *records,
+        *index.columns,
+        len(index),
+        num_tokens,
+        mixed.stride(0),
+        a.stride(0),
+        b.stride(0),
+        pool.stride(0),
+        spec.key_dim**-0.5,
+        **sizes(spec),
+        MOST=records[0].shape[1],
+        BLOCK_K=triton.next_power_of_2(spec.key_dim),
+        BLOCK_V=block_v,
+        TILES_V=tiles_v,
+        **modes(spec),
+        COMPUTES=num_tokens > 0,
+        **overlap(pool.device, num_tokens),
+        num_warps=1,
+        num_stages=1,
+    )
