@@ -99,6 +99,34 @@ class StructuredOutputsConfig:
         return checked_types(cls(**found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """Where to publish which blocks can be restored. Names and defaults are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None  # None: zmq, where events are enabled
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000  # batches kept for replays
+    hwm: int = 100_000  # of the socket, in batches
+    max_queue_size: int = 100_000  # batches
+    topic: str = ""
+
+    @classmethod
+    def of(cls, given: Any) -> KVEventsConfig:
+        """From a mapping or its JSON text. Raises ConfigError for anything else and for unknown names."""
+        if isinstance(given, cls):
+            return given
+        config = checked_types(cls(**json_object("kv_events_config", given, [item.name for item in fields(cls)])))
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            _CHECK.integer(f"kv_events_config: {name}", getattr(config, name), 1, MAX_POSITIONS)
+        return config
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
 # What vLLM takes besides: of drafters that are models, of its rejection sampling, of how its kernels run.
 VLLM_SPECULATIVE_KEYS: Final = (
     "model",
@@ -257,6 +285,13 @@ class EngineConfig:
             "metavar": "JSON",
         },
     )
+    kv_events_config: KVEventsConfig = field(
+        default_factory=KVEventsConfig,
+        metadata={
+            "help": 'JSON: {"enable_kv_cache_events": true} publishes on ZeroMQ which blocks can be restored',
+            "metavar": "JSON",
+        },
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # options of SchedulerConfig; else the device's defaults
 
@@ -280,6 +315,8 @@ class EngineConfig:
             options[name] = StructuredOutputsConfig.of(options[name])
         if options.get(name := "speculative_config") is not None:
             options[name] = SpeculativeConfig.of(options[name])
+        if (name := "kv_events_config") in options:
+            options[name] = KVEventsConfig.of(options[name])
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"errors"},
     "cache": VALUES,
     "sched": {"cache"} | VALUES,
+    "routing": {"cache"} | VALUES,
     "sim": {"sched", "cache"} | VALUES,
     "platforms": VALUES,
     "ops": {"platforms.table"} | VALUES,
@@ -34,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "obs": {"cache.layout", "cache.events"} | VALUES,
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
     "worker": {"platforms", "sched", "cache.layout", "runtime", "models", "ops", "obs"} | VALUES,
-    "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs"} | VALUES,
+    "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,
     "server": {"engine", "worker.child", "obs"} | VALUES,
     "client": VALUES,
     "demo": {"engine"} | VALUES,
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 DEVICE_WORD = re.compile(r"'(cpu|cuda|hip|npu|xpu|mps|musa|hpu)(:.*)?'")
 DEVICE_MODULE = re.compile(r"torch\.(cuda|npu|xpu|mps|version)|.*\.is_(cuda|cpu|xpu|mps)")
-NO_TORCH = ("cache", "sched", "sim")
+NO_TORCH = ("cache", "sched", "sim", "routing")
 OUTSIDE = {"benchmarks", "evaluation", "studies", "train", "scripts", "tests"}  # folders of a checkout, never installed
 
 

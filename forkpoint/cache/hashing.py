@@ -24,6 +24,11 @@ def private_hash(parent: BlockHash, owner: str) -> BlockHash:
     return BlockHash(blake2b(parent + owner.encode(), digest_size=HASH_BYTES, person=b"forkpoint-own").digest())
 
 
+def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
+    """The hash of a block of int32 ids after `parent`."""
+    return BlockHash(blake2b(tokens, digest_size=HASH_BYTES, salt=parent).digest())
+
+
 class HashChain:
     """The tokens of one request and the hashes of its full blocks; it only grows.
 

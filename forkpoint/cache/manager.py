@@ -18,6 +18,7 @@ from forkpoint.cache.layout import NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
+from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.saves import SavePlanner
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, Provenance
@@ -52,6 +53,11 @@ class CacheManager:
         self.holdings = Holdings(layout, self.arena, self.store.tree)
         self.filing = Filing(self.store, self.holdings)
         self.saves = SavePlanner(self.store)
+
+    def watch_restorable(self) -> Restorable:
+        """Keep account of what lookups find from now on; to be called while the cache is empty."""
+        self.store.restorable = Restorable(has_private=self.deterministic)
+        return self.store.restorable
 
     # --- before a request runs
 

@@ -13,6 +13,7 @@ from forkpoint.cache.eviction_queue import EvictionQueue
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.tree import (
     Checkpoint,
     Node,
@@ -44,6 +45,7 @@ class PrefixStore:
         self.ghosts = ghosts
         self.counters = CacheCounters()
         self.num_checkpoints = 0
+        self.restorable: Restorable | None = None  # where somebody wants to know
         self.policy = policy
         self.appraiser = Appraiser(layout, arena, self.tree, policy, cost)
         self._dead: OrderedDict[Node, None] = OrderedDict()  # nodes that may be, in the order to go
@@ -118,6 +120,8 @@ class PrefixStore:
         gone = self.tree.remove(leaf, most)
         for node in gone:
             self._dead.pop(node, None)
+            if self.restorable is not None:
+                self.restorable.lost(node)
         if not leaf.condemned:
             self.ghosts.add([node.hash for node in gone], GhostKind.KV)
             self.counters.blocks_evicted += len(gone)
@@ -162,6 +166,10 @@ class PrefixStore:
         if self.layout.has_kv:
             self.arena.transfer_blocks(blocks, nodes)
         self.ghosts.discard_blocks(hashes)
+        if self.restorable is not None and not self.layout.has_states:
+            for node in nodes:
+                if node.depth * self.layout.block_size % self.layout.checkpoint_grid == 0:
+                    self.restorable.gained(node)
         return nodes
 
     def add_checkpoint(
@@ -184,6 +192,8 @@ class PrefixStore:
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
         checkpoint.last_used = self.arena.turnover
         self.tree.set_checkpoint(node, checkpoint)
+        if self.restorable is not None:
+            self.restorable.gained(node)
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
@@ -201,6 +211,8 @@ class PrefixStore:
         assert checkpoint.num_readers == 0 and not checkpoint.dropped
         checkpoint.dropped = True
         self.tree.set_checkpoint(checkpoint.node, None)
+        if self.restorable is not None:
+            self.restorable.lost(checkpoint.node)
         self.num_checkpoints -= 1
         if not keep_slot:
             self.arena.give_slot(checkpoint.slot)
@@ -260,6 +272,8 @@ class PrefixStore:
             stack.extend(item.children)
             leaves.append(item)
         for item in reversed(leaves):
+            if self.restorable is not None:
+                self.restorable.lost(item)
             self._sweep(item)
 
     def _sweep(self, node: Node) -> None:
@@ -269,6 +283,8 @@ class PrefixStore:
 
     def reset(self) -> None:
         """Condemn everything and forget the ghosts."""
+        if self.restorable is not None:
+            self.restorable.clear()
         for node in [node for node in self.tree.nodes() if node.depth == 1]:
             self.condemn(node)
         self.ghosts.clear()

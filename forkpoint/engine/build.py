@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.policies import CAPTURE, EVICTION
-from forkpoint.config import EngineConfig
+from forkpoint.config import EngineConfig, KVEventsConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
+from forkpoint.engine.events import EventPublisher
 from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
@@ -54,7 +55,11 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
     )
     _log_plan(config, facts)
     core = EngineCore(
-        scheduler, worker.runner, async_scheduling=facts.scheduler.async_scheduling, on_close=worker.release
+        scheduler,
+        worker.runner,
+        async_scheduling=facts.scheduler.async_scheduling,
+        on_close=worker.release,
+        events=_publisher(config.kv_events_config, scheduler),
     )
     inputs = InputProcessor(
         tokenizer,
@@ -66,6 +71,13 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
     )
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     return core, inputs, log
+
+
+def _publisher(config: KVEventsConfig, scheduler: Scheduler) -> EventPublisher | None:
+    """Raises ConfigError for an endpoint that cannot be had."""
+    if not config.is_on:
+        return None
+    return EventPublisher(config, scheduler.cache.watch_restorable(), scheduler.layout.block_size)
 
 
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:

@@ -6,7 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.sched.plan import PendingStep, Runner
@@ -17,6 +17,15 @@ MIDDLE_EVERY = 64  # steps between collections of the middle generation of objec
 FULL_EVERY = 8192  # and of everything; there are few cycles to find
 CLOSED = "the engine is closed; make a new one"
 LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, one is planned
+
+
+class Publisher(Protocol):
+    """Tells others what the cache can restore."""
+
+    def publish(self) -> None:
+        """The cache may have changed."""
+
+    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -34,10 +43,12 @@ class EngineCore:
         *,
         async_scheduling: bool = False,
         on_close: Callable[[], None] = lambda: None,
+        events: Publisher | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner: Runner | None = runner
         self._on_close = on_close
+        self._events = events
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._closed = False
@@ -78,6 +89,7 @@ class EngineCore:
             updates = self._finish_oldest()
         elif self.scheduler.has_unfinished():
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")
+        self._publish()
         self._closed = False
         return updates
 
@@ -87,6 +99,16 @@ class EngineCore:
         while self._in_flight and not self._closed:
             updates += self._finish_oldest()
         return updates
+
+    def reset_prefix_cache(self) -> bool:
+        """Nothing cached so far is found again."""
+        done = self.scheduler.reset_prefix_cache()
+        self._publish()
+        return done
+
+    def _publish(self) -> None:
+        if self._events is not None:
+            self._events.publish()
 
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges since the start, by name."""
@@ -108,6 +130,8 @@ class EngineCore:
             self._runner.close()
             self._runner = None
             self._on_close()
+            if self._events is not None:
+                self._events.close()
 
     def _finish_oldest(self) -> list[RequestUpdate]:
         step, pending = self._in_flight[0]

@@ -145,7 +145,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix, which is always possible: True. Running requests keep what they hold."""
         with self._shared.held() as engine:
-            return engine.core.scheduler.reset_prefix_cache()
+            return engine.core.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, Any]:
         """Counters and gauges since the start, by name (tokens, pages, requests)."""

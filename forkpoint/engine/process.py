@@ -172,7 +172,7 @@ class EngineLoop:
                 case "stats":
                     return Reply(call.number, self._core.metrics())
                 case "reset_prefix_cache":
-                    return Reply(call.number, self._core.scheduler.reset_prefix_cache())
+                    return Reply(call.number, self._core.reset_prefix_cache())
                 case "check_integrity":
                     self._core.scheduler.check_integrity()
                     return Reply(call.number, True)

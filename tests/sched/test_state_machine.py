@@ -14,6 +14,7 @@ from forkpoint.cache.integrity import check_integrity
 from forkpoint.config import CacheConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.params import FinishReason
+from tests.cache.published import Listener
 from tests.sched.harness import LAYOUTS, VOCAB, Harness, tokens
 
 LENGTHS = st.one_of(
@@ -77,6 +78,7 @@ class Serving(RuleBasedStateMachine):
                 num_ghosts=ghosts,
             ),
         )
+        self.listener = Listener(self.harness.sched.cache)
         self.count = 0
         self.spoiled: set[str] = set()  # aborted, failed or made to fail
         self.num_broken = 0  # steps made to fail whatever they carry
@@ -183,6 +185,9 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "harness"):
             sched = self.harness.sched
             check_integrity(sched.cache, [entry.lease for entry in sched.entries_holding])
+            histories = [request.all_token_ids() for request in list(self.harness.requests.values())[-2:]]
+            cuts = [history[: len(history) * 2 // 3] for history in histories]
+            self.listener.check([TRUNK[:700], *histories, *cuts])
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

@@ -1,0 +1,92 @@
+"""KV cache events as vLLM 0.33 sends them: msgpack, batches as arrays, events as maps under their class's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.restorable import AllCleared, BlocksRemoved, BlocksStored, Change
+
+MEDIUM: Final = "GPU"  # vLLM's word for the engine's own cache, wherever that is
+END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
+SEQUENCE_BYTES: Final = 8  # big-endian
+
+
+class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Base of all events."""
+
+
+class BlockStored(Event):
+    """Blocks under `parent_block_hash`. `resumable_hashes`, which is ours, has those of `block_hashes` at whose end a
+    request can resume; None in events of engines that do not say: at every one."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    resumable_hashes: list[int | bytes] | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int | bytes]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """`ts` is the time in seconds since 1970."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+def sent_hash(block_hash: BlockHash) -> int:
+    """A hash as it is sent: its last 64 bits, as vLLM does by default."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def batch_of(changes: Iterable[Change], block_size: int, now_s: float) -> EventBatch:
+    return EventBatch(now_s, [_event(change, block_size) for change in changes], 0)
+
+
+def _event(change: Change, block_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
+    match change:
+        case BlocksStored():
+            return BlockStored(
+                block_hashes=[sent_hash(name) for name in change.hashes],
+                parent_block_hash=sent_hash(change.parent) if change.parent is not None else None,
+                token_ids=np.frombuffer(b"".join(change.tokens), np.int32).tolist(),
+                block_size=block_size,
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                resumable_hashes=[sent_hash(name) for name in change.ends],
+            )
+        case BlocksRemoved():
+            return BlockRemoved([sent_hash(name) for name in change.hashes], MEDIUM)
+        case AllCleared():
+            return AllBlocksCleared()
+
+
+def encode(batch: EventBatch) -> bytes:
+    return msgspec.msgpack.encode(batch)
+
+
+def decode(data: bytes) -> EventBatch:
+    """Raises msgspec.DecodeError for bytes that are no batch."""
+    return msgspec.msgpack.decode(data, type=EventBatch)
+
+
+def sequence_bytes(number: int) -> bytes:
+    return number.to_bytes(SEQUENCE_BYTES, "big")

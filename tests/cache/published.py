@@ -1,0 +1,66 @@
+"""A listener at a cache's changes, through the wire's bytes, and what it must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from forkpoint.cache.hashing import HashChain, block_hash, root_hash
+from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.tree import Node
+from forkpoint.routing import wire
+from forkpoint.routing.index import RestorableIndex
+
+
+class Listener:
+    """Knows of a cache only what is published."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._watched = cache.watch_restorable()
+        self.index = RestorableIndex()
+        self.batches: list[wire.EventBatch] = []
+
+    def listen(self) -> None:
+        if changes := self._watched.drain():
+            batch = wire.decode(wire.encode(wire.batch_of(changes, self._cache.layout.block_size, 0.0)))
+            self.batches.append(batch)
+            self.index.apply(batch)
+
+    def check(self, prompts: Iterable[np.ndarray]) -> None:
+        """What is published is what the tree has, and says of each prompt what a lookup finds."""
+        self.listen()
+        self._check_blocks()
+        for prompt in prompts:
+            self.check_prompt(prompt)
+
+    def check_prompt(self, prompt: np.ndarray) -> None:
+        cache, size = self._cache, self._cache.layout.block_size
+        hashes = sent_hashes(prompt, size)[: cache.layout.usable_prefix(len(prompt)) // size]
+        found = cache.lookup(cache.new_lease("somebody", "", prompt), len(prompt)).num_tokens
+        assert self.index.restorable(hashes) * size == found
+        assert self.index.published_run(hashes) * size >= found
+
+    def _check_blocks(self) -> None:
+        """A block is published exactly while a lookup may end at or below it."""
+        expected = set()
+        for node in self._cache.store.tree.nodes():
+            if self._is_end(node):
+                expected.update(wire.sent_hash(above.hash) for above in node.path())
+        assert set(self.index._resumable) == expected
+
+    def _is_end(self, node: Node) -> bool:
+        layout = self._cache.layout
+        if node.condemned or not self._cache.enabled:
+            return False
+        if node.checkpoint is None and (layout.has_states or node.depth * layout.block_size % layout.checkpoint_grid):
+            return False
+        parent = root_hash("")
+        return all(above.hash == (parent := block_hash(parent, above.tokens)) for above in node.path())  # nobody's own
+
+
+def sent_hashes(prompt: np.ndarray, block_size: int) -> list[int]:
+    chain = HashChain("", block_size)
+    chain.extend(prompt.astype(np.int32))
+    return [wire.sent_hash(name) for name in chain.hashes]
