@@ -21,8 +21,9 @@ from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
 
-METHODS = (None, "ngram", "cache")
-TIMES = ("new", "again")  # the second time a question is asked, the tree has its answer
+METHODS = (None, "ngram", "suffix", "cache")
+# The second time a question is asked, the tree has its answer; in other words, past outputs have some of it.
+TIMES = {"new": "{}", "again": "{}", "alike": "Please: {}"}
 QUESTIONS = (
     "Count from one to sixty in words.",
     "Tell me about yourself, at length.",
@@ -79,10 +80,12 @@ class Row:
 TITLES = f"{'drafts':<8} {'asked':<6} {'clock':>10} {'':>7} {'process':>10} {'':>7} {'a step':>10} {'same ids':>11}"
 
 
-def ask(llm: LLM, params: SamplingParams) -> Sample:
+def ask(llm: LLM, params: SamplingParams, form: str) -> Sample:
     """Raises RequestFailedError if a completion fails."""
     before, clock_s, cpu_s = llm.get_metrics()["num_steps"], time.perf_counter(), time.process_time()
-    outputs = [llm.chat([{"role": "user", "content": text}], params, use_tqdm=False)[0] for text in QUESTIONS]
+    outputs = [
+        llm.chat([{"role": "user", "content": form.format(text)}], params, use_tqdm=False)[0] for text in QUESTIONS
+    ]
     clock_s, cpu_s = time.perf_counter() - clock_s, time.process_time() - cpu_s
     check_succeeded(outputs)
     num_steps = llm.get_metrics()["num_steps"] - before
@@ -124,9 +127,9 @@ def measure(options: SpeculationOptions, engine: dict[str, Any], show_progress: 
             llms[method] = stack.enter_context(LLM(**{**engine, "speculative_config": config}))
         for number in tqdm(range(options.num_rounds + 1), desc="Rounds", disable=not show_progress):
             salted = replace(params, cache_salt=f"round {number}")
-            for when in TIMES:
+            for when, form in TIMES.items():
                 for method, llm in llms.items():
-                    sample = ask(llm, salted)
+                    sample = ask(llm, salted, form)
                     if number:
                         samples[method, when].append(sample)
     return list(compare(samples))

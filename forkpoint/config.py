@@ -23,6 +23,7 @@ MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
 MAX_DRAFTS: Final = 63  # of a row in a step, whose tokens pass one block boundary at most
 DEFAULT_LOOKUP: Final = 5
+LEAST_MATCH: Final = 3  # tokens of a past output that have to agree before it is looked at
 MAX_LOOKUP: Final = 64
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
@@ -147,10 +148,6 @@ VLLM_SPECULATIVE_KEYS: Final = (
     "use_local_argmax_reduction",
     "parallel_drafting",
     "num_speculative_tokens_per_batch_size",
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
     "rejection_sample_method",
     "synthetic_acceptance_rates",
     "synthetic_acceptance_length",
@@ -163,10 +160,14 @@ VLLM_SPECULATIVE_KEYS: Final = (
 class SpeculativeConfig:
     """How tokens are drafted. Names and defaults are vLLM's; `cache` is a method of ours."""
 
-    method: Literal["ngram", "cache"]
+    method: Literal["ngram", "suffix", "cache"]
     num_speculative_tokens: int
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
     @classmethod
     def of(cls, given: Any) -> SpeculativeConfig:
@@ -177,26 +178,44 @@ class SpeculativeConfig:
         name, known = "speculative_config", [item.name for item in fields(cls)]
         found = json_object(name, given)
         for key in found:
+            if key.startswith("suffix_") and key in known and found.get("method") != "suffix":
+                raise ConfigError(f"{name}: {key!r} is a field of the method 'suffix' alone; leave it out")
             if key not in known:
                 why = (
                     "is a field of vLLM's that is not supported here" if key in VLLM_SPECULATIVE_KEYS else "is unknown"
                 )
                 raise ConfigError(f"{name}: {key!r} {why}; fields are {', '.join(known)}")
+        as_many_as_fit = found.get("method") == "suffix" and found.get("num_speculative_tokens") is None
+        found |= {"num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else {}
         for key in ("method", "num_speculative_tokens"):
             if found.get(key) is None:
                 raise ConfigError(f"{name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
         config = checked_types(cls(**found))
+        config._check_suffixes(f"{name}: suffix_decoding_")
+        if as_many_as_fit:
+            most = config.suffix_decoding_max_tree_depth - LEAST_MATCH
+            config = replace(config, num_speculative_tokens=most)
         _CHECK.integer(f"{name}: num_speculative_tokens", config.num_speculative_tokens, 1, MAX_DRAFTS)
         least, most = config.lookup_range
         _CHECK.integer(f"{name}: prompt_lookup_min", least, 1, MAX_LOOKUP)
         _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
         return config
 
+    def _check_suffixes(self, prefix: str) -> None:
+        _CHECK.integer(f"{prefix}max_tree_depth", self.suffix_decoding_max_tree_depth, LEAST_MATCH + 1, MAX_LOOKUP)
+        _CHECK.integer(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, 0, MAX_POSITIONS)
+        _CHECK.number(f"{prefix}max_spec_factor", self.suffix_decoding_max_spec_factor, 0, MAX_LOOKUP)
+        _CHECK.number(f"{prefix}min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
+
     @property
     def lookup_range(self) -> tuple[int, int]:
-        """The fewest and the most tokens that have to agree; as in vLLM one stands for both, and 5 for neither."""
+        """The fewest and the most tokens that have to agree; as in vLLM one stands for both, and 5 for neither, or
+        what past outputs are matched by."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        given = [length for length in (least, most) if length is not None] or [DEFAULT_LOOKUP]
+        default = (
+            [LEAST_MATCH, self.suffix_decoding_max_tree_depth - 1] if self.method == "suffix" else [DEFAULT_LOOKUP]
+        )
+        given = [length for length in (least, most) if length is not None] or default
         return given[0], given[-1]
 
 
@@ -281,7 +300,7 @@ class EngineConfig:
         default=None,
         metadata={
             "help": "JSON: draft tokens and verify several of them in one step, on CPUs: "
-            '{"method": "ngram", "num_speculative_tokens": 3}; methods are ngram and cache',
+            '{"method": "ngram", "num_speculative_tokens": 3}; methods are ngram, suffix and cache',
             "metavar": "JSON",
         },
     )

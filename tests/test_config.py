@@ -73,14 +73,22 @@ def test_the_speculative_config() -> None:
     for changes, says in (
         ({"draft_sample_method": "greedy"}, "a field of vLLM's that is not supported here; fields are method, num_"),
         ({"num_tokens": 3}, "'num_tokens' is unknown"),
-        ({"method": "eagle"}, "one of 'ngram', 'cache'"),
+        ({"method": "eagle"}, "one of 'ngram', 'suffix', 'cache'"),
         ({"method": None}, "needs 'method'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "prompt_lookup_max"),
+        ({"suffix_decoding_max_tree_depth": 9}, "'suffix_decoding_max_tree_depth' is a field of the method 'suffix'"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 3}, "max_tree_depth=3 is not allowed; give an integer"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": "9"}, "suffix_decoding_max_tree_depth"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "max_cached_requests"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}, "max_spec_factor"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob"),
     ):
         with pytest.raises(ConfigError, match=says):
             read({**good, **changes})
+    suffix = read({"method": "suffix", "suffix_decoding_max_tree_depth": 16, "suffix_decoding_max_spec_factor": 2})
+    assert suffix is not None and suffix.num_speculative_tokens == 13 and suffix.lookup_range == (3, 15)
     for bad in ("{", "[]", "{}", 3):
         with pytest.raises(ConfigError, match="speculative_config"):
             read(bad)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.sched.draft_length import DraftLength
-from forkpoint.sched.draft_sources import CacheSource, DraftSource, NgramSource
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
 
 class Speculator(Drafter):
-    """Asks its sources in turn; the first that knows something is taken at its word."""
+    """Asks its sources; the one where the most tokens agree with what the row has come to is taken at its word."""
 
     def __init__(self, sources: Sequence[DraftSource], most: int) -> None:
         self._sources, self._most = tuple(sources), most
@@ -22,19 +23,24 @@ class Speculator(Drafter):
 
     @classmethod
     def of(cls, config: SpeculativeConfig, block_size: int) -> Speculator:
-        """The longest match first: the tree knows whole histories, the row itself its last tokens."""
-        least, most = config.lookup_range
-        sources: list[DraftSource] = [NgramSource(least, most)]
-        if config.method == "cache":
-            sources.insert(0, CacheSource(block_size))
-        return cls(sources, config.num_speculative_tokens)
+        """The tree knows whole histories, past outputs any part of them, the row itself its last tokens."""
+        sources: list[DraftSource] = [] if config.method == "ngram" else [CacheSource(block_size)]
+        if config.method == "suffix":
+            depth, past = config.suffix_decoding_max_tree_depth, PastOutputs(config.suffix_decoding_max_cached_requests)
+            factor, share = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob
+            sources.append(SuffixSource(past, depth, factor, share))
+        return cls([*sources, NgramSource(*config.lookup_range)], config.num_speculative_tokens)
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, len(request.output_token_ids), min(most, self._most))
         if not count:
             return None
-        found = (source.draft(request, lease, count) for source in self._sources)
-        return next((drafts for drafts in found if drafts is not None and len(drafts)), None)
+        best: Guess | None = None
+        for source in self._sources:
+            if best is None or best.num_matched < source.most_matched:
+                guess = source.draft(request, lease, count)
+                best = guess if guess and (best is None or best.num_matched < guess.num_matched) else best
+        return best.token_ids if best else None
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._length.judged(request.id, num_drafts, num_accepted)

@@ -22,7 +22,7 @@ def test_all_methods_take_turns(
     assert main([*flags, "--log-level", "error"], speculation.build_parser) == 0
     title, *rows = capsys.readouterr().out.splitlines()
     assert title == speculation.TITLES and len(title) == len(rows[0])
-    methods = [(method, when) for when in ("new", "again") for method in ("none", "ngram", "cache")]
+    methods = [(method, when) for when in ("new", "again", "alike") for method in ("none", "ngram", "suffix", "cache")]
     assert [tuple(row.split()[:2]) for row in rows] == methods
     assert all(row.endswith(" 1 of 1") for row in rows)
     steps = {key: float(row.split()[-4]) for key, row in zip(methods, rows, strict=True)}

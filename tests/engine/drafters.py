@@ -9,24 +9,30 @@ import numpy as np
 
 from forkpoint.cache.layout import BLOCK_SIZE
 from forkpoint.cache.lease import Lease
-from forkpoint.sched.draft_sources import CacheSource, NgramSource
+from forkpoint.config import LEAST_MATCH
+from forkpoint.sched.draft_sources import CacheSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
 
 class RandomDrafter(Drafter):
-    """Now what the tree or the row itself suggests, now random ids, now nothing."""
+    """Now what the tree, past outputs or the row itself suggest, now random ids, now nothing."""
 
     def __init__(self, seed: int, most: int, vocab_size: int) -> None:
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
-        self._sources = (CacheSource(BLOCK_SIZE), NgramSource(1, 3))
+        past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
+        self._sources = (CacheSource(BLOCK_SIZE), NgramSource(1, 3), past)
+        self.num_of_past = 0  # ids drafted out of past outputs
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = min(most, self._random.randint(0, self._most))
-        kind = self._random.randrange(4)
-        if kind < 2:
-            return self._sources[kind].draft(request, lease, count) if count else None
+        kind = self._random.randrange(5)
+        if kind < 3:
+            guess = self._sources[kind].draft(request, lease, count) if count else None
+            self.num_of_past += len(guess.token_ids) if guess and kind == 2 else 0
+            return guess.token_ids if guess else None
         return np.asarray([self._random.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
     def forget(self, request: Request) -> None:

@@ -156,8 +156,9 @@ class Example:
         verifies = CacheLayout.create(bank.model(options).layer_specs).verifies_drafts
         if options.force_state_copy or not verifies:
             options = replace(options, max_num_drafts=0)
-        drafter = RandomDrafter(seed, options.max_num_drafts, bank.vocab_size) if options.max_num_drafts else None
-        self.run = start(bank, self._with_room(options), drafter)
+        most = options.max_num_drafts
+        self.drafter = RandomDrafter(seed, most, bank.vocab_size) if most else None
+        self.run = start(bank, self._with_room(options), self.drafter)
         self.run.scrub = self.draw.chance(0.7)
         self.ended_early: set[str] = set()
         self.jumps = 0
@@ -301,6 +302,7 @@ class Example:
             drafts_under_rules=sum(r.num_draft_tokens > 0 and r.grammar is not None for r in requests),
             drafts_deterministic=options.deterministic and stats.drafts.num_accepted_tokens,
             drafts_preempted=sum(r.num_draft_tokens > 0 and r.num_preemptions > 0 for r in requests),
+            drafts_of_past_outputs=self.drafter.num_of_past if self.drafter else 0,
             drafts_of_siblings=sum(len(r) > 1 and r[-1].num_draft_tokens > 0 for r in run.requests.values()),
             stop_strings=sum(isinstance(c.stop_reason, str) for c in outputs),
             stop_ids=sum(isinstance(c.stop_reason, int) for c in outputs),

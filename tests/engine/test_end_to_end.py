@@ -56,6 +56,7 @@ DRAWN = [
     "drafts_deterministic",
     "drafts_preempted",
     "drafts_of_siblings",
+    "drafts_of_past_outputs",
 ]
 
 

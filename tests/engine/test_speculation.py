@@ -107,7 +107,7 @@ def test_the_option(tiny_model: Path) -> None:
     prompts = [{"prompt_token_ids": [5 + i % (7 + n) for i in range(50)]} for n in range(3)]
     with LLM(str(tiny_model), **options) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    for method in ("ngram", "cache"):
+    for method in ("ngram", "suffix", "cache"):
         config = f'{{"method": "{method}", "num_speculative_tokens": 3, "prompt_lookup_min": 2}}'
         with LLM(str(tiny_model), speculative_config=config, **options) as llm:
             found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from forkpoint.config import SpeculativeConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.draft_length import DraftLength
-from forkpoint.sched.draft_sources import CacheSource, NgramSource
-from forkpoint.sched.plan import IntArray
+from forkpoint.sched.draft_sources import CacheSource, NgramSource, SuffixSource
+from forkpoint.sched.past_outputs import END, PastOutputs
 from forkpoint.sched.request import Request
 from forkpoint.sched.speculator import Speculator
 from tests.sched.harness import Harness, tokens
@@ -23,7 +26,7 @@ def request_of(ids: list[int], outputs: list[int] | None = None) -> Request:
 def lookup(least: int, most: int, ids: list[int], outputs: list[int] | None = None, count: int = 3) -> list[int] | None:
     lease = Harness().sched.cache.new_lease("r", "", np.asarray(ids, np.int32))
     found = NgramSource(least, most).draft(request_of(ids, outputs), lease, count)
-    return None if found is None else found.tolist()
+    return None if found is None else found.token_ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,8 @@ def test_prompt_lookup_follows_a_row() -> None:
     assert source.draft(request, lease, 4) is None
     for i in range(2000):
         request.output_token_ids.append(i % 50 + 10)
-    found: IntArray | None = source.draft(request, lease, 4)
-    assert found is not None and found.tolist() == [10, 11, 12, 13]
+    found = source.draft(request, lease, 4)
+    assert found is not None and found.token_ids.tolist() == [10, 11, 12, 13] and found.num_matched == 3
     source.forget(request)
 
 
@@ -128,7 +131,99 @@ def test_drafts_that_cost_more_than_they_bring_are_left_out() -> None:
     assert drafted < 0.3 and speed > 0.93
 
 
-def test_the_first_source_that_knows_something_is_taken() -> None:
+SAID = [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def say(source: SuffixSource | Speculator, *outputs: list[int], salt: str = "") -> None:
+    """Requests come to their ends with these outputs."""
+    for ids in outputs:
+        source.forget(replace(request_of([1], ids), params=SamplingParams(cache_salt=salt)))
+
+
+def suffixes(
+    ids: list[int], most: int = 5, *, salt: str = "", depth: int = 10, share: float = 0.1, said: tuple[list[int], ...]
+) -> tuple[list[int], int] | None:
+    source = SuffixSource(PastOutputs(100, 1 << 10), depth, 1.0, share)
+    say(source, *said)
+    request = replace(request_of(ids), params=SamplingParams(cache_salt=salt))
+    found = source.draft(request, Harness().sched.cache.new_lease("r", "", request.prompt_token_ids), most)
+    return None if found is None else (found.token_ids.tolist(), found.num_matched)
+
+
+def test_what_mostly_followed_in_past_outputs() -> None:
+    def after(ids: list[int], *said: list[int], **options: Any) -> tuple[list[int], int] | None:
+        return suffixes(ids, said=said, **options)
+
+    assert after([7, 10, 11, 12], SAID) == ([13, 14, 15], 3), "as many drafts as tokens agree"
+    assert after([7, 10, 11, 12], SAID, most=2) == ([13, 14], 3)
+    assert after([10, 11, 12, 13, 14], SAID) == ([15, 16, 17], 5), "up to the output's end"
+    assert after([11, 12], SAID) is None and after([1, 2, 3], SAID) is None and after([15, 16, 17], SAID) is None
+    assert after([7, 10, 11, 12], SAID, salt="another") is None
+    many = [10, 11, 12, 20, 21], [9, 11, 12, 20, 23], [10, 11, 12, 20, 22], [10, 11, 12, 13, 13]
+    assert after([10, 11, 12], *many) == ([20, 22], 3), "the most, of equals the latest"
+    assert after([10, 11, 12], *many, share=0.5) == ([20], 3)
+    assert after([10, 11, 12], *many, share=0.7) is None
+    assert after([9, 10, 11, 12], *many, [9, 10, 11, 12, 50]) == ([50], 4), "the longest match"
+    assert after(SAID[:5], SAID, depth=6) == ([15, 16, 17], 3), "match and drafts within the depth"
+
+
+def test_past_outputs_are_bounded() -> None:
+    """A few outputs, then as many ids as there is room for; what is the longest ago goes, and nothing runs into it."""
+    past = PastOutputs(2, 64)
+    tail = np.asarray([1, 2, 3], np.int32)
+    for third in ([1, 2, 3, 4], [1, 2, 3, 5], [9, 9, 9, 9]):
+        past.add("", third)
+    assert past.find("", tail, 2)[0].tolist() == [[5, END]]
+    none = PastOutputs(0, 64)
+    none.add("", SAID)
+    assert none.find("", np.asarray(SAID[:3], np.int32), 1)[1] == 0
+    rng, past, kept = np.random.default_rng(0), PastOutputs(1000, 256), list[list[int]]()
+    for _ in range(300):
+        ids = rng.integers(0, 4, rng.integers(0, 60)).tolist()
+        past.add("", ids)
+        kept += [ids] if len(ids) >= 3 else []
+        stream = [token for own in kept for token in (*own, END)][-256:]
+        tail = rng.integers(0, 4, 6).astype(np.int32)
+        following, length = past.find("", tail, 4)
+        wanted = slow_find(stream, tail.tolist(), 4)
+        assert length == wanted[1] and following.tolist() == wanted[0]
+    past.add("", list(range(1000)))
+    assert past.find("", np.asarray([996, 997, 998], np.int32), 1)[0].tolist() == [[999]]
+    assert past.find("", np.asarray([500, 501, 502], np.int32), 1)[1] == 0
+
+
+def slow_find(stream: list[int], tail: list[int], count: int) -> tuple[list[list[int]], int]:
+    """What PastOutputs finds, by looking at everything."""
+    for length in range(len(tail), 2, -1):
+        ends = [end for end in range(length, len(stream)) if stream[end - length : end] == tail[-length:]]
+        if ends:
+            rows = [[*stream[end : end + count], *[END] * count][:count] for end in reversed(ends)]
+            cut = [row[: row.index(END)] if END in row else row for row in rows]
+            return [row + [END] * (count - len(row)) for row in cut], length
+    return [], 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "drafts"),
+    [
+        ([40, 10, 11, 12, 30, 31, 32, 10, 11, 12], [13, 14, 15]),  # three each: many are asked before the row itself
+        ([40, 9, 10, 11, 12, 30, 9, 10, 11, 12], [30, 9, 10, 11]),  # four of its own
+        ([11, 12, 13, 30, 8, 10, 11, 12, 13], [14, 15, 16, 17]),  # three of its own, four of the past's
+    ],
+)
+def test_the_longest_match_is_taken(prompt: list[int], drafts: list[int]) -> None:
+    config = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 4})
+    speculator = Speculator.of(config, 64)
+    speculator._length.choose = lambda name, num_outputs, most: 4  # type: ignore[method-assign]
+    say(speculator, SAID)
+    request = request_of(prompt)
+    lease = Harness().sched.cache.new_lease("r", "", request.prompt_token_ids)
+    found = speculator.draft(request, lease, 9)
+    assert found is not None and found.tolist() == drafts
+    speculator.forget(request)
+
+
+def test_where_the_tree_knows_nothing_the_row_itself_may() -> None:
     config = SpeculativeConfig.of({"method": "cache", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
     speculator = Speculator.of(config, 64)
     request = request_of([1, 2, 3, 1, 2])

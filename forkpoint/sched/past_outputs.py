@@ -1,0 +1,102 @@
+"""What requests have put out lately, found by its tokens: a ring of ids, chained through equal runs of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.config import LEAST_MATCH
+from forkpoint.sched.plan import IntArray
+
+MOST_PLACES = 64  # that are looked at, the latest first
+MOST_TOKENS = 1 << 20  # that are kept, at 28 bytes each
+END = -1  # in place of an id: nothing follows an output
+
+_MIXER = np.uint64(0x9E3779B97F4A7C15)
+Places = npt.NDArray[np.int64]
+
+
+class PastOutputs:
+    """The latest `max_requests` outputs, as far as they are among the latest `num_tokens` ids, a power of two.
+
+    An id's place is how many came before it, counted from 1; memory is that of `num_tokens`. Outputs under one salt
+    are not found under another.
+    """
+
+    def __init__(self, max_requests: int, num_tokens: int = MOST_TOKENS) -> None:
+        self._size = num_tokens
+        self._shift = np.uint64(64 - (num_tokens.bit_length() - 1))
+        self._ids = np.zeros(num_tokens, np.int32)
+        self._salts = np.zeros(num_tokens, np.uint64)
+        self._previous = np.zeros(num_tokens, np.int64)  # by place, the one before whose run has the same hash; 0: none
+        self._latest = np.zeros(num_tokens, np.int64)  # by hash, the last place of the latest run that has it
+        self._starts: deque[int] = deque(maxlen=max_requests)
+        self._end = 1
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Keep what a request has put out; what is the longest ago goes."""
+        ids = np.asarray([*token_ids[1 - self._size :], END], np.int32)
+        if not self._starts.maxlen or len(ids) <= LEAST_MATCH:
+            return
+        number, places = _number(salt), np.arange(self._end, self._end + len(ids))
+        self._ids[places % self._size], self._salts[places % self._size] = ids, number
+        self._link(self._hashes(ids[:-1], number), places[LEAST_MATCH - 1 : -1])
+        self._starts.append(self._end)
+        self._end += len(ids)
+
+    def find(self, salt: str, tail: IntArray, num_following: int) -> tuple[IntArray, int]:
+        """What followed where the most of the end of `tail`, LEAST_MATCH tokens or more, came before: ids
+        `[occurrences, num_following]`, the latest first, with END behind the end of an output; and how many tokens
+        agree there, 0 for no occurrence."""
+        ends = self._occurrences(self._hashes(tail[-LEAST_MATCH:], number := _number(salt))[0])
+        before = ends[:, None] - np.arange(len(tail))
+        agree = (before >= self._oldest) & (self._salts[ends % self._size] == number)[:, None]
+        agree &= self._ids[before % self._size] == tail[::-1]
+        lengths = np.logical_and.accumulate(agree, axis=1).sum(axis=1)
+        most = int(lengths.max(initial=0))
+        if most < LEAST_MATCH:
+            return np.empty((0, num_following), np.int32), 0
+        after = ends[lengths == most, None] + np.arange(1, num_following + 1)
+        following = np.where(after < self._end, self._ids[after % self._size], END)
+        ended = np.logical_or.accumulate(following == END, axis=1)
+        return np.where(ended, END, following).astype(np.int32), most
+
+    @property
+    def _oldest(self) -> int:
+        return max(self._starts[0], self._end - self._size) if self._starts else self._end
+
+    def _occurrences(self, key: int) -> Places:
+        """The last places of runs with this hash."""
+        found: list[int] = []
+        place, oldest = int(self._latest[key]), self._oldest
+        while place >= oldest and len(found) < MOST_PLACES:
+            found.append(place)
+            place = int(self._previous[place % self._size])
+        return np.asarray(found, np.int64)
+
+    def _link(self, keys: Places, places: Places) -> None:
+        """Each place behind the one before it that has the same hash."""
+        order = np.argsort(keys, kind="stable")
+        keys, places = keys[order], places[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))  # of each hash
+        previous = np.roll(places, 1)
+        previous[first] = self._latest[keys[first]]
+        self._previous[places % self._size] = previous
+        last = np.append(first[1:], len(keys)) - 1
+        self._latest[keys[last]] = places[last]
+
+    def _hashes(self, ids: IntArray, number: np.uint64) -> Places:
+        """Of each run of LEAST_MATCH ids."""
+        columns = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), LEAST_MATCH).T
+        mixed = np.full(columns.shape[1], number)
+        for column in columns:
+            mixed = (mixed ^ column) * _MIXER
+        return (mixed >> self._shift).astype(np.int64)
+
+
+def _number(salt: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "little"))
