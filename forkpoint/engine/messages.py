@@ -73,8 +73,8 @@ class SequenceNews(msgspec.Struct, array_like=True, frozen=True, omit_defaults=T
 class StepReport(Message, frozen=True):
     """One step: sequence `ids[i]` got `token_ids[i]` and nothing else happened to it; `news` has all others.
 
-    `num_tokens` entered the model. `refused` sequences were not accepted. `drafts`: by the id of a sequence with news
-    that has had drafts, how many so far, and how many of them were accepted.
+    `num_tokens` entered the model. `refused` sequences were not accepted. `drafts`: by the id of a sequence that
+    got something and has had drafts, how many so far, and how many of them were accepted.
     """
 
     ids: list[str]

@@ -63,18 +63,27 @@ class TokenGrammar:
         if token_id in self._ends and self._allows(token_id):
             self._mask = None
             return
-        if not self._matcher.consume_token(token_id):
-            raise StructuredOutputError(
-                f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
-            )
-        self._num_tokens += 1
-        self._mask = self._next()
+        try:
+            self._follow(token_id)
+        except StructuredOutputError:
+            raise
+        except Exception as error:  # the matcher's; of whatever kind, it concerns this output alone
+            text = f"the output could not be followed: {type(error).__name__}: {error}"
+            raise StructuredOutputError(text) from error
         elapsed = self._clock() - started
         if elapsed > MAX_TOKEN_S:
             raise StructuredOutputError(
                 f"following one token took {elapsed:.1f} s, the limit is {MAX_TOKEN_S}; make structured_outputs less "
                 "ambiguous (nested repetitions, long alternatives that begin alike)"
             )
+
+    def _follow(self, token_id: int) -> None:
+        if not self._matcher.consume_token(token_id):
+            raise StructuredOutputError(
+                f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
+            )
+        self._num_tokens += 1
+        self._mask = self._next()
 
     def copy(self) -> TokenGrammar:
         """One that goes its own way from here."""

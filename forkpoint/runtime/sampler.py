@@ -15,6 +15,7 @@ from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.logprobs import RowScores, score
+from forkpoint.runtime.pending import NOT_FINITE
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, TokenMasks
@@ -73,7 +74,8 @@ class Sampler:
         if windows is None:
             counts = None
         else:
-            kept, counts = windows.confirm(torch.where(finite, token_ids, -1).numpy(force=True).astype(np.int32))
+            answers = torch.where(finite, token_ids, NOT_FINITE).numpy(force=True)
+            kept, counts = windows.confirm(answers.astype(np.int32))
             rows, index = [rows[i] for i in kept.tolist()], self._platform.upload(kept.astype(np.int64))
             logits, token_ids, finite = (values.index_select(0, index) for values in (logits, token_ids, finite))
         self._count(rows, token_ids)

@@ -16,32 +16,25 @@ class StepTimes:
     """A line through the durations of decode steps by their tokens, newer ones weighing more; and tokens a second."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._confirmed = 0.0
+        self._sums = [0.0] * 6  # of 1, x, y, x x, x y for x tokens in y seconds, and of tokens confirmed
 
     def add(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
-        if self._weight > 1:
-            elapsed_s = min(elapsed_s, SLOWEST * self._y / self._weight)
-        for name, value in (
-            ("_weight", 1.0),
-            ("_x", num_tokens),
-            ("_y", elapsed_s),
-            ("_xx", num_tokens**2),
-            ("_xy", num_tokens * elapsed_s),
-            ("_confirmed", num_confirmed),
-        ):
-            setattr(self, name, TIME_MEMORY * getattr(self, name) + value)
+        weight, _, y, *_ = self._sums
+        if weight > 1:
+            elapsed_s = min(elapsed_s, SLOWEST * y / weight)
+        new = (1.0, num_tokens, elapsed_s, num_tokens**2, num_tokens * elapsed_s, num_confirmed)
+        self._sums = [TIME_MEMORY * before + value for before, value in zip(self._sums, new, strict=True)]
 
     @property
     def price(self) -> float:
         """What one more token in a step costs, in tokens that the same time would confirm."""
-        if not self._confirmed or not self._y:
+        weight, x, y, xx, xy, confirmed = self._sums
+        if not confirmed or not y:
             return 0.0
-        spread = self._weight * self._xx - self._x**2
-        if spread <= 1e-3 * self._weight**2:
+        spread = weight * xx - x**2
+        if spread <= 1e-3 * weight**2:
             return FIRST_PRICE
-        slope = (self._weight * self._xy - self._x * self._y) / spread
-        return max(0.0, slope) * self._confirmed / self._y
+        return max(0.0, (weight * xy - x * y) / spread) * confirmed / y
 
 
 @dataclass(slots=True)

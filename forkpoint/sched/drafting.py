@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from forkpoint.cache.manager import CacheManager
+from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.entry import Entry, IssuedStep
@@ -85,7 +86,7 @@ def _masks_after(grammar: Grammar, token_ids: Sequence[int]) -> list[IntArray]:
             break
         try:
             ahead.accept(token_id)
-        except Exception:  # it is told of, or not, once the output has come to it
+        except StructuredOutputError:  # it is told of, or not, once the output has come to it
             break
         mask = ahead.mask
         if mask is not None:

@@ -107,9 +107,6 @@ def follow(request: Request, token_id: int) -> Ending | None:
             request.grammar.accept(token_id)
         except StructuredOutputError as error:
             return Ending(FinishReason.ERROR, error=error)
-        except Exception as error:  # of whatever kind, it is this request's alone
-            text = f"the output could not be followed: {type(error).__name__}: {error}"
-            return Ending(FinishReason.ERROR, error=StructuredOutputError(text))
         if request.grammar.mask is None:
             return Ending(FinishReason.STOP)
     return Ending(FinishReason.LENGTH) if num_outputs >= request.max_tokens else None

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -409,6 +410,16 @@ def test_tokens_that_may_not_come_and_dead_ends_are_errors() -> None:
             stop_token_ids={setup.eos},
             min_tokens=0,
         )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the matcher has terminated"), KeyError(3)])
+@pytest.mark.parametrize("method", ["consume_token", "unsafe_compute_mask_ptr"])
+def test_what_the_matcher_raises_is_the_outputs_error(method: str, error: Exception) -> None:
+    setup = Setup(byte_level())
+    grammar = setup.start(regex="ab")
+    grammar._matcher = Mock(**{f"{method}.side_effect": error})
+    with pytest.raises(StructuredOutputError, match=f"could not be followed: {type(error).__name__}"):
+        setup.follow(grammar, "a")
 
 
 def test_a_token_that_takes_too_long_ends_the_request() -> None:
