@@ -248,8 +248,8 @@ class EngineConfig:
     mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "of the recurrent matrix states")
     device: str = option(
         "auto",
-        "where the model runs: cpu, cuda, cuda:<index>, or a kind that an installed package adds; auto: a GPU "
-        "if there is one",
+        "where the model runs: cpu, cuda, cuda:<index>, npu (Ascend; see docs/ascend.md), or a kind that an "
+        "installed package adds; auto: a GPU or an NPU if there is one",
     )
     distributed_executor_backend: Literal["uni", "mp"] = option(
         "uni", "where the model runs: in the engine's process, or, with 'mp', in one of its own"

@@ -53,6 +53,10 @@ class CpuPlatform:
         return 1
 
     @classmethod
+    def absence(cls) -> str:
+        return ""  # a host is always here
+
+    @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
         return DeviceTraits()
 

@@ -47,6 +47,10 @@ class Platform(Protocol):
         """How many are here."""
 
     @classmethod
+    def absence(cls) -> str:
+        """Where none is here, why, and what would bring one."""
+
+    @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits: ...
 
     @property
@@ -61,7 +65,7 @@ class Platform(Protocol):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether `capture` is possible."""
+        """Whether `record_graph` is possible."""
 
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record the work that `run` issues, which must not wait for the device; the answer issues it again.

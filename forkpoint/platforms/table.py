@@ -12,11 +12,14 @@ import torch
 from forkpoint.errors import ConfigError
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.cuda import CudaPlatform
+from forkpoint.platforms.npu import NpuPlatform
 from forkpoint.platforms.platform import DeviceTraits, Platform
 from forkpoint.plugins import Registry
 
 AUTO: Final = "auto"
-OWN: Final[Mapping[str, type[Platform]]] = MappingProxyType({"cuda": CudaPlatform, "cpu": CpuPlatform})
+OWN: Final[Mapping[str, type[Platform]]] = MappingProxyType(
+    {"cuda": CudaPlatform, "npu": NpuPlatform, "cpu": CpuPlatform}
+)
 # By what torch calls the kind of device.
 PLATFORMS: Final[Registry[type[Platform]]] = Registry("kind of device", "forkpoint.platforms", OWN)
 
@@ -39,7 +42,8 @@ def resolve_platform(name: str, rank: int = 0) -> Platform:
     platform = PLATFORMS.find(kind)
     count = platform.num_devices()
     if index >= count:
-        raise ConfigError(f"device {name!r} is not here: {count} devices of the kind {kind!r} were found")
+        why = "" if count else f"; {platform.absence()}"
+        raise ConfigError(f"device {name!r} is not here: {count} devices of the kind {kind!r} were found{why}")
     return platform(index)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 
 from forkpoint.cache.layout import CacheLayout
@@ -28,7 +29,13 @@ def ints(*values: int) -> IntArray:
     return np.asarray(values, np.int32)
 
 
-def tiny_hybrid(folder: Path, ops: OpTable | None = None, num_recurrent: int = 3, num_groups: int = 2) -> Model:
+def tiny_hybrid(
+    folder: Path,
+    ops: OpTable | None = None,
+    num_recurrent: int = 3,
+    num_groups: int = 2,
+    device: torch.device | None = None,
+) -> Model:
     """A Qwen3.5 of recurrent layers and one attention layer, two heads a group, fp32, with made-up weights."""
     config = transformers.Qwen3_5TextConfig(
         vocab_size=VOCAB,
@@ -48,7 +55,7 @@ def tiny_hybrid(folder: Path, ops: OpTable | None = None, num_recurrent: int = 3
         architectures=["Qwen3_5ForCausalLM"],
     )
     config.save_pretrained(folder)
-    return load_model(folder, ops=ops or torch_table(), load_format="dummy")
+    return load_model(folder, ops=ops or torch_table(), load_format="dummy", device=device or torch.device("cpu"))
 
 
 def tokens(count: int, seed: int = 0) -> IntArray:

@@ -1,0 +1,100 @@
+"""A device with memory of its own, which a module of torch with the names of `torch.cuda` drives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forkpoint.config import SchedulerConfig
+from forkpoint.platforms.platform import Mark
+
+
+@dataclass(frozen=True, slots=True)
+class _EventMark:
+    event: Any
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _EventMark)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class AcceleratorPlatform:
+    """One device of `kind`, which is also the name of torch's module for it."""
+
+    defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
+    kind: ClassVar[str]
+    graph_class: ClassVar[str]
+    allocator_variable: ClassVar[str]  # read at the first use of the device's memory
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device(self.kind, index)
+        self.shares_memory, self.has_graphs = False, True
+        # Without it the pieces that loading leaves behind can hold an eighth of the memory.
+        os.environ.setdefault(self.allocator_variable, "expandable_segments:True")
+        self._torch: Any = torch.get_device_module(self.device)
+        self._torch.set_device(self.device)
+        self._pool: Any = None  # memory of the graphs
+
+    def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self._pool is None:
+            self._pool = self._torch.graph_pool_handle()
+        graph = getattr(self._torch, self.graph_class)()
+        with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def mark(self) -> Mark:
+        event = self._torch.Event(enable_timing=True)
+        event.record()
+        return _EventMark(event)
+
+    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        source = torch.from_numpy(array)
+        staged = self.host_buffer(tuple(source.shape), source.dtype).copy_(source)
+        # The host allocator keeps the staged memory from reuse until the copy is done.
+        return staged.to(self.device, non_blocking=True)
+
+    def free_bytes(self) -> int:
+        self._torch.empty_cache()  # what is left of the allocator's memory is in pieces
+        return int(self._torch.mem_get_info(self.device)[0])
+
+    def arena_bytes(self, utilization: float) -> int | None:
+        """What all programs hold now, loaded weights above all, counts against the share."""
+        total = int(self._torch.mem_get_info(self.device)[1])
+        return max(0, int(total * utilization) - (total - self.free_bytes()))
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        self._torch.empty_cache()
+        before = self._torch.memory_reserved(self.device)
+        self._torch.reset_peak_memory_stats(self.device)
+        run()
+        self.synchronize()
+        peak = self._torch.max_memory_reserved(self.device)
+        self._torch.empty_cache()
+        return int(peak - before)
+
+    def release_unused(self) -> None:
+        self._torch.empty_cache()
+        self._pool = None  # that of graphs which are gone cannot be used again
+
+    def synchronize(self) -> None:
+        self._torch.synchronize(self.device)

@@ -1,0 +1,67 @@
+"""An Ascend NPU, which torch knows once `torch_npu` is imported. No card has run this: docs/ascend.md says what did."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+
+import torch
+
+from forkpoint.errors import ConfigError
+from forkpoint.platforms.accelerator import AcceleratorPlatform
+from forkpoint.platforms.platform import DeviceTraits
+
+
+def _missing() -> str:
+    """Why torch has no module for NPUs; "" if it has one."""
+    if hasattr(torch, "npu"):
+        return ""
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed: pip install torch-npu of torch's own version, beside CANN"
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch_npu does not load ({error}): source CANN's set_env.sh first"
+    return ""
+
+
+def _has_triton() -> bool:
+    """Whether the Triton that is here compiles for NPUs: `triton-ascend` installs one under the same name."""
+    here = importlib.util.find_spec("triton") is not None
+    return here and importlib.util.find_spec("triton.backends.ascend") is not None
+
+
+class NpuPlatform(AcceleratorPlatform):
+    """One NPU."""
+
+    kind, graph_class, allocator_variable = "npu", "NPUGraph", "PYTORCH_NPU_ALLOC_CONF"
+
+    def __init__(self, index: int = 0) -> None:
+        # More than 65,535 programs of a launch take turns; ours may run in any order.
+        os.environ.setdefault("TRITON_ALL_BLOCKS_PARALLEL", "1")
+        super().__init__(index)
+
+    @classmethod
+    def num_devices(cls) -> int:
+        return 0 if _missing() else int(torch.get_device_module("npu").device_count())
+
+    @classmethod
+    def absence(cls) -> str:
+        return _missing() or "torch_npu sees no card: npu-smi info should list it"
+
+    @classmethod
+    def traits(cls, device: torch.device) -> DeviceTraits:
+        properties = torch.get_device_module("npu").get_device_properties(device)
+        return DeviceTraits(num_processors=properties.cube_core_num, has_fp8=False)
+
+    def operators(self, cpu_ops: str) -> str:
+        if cpu_ops == "cpp":
+            raise ConfigError("cpu_ops='cpp' is for CPUs; on an NPU give auto, triton or torch")
+        if cpu_ops == "triton" and not _has_triton():
+            raise ConfigError("cpu_ops='triton' needs triton-ascend on an NPU; install it, or give torch")
+        name = cpu_ops
+        if name == "auto":
+            name = "triton" if _has_triton() else "torch"
+        self.has_graphs = name != "torch"  # those wait for the device: they look at lengths
+        return name

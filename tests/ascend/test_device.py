@@ -1,0 +1,151 @@
+"""Engines on a fake NPU: the CPU's tokens, no reads of scalars in a step, and one copy to the host for each."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import ConfigError
+from forkpoint.ops.select import torch_table
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.platforms.npu import NpuPlatform
+from forkpoint.platforms.table import PLATFORMS, resolve_platform
+from forkpoint.runtime.step_inputs import StepShape
+from tests.ascend import fake_npu
+from tests.ops.triton_cases import triton_ops
+from tests.runtime.driver import Driver, tiny_hybrid, tokens
+
+PROMPTS = [[1 + (7 * i + 3 * j) % 90 for j in range(70 + 40 * i)] for i in range(4)]
+LISTED = StructuredOutputsParams(regex="[a-z ]{4,9}")
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=1),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=3, max_tokens=20, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=LISTED),
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, presence_penalty=0.5),
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deterministic, copied states": {
+        "deterministic": True,
+        "force_state_copy": True,
+    },
+}
+
+
+def _answers(folder: Path, device: str, **options: Any) -> list[RequestOutput]:
+    numbers: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 192,
+        "max_num_seqs": 3,
+        "kv_cache_memory_bytes": 8 << 20,
+    }
+    with LLM(
+        str(folder), device=device, cpu_ops="torch", log_level="error", num_threads=1, **numbers, **options
+    ) as llm:
+        first = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return first + llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_an_engine_on_an_npu_answers_as_the_host_does(
+    tiny_model: Path, card: fake_npu.FakeModule, options: dict[str, Any]
+) -> None:
+    there, here = (_answers(tiny_model, device, async_scheduling=True, **options) for device in ("npu:0", "cpu"))
+    assert fake_npu.counted()["aten::mm.out"] > 100
+    assert [output.outputs[0].token_ids for output in there] == [output.outputs[0].token_ids for output in here]
+    for mine, own in zip(there[1].outputs[0].logprobs or (), here[1].outputs[0].logprobs or (), strict=True):
+        assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
+            {token: entry.logprob for token, entry in own.items()}, abs=1e-4
+        )
+    assert [output.num_cached_tokens for output in there] == [output.num_cached_tokens for output in here]
+    assert options or there[-1].num_cached_tokens >= 64
+
+
+@pytest.fixture
+def interpreted(card: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch) -> fake_npu.FakeModule:
+    """Launches reach the interpreter with the same memory as the host's, and are part of graphs."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def issue(self: Any, *args: Any, **kwargs: Any) -> None:
+        def launch() -> None:
+            with _disable_current_modes():
+                shared = (fake_npu.hosted(x) if isinstance(x, torch.Tensor) else x for x in args)
+                run(self, *shared, **kwargs)
+
+        if card.recorded is None:
+            launch()
+        else:
+            card.recorded.calls.append(launch)
+
+    monkeypatch.setattr(GridExecutor, "__call__", issue)
+    return card
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are run by the interpreter")
+def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, interpreted: fake_npu.FakeModule) -> None:
+    """With the Triton kernels, launched and recorded."""
+    ops = triton_ops()
+    model = tiny_hybrid(tmp_path, ops, 1, 1, torch.device("npu", 0))
+    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(2, 0, 0)])
+    fake_npu.counted()
+    driver.runner.record_graphs()
+    got = _prefill_and_decode(driver)
+    counts = fake_npu.counted()
+    assert "scalar read" not in counts
+    assert counts["to host"] == driver.step == 4
+    assert [result.replayed for result in driver.results] == [False, True, False, True]
+    assert got == _prefill_and_decode(Driver.create(tiny_hybrid(tmp_path, torch_table(), 1, 1)))
+
+
+def _prefill_and_decode(driver: Driver) -> list[list[int]]:
+    """Two rows, of which one is sampled from its distribution."""
+    slots = [driver.slot(), driver.slot()]
+    driver.run([driver.chunk(0, 0, 20, -1, slots[0], samples=True)], added=[driver.added(0, tokens(20, 1))])
+    driver.run([driver.decode(0, 20, slots[0], slots[0])])
+    sampled = SamplingParams(temperature=0.9, top_k=20)
+    own = driver.chunk(1, 0, 3, -1, slots[1], samples=True)
+    driver.run([own, driver.decode(0, 21, slots[0], slots[0])], [driver.added(1, tokens(3, 2), sampled)])
+    driver.run([driver.decode(row, at, slots[row], slots[row]) for row, at in ((0, 22), (1, 3))])
+    return [driver.outputs[row] for row in range(2)]
+
+
+def test_absent_cards_and_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="npu-smi info" if hasattr(torch, "npu") else "pip install torch-npu"):
+        resolve_platform("npu")
+    if hasattr(torch, "npu"):
+        monkeypatch.delattr(torch, "npu")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch_npu" or found(name))
+    monkeypatch.setattr(importlib, "import_module", _without_cann)
+    with pytest.raises(ConfigError, match=r"libhccl.*set_env\.sh"):
+        resolve_platform("npu:1")
+
+
+def _without_cann(name: str) -> None:
+    raise ImportError("libhccl.so: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("given", "has_triton", "want"), [("auto", True, "triton"), ("auto", False, "torch"), ("torch", True, "torch")]
+)
+def test_operators_are_those_that_triton_ascend_allows(
+    card: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch, given: str, has_triton: bool, want: str
+) -> None:
+    assert PLATFORMS.find("npu") is NpuPlatform
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if has_triton else None)
+    platform = NpuPlatform()
+    assert platform.operators(given) == want
+    assert platform.has_graphs == (want == "triton")
+    with pytest.raises(ConfigError, match="for CPUs"):
+        platform.operators("cpp")
