@@ -69,7 +69,7 @@ class HostTime:
 class HostBench:
     """`LLM.generate` over an InstantRunner, with the defaults of a GPU."""
 
-    def __init__(self, folder: Path, repeats: int) -> None:
+    def __init__(self, folder: Path, repeats: int, *, events: bool) -> None:
         self._llm = LLM(
             str(write_config(folder, SHAPE)),
             load_format="dummy",
@@ -81,6 +81,7 @@ class HostBench:
             max_num_batched_tokens=CudaPlatform.defaults.max_num_batched_tokens,
             max_num_seqs=CudaPlatform.defaults.max_num_seqs,
             async_scheduling=CudaPlatform.defaults.async_scheduling,
+            kv_events_config={"enable_kv_cache_events": events, "endpoint": f"ipc://{folder.parent}/events"},
         )
         self._llm._engine.core._runner = InstantRunner()
         self._random = np.random.default_rng(0)
@@ -120,9 +121,10 @@ class HostBench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--events", action="store_true", help="publish what can be restored; its thread counts too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for found in HostBench(Path(folder) / "model", args.repeats).run(16_384, 128, (1, 32, 128)):
+        for found in HostBench(Path(folder) / "model", args.repeats, events=args.events).run(16_384, 128, (1, 32, 128)):
             print(f"{found.name:<36} {found.seconds * 1e6:8.0f} us", flush=True)
 
 

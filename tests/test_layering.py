@@ -26,8 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"errors"},
     "cache": VALUES,
     "sched": {"cache"} | VALUES,
-    "routing": {"cache"} | VALUES,
-    "sim": {"sched", "cache"} | VALUES,
+    "routing": {"cache", "obs"} | VALUES,
+    "sim": {"sched", "cache", "routing.router"} | VALUES,
     "platforms": VALUES,
     "ops": {"platforms.table"} | VALUES,
     "models": {"ops", "cache.layout"} | VALUES,
@@ -40,7 +40,9 @@ ALLOWED: dict[str, set[str]] = {
     "client": VALUES,
     "demo": {"engine"} | VALUES,
     "bench": {"client", "engine.hub", "engine.tokenizer", "sim"} | VALUES,
-    "cli": {"platforms.table", "client", "engine", "models", "demo", "server", "sim", "bench", "obs"} | VALUES,
+    "cli": {"platforms.table", "client", "engine", "models", "demo", "server", "sim", "bench", "obs"}
+    | {"routing.router"}
+    | VALUES,
     "__init__": {"engine", "cache.policies", "models.registry", "ops.select"} | VALUES,
     "__main__": {"cli"},
 }

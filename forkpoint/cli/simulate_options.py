@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from forkpoint.sim.routing import ROUTERS
+from forkpoint.routing.router import ROUTERS
 from forkpoint.sim.shape import SHAPES
 from forkpoint.sim.systems import ENGINE
 from forkpoint.sim.workload import WORKLOADS

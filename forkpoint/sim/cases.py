@@ -15,8 +15,8 @@ import numpy as np
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError, TraceError
+from forkpoint.routing.router import make_router
 from forkpoint.sim.cost import CostModel, Device
-from forkpoint.sim.routing import make_router
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
 from forkpoint.sim.system import ServedSystem

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel
-from forkpoint.sim.routing import Router
 from forkpoint.sim.system import ServedSystem, SystemCounters
 from forkpoint.sim.trace import Trace, TraceRequest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from forkpoint.routing.router import Replica
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.trace import TraceRequest
 
@@ -39,7 +40,7 @@ class SystemCounters:
     lost_tokens: dict[str, int] = field(default_factory=dict)
 
 
-class ServedSystem(Protocol):
+class ServedSystem(Replica[TraceRequest], Protocol):
     """One replica. `plan` and `finish` take turns; times are the simulator's."""
 
     name: str
@@ -55,12 +56,6 @@ class ServedSystem(Protocol):
 
     def cache_report(self, request_id: str) -> RequestCache:
         """Of a request that has just ended; it is forgotten by this call."""
-
-    def restorable(self, request: TraceRequest) -> int:
-        """Tokens of the prompt that a request added now would not have to compute."""
-
-    def num_unfinished(self) -> int:
-        """Requests that wait or run."""
 
     def counters(self) -> SystemCounters:
         """What was counted so far."""

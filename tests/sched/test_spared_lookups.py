@@ -7,8 +7,8 @@ import pytest
 from forkpoint.cache.holdings import Holdings
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import SchedulerConfig
+from forkpoint.routing.router import make_router
 from forkpoint.sim.cost import H200, CostModel
-from forkpoint.sim.routing import make_router
 from forkpoint.sim.shape import KIMI_LINEAR
 from forkpoint.sim.simulator import Simulator
 from forkpoint.sim.systems import make_system

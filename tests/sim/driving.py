@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forkpoint.routing.router import make_router
 from forkpoint.sim.cost import H200, CostModel, StepLoad
-from forkpoint.sim.routing import make_router
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import Simulator
 from forkpoint.sim.system import ServedSystem

@@ -13,13 +13,13 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.params import SamplingParams
+from forkpoint.routing.router import make_router
 from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cases import Case, run_cases
 from forkpoint.sim.cost import H200, CostModel
 from forkpoint.sim.engine_system import EngineOptions, EngineSystem
-from forkpoint.sim.routing import make_router
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
 from forkpoint.sim.tokens import TokenSpans

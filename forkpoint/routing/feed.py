@@ -1,0 +1,87 @@
+"""Listens to the events of one replica."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import zmq
+
+from forkpoint.obs.logs import LOGGER
+from forkpoint.routing import wire
+from forkpoint.routing.index import RestorableIndex
+
+POLL_MS: Final = 200
+REPLAY_MS: Final = 2000  # that a replay may take from one batch to the next
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where a replica publishes, as this process reaches it."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class EventFeed:
+    """What one replica can restore, kept up to date by a thread. Whoever asks may see a batch half taken in, which
+    costs a miss at worst.
+
+    Batches that were missed, the first ones included, are asked for again; what the replica keeps no more, it tells
+    anew by itself.
+    """
+
+    def __init__(self, source: EventSource) -> None:
+        self.index = RestorableIndex()
+        self._source = source
+        self._next = 0  # the number of the batch to come
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more; the thread ends by itself."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.SUB) as live:
+            live.set_hwm(0)
+            live.subscribe(b"")
+            live.connect(self._source.endpoint)
+            self._catch_up(context)
+            while not self._stop.is_set():
+                if not live.poll(POLL_MS):
+                    continue
+                frames = live.recv_multipart()
+                if len(frames) == 3 and int.from_bytes(frames[1], "big") > self._next:
+                    self._catch_up(context)
+                self._take(frames)
+
+    def _catch_up(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Take in what is replayed from the first batch that is missing."""
+        with context.socket(zmq.DEALER) as replay:
+            replay.setsockopt(zmq.LINGER, 0)
+            replay.connect(self._source.replay_endpoint)
+            replay.send_multipart((b"", wire.sequence_bytes(self._next)))
+            while replay.poll(REPLAY_MS) and not self._stop.is_set():
+                frames = replay.recv_multipart()
+                if frames[1:2] == [wire.END_OF_REPLAY]:
+                    return
+                self._take(frames)
+        LOGGER.warning("a replica at %s did not answer; its cache is known in part", self._source.replay_endpoint)
+
+    def _take(self, frames: Sequence[bytes]) -> None:
+        """Take in a message, if it is one, and none that came before."""
+        try:
+            _, number_bytes, data = frames
+            batch = wire.decode(data)
+        except (ValueError, msgspec.MsgspecError) as error:
+            LOGGER.warning("a message of %s is no batch of events: %s", self._source.endpoint, error)
+            return
+        number = int.from_bytes(number_bytes, "big")
+        if number >= self._next:
+            self.index.apply(batch)
+            self._next = number + 1
