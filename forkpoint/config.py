@@ -160,7 +160,7 @@ VLLM_SPECULATIVE_KEYS: Final = (
 class SpeculativeConfig:
     """How tokens are drafted. Names and defaults are vLLM's; `cache` is a method of ours."""
 
-    method: Literal["ngram", "suffix", "cache"]
+    method: Literal["mtp", "ngram", "suffix", "cache"]
     num_speculative_tokens: int
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -300,7 +300,7 @@ class EngineConfig:
         default=None,
         metadata={
             "help": "JSON: draft tokens and verify several of them in one step, on CPUs: "
-            '{"method": "ngram", "num_speculative_tokens": 3}; methods are ngram, suffix and cache',
+            '{"method": "ngram", "num_speculative_tokens": 3}; methods are mtp, ngram, suffix and cache',
             "metavar": "JSON",
         },
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -306,3 +308,22 @@ def write_checkpoint(
     sharding = {"max_shard_size": shard_size} if shard_size else {}
     model.save_pretrained(folder, **sharding)
     return model
+
+
+def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
+    """Give a saved model of one file, whose layer 1 attends, an MTP head that is a changed copy of that layer."""
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
+    weights = load_file(path)
+    prefix = next(key for key in weights if key.endswith("layers.1.input_layernorm.weight"))
+    prefix = prefix.removesuffix("input_layernorm.weight")
+    hidden = weights[f"{prefix}input_layernorm.weight"].shape[0]
+    for key in [key for key in weights if key.startswith(prefix)]:
+        copy = weights[f"mtp.layers.0.{key.removeprefix(prefix)}"] = weights[key].clone()
+        if copy.itemsize > 1 and "scale" not in key:  # FP8 stays as it is
+            copy += torch.randn(copy.shape, generator=generator).to(copy.dtype) * 0.1
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        weights[f"mtp.{norm}.weight"] = torch.randn(hidden, generator=generator) * 0.1
+    weights["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * hidden**-0.5
+    save_file({key: weight.contiguous() for key, weight in weights.items()}, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, name: 1}))

@@ -73,7 +73,7 @@ def test_the_speculative_config() -> None:
     for changes, says in (
         ({"draft_sample_method": "greedy"}, "a field of vLLM's that is not supported here; fields are method, num_"),
         ({"num_tokens": 3}, "'num_tokens' is unknown"),
-        ({"method": "eagle"}, "one of 'ngram', 'suffix', 'cache'"),
+        ({"method": "eagle"}, "one of 'mtp', 'ngram', 'suffix', 'cache'"),
         ({"method": None}, "needs 'method'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens"),

@@ -7,7 +7,7 @@ length, and is compiled once. Only attention and the delta rule see rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,12 +33,13 @@ class Rows:
         return x.view(self.num_rows, self.length, -1, head_dim)
 
 
-def make_rows(shape: ModelShape, num_rows: int, length: int, device: torch.device) -> Rows:
-    """All rows start at position 0."""
+def make_rows(shape: ModelShape, num_rows: int, length: int, device: torch.device, first: int = 0) -> Rows:
+    """All rows start at position `first`."""
     exponents = torch.arange(0, shape.rotary_dim, 2, device=device, dtype=torch.float32) / shape.rotary_dim
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * shape.rope_theta**-exponents
+    places = torch.arange(first, first + length, device=device)
+    angles = places.float()[:, None] * shape.rope_theta**-exponents
     angles = torch.cat([angles, angles], dim=-1).repeat(num_rows, 1)
-    positions = torch.arange(length, device=device).repeat(num_rows)
+    positions = places.repeat(num_rows)
     return Rows(num_rows, length, positions, angles.cos(), angles.sin())
 
 
@@ -208,6 +209,19 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
 
 
+def _attend_to_steps(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """`[B, H, T, D]` each: query t sees the first keys up to t, and of all others the one at t."""
+    length, scale = q.shape[2], q.shape[3] ** -0.5
+    ahead = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ keys[0].mT).float().masked_fill(ahead, -torch.inf)
+    own = [(q * k).sum(-1, keepdim=True).float() for k in keys[1:]]
+    weights = (torch.cat([scores, *own], dim=-1) * scale).softmax(-1).to(q.dtype)
+    mixed: Tensor = weights[..., :length] @ values[0]
+    for i, v in enumerate(values[1:], length):
+        mixed = mixed + weights[..., i : i + 1] * v
+    return mixed
+
+
 class Backbone(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -281,6 +295,25 @@ class HybridModel(nn.Module):
         x = self.mtp.join(self.embedding(next_tokens), hidden)
         out: Tensor = self.mtp.norm(self._layer(self.mtp.layers[0], x, rows))
         return out
+
+    def drafts(self, hidden: Tensor, following: Sequence[Tensor], rows: Rows) -> list[Tensor]:
+        """As `draft`, step after step: `following[j]` are the tokens at t + 1 + j, from which and from the step before
+        comes what the output layer reads for t + 2 + j. As in decoding a step sees what the first step kept of the
+        tokens up to t + 1, and what the steps after it kept."""
+        layer, shape = self.mtp.layers[0], self.shape
+        assert isinstance(layer, AttentionLayer)
+        keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+        for j, tokens in enumerate(following):
+            place = make_rows(shape, rows.num_rows, rows.length, tokens.device, first=j)
+            x = self.mtp.join(self.embedding(tokens), hidden)
+            q, k, v, gate = self._pieces.attention_before(layer, x, place.cos, place.sin)
+            q, k, v = (rows.split(y, shape.head_dim).transpose(1, 2) for y in (q, k, v))
+            keys.append(k)
+            values.append(v)
+            mixed = _attend_to_steps(q, keys, values).transpose(1, 2).reshape(x.shape[0], -1)
+            hidden = self.mtp.norm(self._pieces.attention_after(layer, x, mixed, gate))
+            outputs.append(hidden)
+        return outputs
 
     def embedding(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.model.embed_tokens.weight.to(self._compute_dtype))

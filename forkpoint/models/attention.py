@@ -102,8 +102,7 @@ class Attention:
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""
         ops, config, cache, slots = self._build.ops, self._config, ctx.caches[self._layer], ctx.attention.slot_mapping
-        k_cache, v_cache = cache["k"], cache["v"]
-        scales = KVScales(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None
+        k_cache, v_cache, scales = cache["k"], cache["v"], KVScales.of(cache)
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)
         if self._norms:

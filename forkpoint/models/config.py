@@ -60,6 +60,7 @@ class ModelConfig:
     state_dtype: str = "float32"
     quantization: Fp8Format | None = None
     num_draft_layers: int = 0  # stored behind the others, for guesses of further tokens, and not read
+    draft_layer: tuple[PartConfig, ...] = ()  # of the MTP head, where it is to draft
     fp8_keys: bool = False  # keys and values are kept in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -96,9 +97,11 @@ class ModelConfig:
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps. Raises UnsupportedModelError for keys that cannot be kept in 8 bits."""
+        """What each layer keeps, that of the MTP head last. Raises UnsupportedModelError for keys that cannot be kept
+        in 8 bits."""
+        all_layers = (*self.layers, self.draft_layer) if self.draft_layer else self.layers
         layers: Iterable[LayerSpec] = (
-            tuple(spec for part in layer for spec in part.kept(self.dtype, self.state_dtype)) for layer in self.layers
+            tuple(spec for part in layer for spec in part.kept(self.dtype, self.state_dtype)) for layer in all_layers
         )
         return tuple(map(keys_in_fp8, layers) if self.fp8_keys else layers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,6 +45,19 @@ class PostNormLayer(PreNormLayer):
         return x, residual
 
 
+class DraftHead(Protocol):
+    """Guesses what follows the next token. It keeps something of each token, as layer `len(config.layers)`."""
+
+    def __init__(self, build: Build) -> None: ...
+
+    def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
+        """Of a step's tokens: their embeddings and the model's answers `[T, H]`."""
+
+    def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """From the newest token of each row and the hidden state before it `[B, H]` to one that the output head reads
+        as the model's own. The rows decode; keys of earlier tokens, and of earlier drafts, are those kept."""
+
+
 class Model(ABC):
     """A family of text models. Holds weights only; all state is in the caches that a ForwardContext names.
 
@@ -58,6 +71,7 @@ class Model(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # transformers', under the common names
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    draft_head: ClassVar[type[DraftHead] | None] = None
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
@@ -70,6 +84,7 @@ class Model(ABC):
         self._norm.weight = self._norm.weight * config.logits_scale
         tied = config.tie_word_embeddings
         self._head = Projection(build.ops, self._embedding if tied else weights.get("lm_head.weight", shape))
+        self._drafts = self.draft_head(build) if config.draft_layer and self.draft_head is not None else None
 
     @classmethod
     @abstractmethod
@@ -90,13 +105,24 @@ class Model(ABC):
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""
-        x = F.embedding(token_ids, self._embedding)
-        if self.config.embedding_scale != 1.0:
-            x = x * self.config.embedding_scale
+        x = embedded = self._embed(token_ids)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
-        return self._norm.add(x, residual)[0]
+        hidden = self._norm.add(x, residual)[0]
+        if self._drafts is not None:
+            self._drafts.keep(embedded, hidden, ctx)
+        return hidden
+
+    def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Of each row the newest token `[B]` int64, and the hidden state before it, `forward`'s or this one's
+        `[B, H]`, to what `logits` reads for the token after it `[B, H]`. For models with a `config.draft_layer`."""
+        assert self._drafts is not None, "the model was loaded without its MTP layer"
+        return self._drafts.draft(self._embed(token_ids), hidden, ctx)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x = F.embedding(token_ids, self._embedding)
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""

@@ -14,6 +14,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig, layer_types, read_conv
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.moe import MoEConfig
+from forkpoint.models.mtp import MTPHead, draft_layer
 from forkpoint.ops.linear.scaled import Matrix, take_rows
 
 
@@ -22,6 +23,7 @@ class Qwen3Next(Model):
 
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     centred_norms: ClassVar = True
+    draft_head: ClassVar = MTPHead
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 151936,
         "hidden_size": 2048,
@@ -50,7 +52,8 @@ class Qwen3Next(Model):
             "full_attention": attention,
         }
         layers = [(mixers[kind], cls._mlp(fields, i)) for i, kind in enumerate(layer_types(fields))]
-        return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim, 0.25))
+        drafts = draft_layer(fields, attention, cls._mlp)
+        return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim, 0.25), draft_layer=drafts)
 
     @staticmethod
     def _mlp(fields: Fields, layer: int) -> PartConfig:

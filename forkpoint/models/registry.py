@@ -54,6 +54,8 @@ FAMILIES: Final = (
     Qwen35Moe,
     Zamba2,
 )
+NO_MTP: Final = "--speculative-config takes the method 'ngram' or 'cache' for it"
+MTP_WEIGHT: Final = "mtp.fc.weight"
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
     "forkpoint.models",
@@ -77,11 +79,13 @@ def load_config(
     state_dtype: str = "float32",
     quantization: Literal["fp8"] | None = None,
     kv_cache_dtype: str = "auto",
+    mtp: bool = False,
 ) -> ModelConfig:
     """Read config.json, and the end-of-sequence ids of generation_config.json where there is one.
 
     `dtype` and `max_model_len` replace what it says; `state_dtype` is that of recurrent matrices, `kv_cache_dtype`
-    ("auto", "bfloat16" or "fp8") that of keys and values; `quantization` is for a model that is not quantised.
+    ("auto", "bfloat16" or "fp8") that of keys and values; `quantization` is for a model that is not quantised; with
+    `mtp` the model has its MTP layer.
     Raises ModelFolderError for a missing folder, bad JSON, and missing or wrong fields, and UnsupportedModelError for
     an architecture that no family serves, a feature or quantisation that forkpoint does not run, or a `max_model_len`
     beyond the model's.
@@ -103,6 +107,8 @@ def load_config(
     longest = config.max_model_len if max_model_len is None else max_model_len
     if longest > config.max_model_len:
         raise UnsupportedModelError(f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}")
+    if mtp and not config.draft_layer:
+        raise UnsupportedModelError(f"{fields.where} has no MTP layer to draft with; {NO_MTP}")
     dtype = config.dtype if dtype == "auto" else dtype
     if kv_cache_dtype == "bfloat16" and dtype != kv_cache_dtype:
         raise UnsupportedModelError(
@@ -117,6 +123,7 @@ def load_config(
         state_dtype=state_dtype,
         quantization=stored,
         fp8_keys=kv_cache_dtype == "fp8",
+        draft_layer=config.draft_layer if mtp else (),
     )
 
 
@@ -154,13 +161,14 @@ def load_model(
     quantization: Literal["fp8"] | None = None,
     device: torch.device | None = None,
     progress: LoadingProgress | None = None,
+    mtp: bool = False,
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
     `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `dtype` is that of
     weights and activations, `state_dtype` that of the matrix states, `quantization` "fp8" puts the matrices of a model
     that is not quantised in FP8, `kv_cache_dtype` is as of `load_config`, `device` (None: torch's default) where they
-    are.
+    are; `mtp` is as of `load_config`.
     `progress` is told how many bytes of the weights have been read, of how many.
     Raises ModelFolderError and UnsupportedModelError, with the tensor or field at fault.
     """
@@ -171,13 +179,17 @@ def load_model(
         state_dtype=state_dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        mtp=mtp,
     )
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     if load_format == "dummy":
         return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization), ops)
     names = MODELS.find(config.architecture).weight_names
-    with closing(FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization)) as weights:
+    source = FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization, mtp)
+    with closing(source) as weights:
+        if mtp and not weights.has(MTP_WEIGHT):
+            raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
         model = _build(config, weights, ops)
         ends = len(config.layers)
         spare = tuple(f"model.layers.{ends + i}." for i in range(config.num_draft_layers))

@@ -22,7 +22,8 @@ SINGLE_NAME = "model.safetensors"
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _PIECE = 1 << 22  # elements looked at together
 # Parts of multimodal and speculative checkpoints that a text model does not use.
-IGNORED = ("model.visual.", "visual.", "mtp.", "model.mtp.")
+IGNORED = ("model.visual.", "visual.", "model.mtp.")
+MTP = "mtp."
 
 Span: TypeAlias = tuple[float, float]
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
@@ -153,7 +154,9 @@ class FileWeights:
         progress: LoadingProgress | None = None,
         names: Sequence[tuple[str, str]] = (),
         fp8: Fp8Format | None = None,
+        mtp: bool = False,
     ) -> None:
+        """`mtp`: the MTP head's tensors are there too."""
         self.dtype = dtype
         self.device = device
         self.fp8 = fp8
@@ -163,7 +166,8 @@ class FileWeights:
         listed = _listed_tensors(folder)
         for shard in sorted(set(listed.values())):
             self._files[shard] = _open_shard(folder / shard)
-        kept = {name: shard for name, shard in listed.items() if not _ignored(name)}
+        ignored = IGNORED if mtp else (*IGNORED, MTP)
+        kept = {n: s for n, s in listed.items() if not n.startswith(ignored) and not n.endswith("rotary_emb.inv_freq")}
         self._stored = {canonical_name(name, names): (name, shard) for name, shard in kept.items()}
         self._check_against_shards(listed)
         self._unread = set(self._stored)
@@ -318,10 +322,6 @@ def _stored_bytes(path: Path) -> dict[str, int]:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
     return {name: end - start for name, (start, end) in spans.items()}
-
-
-def _ignored(name: str) -> bool:
-    return name.startswith(IGNORED) or name.endswith("rotary_emb.inv_freq")
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -190,7 +190,7 @@ class AttentionIndex:
     Row `r` owns queries `[cu_queries[r], cu_queries[r+1])`, the last of its `kv_lens[r]` tokens; block `i` of
     its tokens is `block_table[table_rows[r], i]`. The first `num_decodes` rows have one query each.
     `slot_mapping[t]` = block * block_size + offset of token `t`, or -1 for a token that is stored elsewhere or
-    not at all.
+    not at all. Decode rows do not see keys before `first_key`; with one there are no other rows.
     """
 
     num_decodes: int
@@ -202,6 +202,7 @@ class AttentionIndex:
     query_lens: tuple[int, ...] = ()  # host copies
     host_kv_lens: tuple[int, ...] = ()
     work: AttentionWork | None = None  # for kernels that run over tiles and parts
+    first_key: int = 0
 
     def on_host(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(query lengths, key lengths) of the rows; where there are no host copies this waits for the device."""
@@ -219,6 +220,7 @@ class AttentionIndex:
         num_decodes: int = 0,
         table_rows: Sequence[int] | None = None,
         splits: KeySplits = KeySplits(),
+        first_key: int = 0,
     ) -> AttentionIndex:
         """From host lists, on the block table's device; line `r` of the table is row `r`'s if not said otherwise."""
         device = block_table.device
@@ -237,4 +239,5 @@ class AttentionIndex:
             tuple(queries.tolist()),
             tuple(keys.tolist()),
             work,
+            first_key,
         )

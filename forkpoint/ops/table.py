@@ -7,7 +7,7 @@ and named in the start-up log.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -128,6 +128,11 @@ class KVScales:
 
     k: Tensor
     v: Tensor
+
+    @classmethod
+    def of(cls, cache: Mapping[str, Tensor]) -> KVScales | None:
+        """A layer's, if its keys and values are in 8 bits."""
+        return cls(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None
 
     def fit(self, cache: Tensor) -> bool:
         """Whether they are dense in the blocks of `cache[P, Hkv, 64, D]` and both lie the same way."""

@@ -28,7 +28,8 @@ class DraftRecords:
 
     def __init__(self, arena: ArenaBuffer, ops: OpTable, num_rows: int, most_tokens: int, platform: Platform) -> None:
         self._ops, self._platform, self._grid = ops, platform, arena.layout.checkpoint_grid
-        specs = [_tensors(layer) for layer in arena.layout.layers]
+        self._specs = arena.layout.layers
+        specs = [_tensors(layer) for layer in self._specs]
         self.layers: tuple[LayerCache, ...] = tuple(
             {
                 **cache,
@@ -70,6 +71,16 @@ class DraftRecords:
         mark_slot[at] = rows.save_slots[:num_saves]
         offsets = running_total(rows.num_tokens[:count])
         return self._indices(read, write, offsets, pending, mark, mark_slot, line, line ^ 1)
+
+    def newest(self, layer: int, name: str, rows: IntArray, slots: IntArray) -> Tensor:
+        """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
+        that of the row's slot."""
+        own = next(spec for spec in _tensors(self._specs[layer]) if spec.name == name)
+        kept, lines = self.layers[layer][name], self.layers[layer][own.records[0].name]
+        pending, upload = self._pending[rows], self._platform.upload
+        of_line = lines[upload(self._line[rows]).long(), upload(np.maximum(pending - 1, 0)).long()]
+        is_pending = upload(pending > 0).unsqueeze(1)
+        return torch.where(is_pending, of_line, kept[upload(slots).long(), -1])
 
     def confirm(self, plan: StepPlan, counts: IntArray | None) -> None:
         """The step is done. Of a sampled row with drafts `counts` tokens count; what rows without drafts computed is in

@@ -22,6 +22,7 @@ from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
+from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.row_sampling import RowSampling
@@ -78,6 +79,9 @@ class ModelRunner:
         self._records: DraftRecords | None = None
         if max_num_drafts:
             self._records = DraftRecords(self.arena, ops, max_num_rows, 1 + max_num_drafts, self.platform)
+        self._drafts: ModelDrafts | None = None
+        if self._records is not None and model.config.draft_layer:
+            self._drafts = ModelDrafts(model, ops, self.batch, self._records, self.platform)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
@@ -121,6 +125,8 @@ class ModelRunner:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
             return RunningStep(plan.step)
+        if self._drafts is not None:
+            plan = self._drafts.filled(plan)
         sampling = self.batch.sampling(plan.sampled_rows)
         windows = Windows.of(plan.rows) if plan.rows.num_drafts.any() else None
         if windows is not None:

@@ -19,6 +19,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NO_ROW = -1  # of the batch: padding, or a request that waits
 LAST_SAMPLED = -1  # as a token: the id that this row sampled last, which may still be on the device
+TO_DRAFT = -2  # as a draft: the model's MTP layer is to guess it, like all other drafts of its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class StepRows:
     read_slot: IntArray  # NO_SLOT: the zero state
     write_slot: IntArray
     samples: BoolArray
-    tokens: IntArray  # [T], row after row; LAST_SAMPLED where only the runner knows the id
+    tokens: IntArray  # [T], row after row; LAST_SAMPLED and TO_DRAFT where only the runner knows the id
     block_ptr: IntArray  # [N + 1]
     new_blocks: IntArray
     save_ptr: IntArray  # [N + 1]

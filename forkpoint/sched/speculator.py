@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.sched.draft_length import DraftLength
-from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, ModelSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import IntArray
@@ -23,13 +23,17 @@ class Speculator(Drafter):
 
     @classmethod
     def of(cls, config: SpeculativeConfig, block_size: int) -> Speculator:
-        """The tree knows whole histories, past outputs any part of them, the row itself its last tokens."""
+        """The tree knows whole histories, past outputs any part of them, the row itself its last tokens; the model
+        guesses where all of them know nothing."""
         sources: list[DraftSource] = [] if config.method == "ngram" else [CacheSource(block_size)]
         if config.method == "suffix":
             depth, past = config.suffix_decoding_max_tree_depth, PastOutputs(config.suffix_decoding_max_cached_requests)
             factor, share = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob
             sources.append(SuffixSource(past, depth, factor, share))
-        return cls([*sources, NgramSource(*config.lookup_range)], config.num_speculative_tokens)
+        sources.append(NgramSource(*config.lookup_range))
+        if config.method == "mtp":
+            sources.append(ModelSource())
+        return cls(sources, config.num_speculative_tokens)
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, len(request.output_token_ids), min(most, self._most))

@@ -95,6 +95,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform) -> Model:
             quantization=config.quantization,
             device=platform.device,
             progress=progress,
+            mtp=config.speculative_config is not None and config.speculative_config.method == "mtp",
         )
 
 

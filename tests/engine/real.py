@@ -33,7 +33,7 @@ from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import PendingStep, StepPlan, TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import add_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.fp8_checkpoints import Layout, write_fp8
 
@@ -97,6 +97,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", {"hidden_size": 32, "num_hidden_layers": 3}),
 }
 
+WITH_MTP = frozenset({"qwen3_next", "qwen3_next_moe"})
 LATENT = frozenset({"kimi_linear", "bailing_hybrid"})  # of these, keys and values in 8 bits are refused
 
 
@@ -117,6 +118,7 @@ class Options:
     cache: CacheConfig = field(default_factory=CacheConfig)
     max_queue_len: int = 4096
     max_num_drafts: int = 0  # of a row in a step
+    mtp: bool = False
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -148,13 +150,15 @@ class ModelBank:
                 write_fp8(path, family, cast(Layout, layout), vocab_size=self.vocab_size, **config)
             else:
                 write_checkpoint(path, family, vocab_size=self.vocab_size, **config)
+            if base in WITH_MTP:
+                add_mtp(path)
         return path
 
     def model(self, options: Options) -> Model:
-        key = tuple(options.numbers.items())
+        key = (*options.numbers.items(), options.mtp)
         if key not in self._models:
             table = select_table(options.cpu_ops, options.deterministic, False)
-            kept = {"kv_cache_dtype": options.kv_cache_dtype, "state_dtype": options.state_dtype}
+            kept = {name: getattr(options, name) for name in ("kv_cache_dtype", "state_dtype", "mtp")}
             self._models[key] = load_model(self.folder(options.model), ops=table, dtype="float32", **kept)
         return self._models[key]
 

@@ -16,7 +16,7 @@ from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import FinishReason, SamplingParams
 from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, ModelBank, Options, start
+from tests.engine.real import LATENT, MODELS, WITH_MTP, ModelBank, Options, start
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
 MOST_OUTPUTS = (160, 60, 60)
@@ -157,7 +157,8 @@ class Example:
         if options.force_state_copy or not verifies:
             options = replace(options, max_num_drafts=0)
         most = options.max_num_drafts
-        self.drafter = RandomDrafter(seed, most, bank.vocab_size) if most else None
+        options = replace(options, mtp=most > 0 and options.model.partition(":")[0] in WITH_MTP)
+        self.drafter = RandomDrafter(seed, most, bank.vocab_size, options.mtp) if most else None
         self.run = start(bank, self._with_room(options), self.drafter)
         self.run.scrub = self.draw.chance(0.7)
         self.ended_early: set[str] = set()
@@ -303,6 +304,7 @@ class Example:
             drafts_deterministic=options.deterministic and stats.drafts.num_accepted_tokens,
             drafts_preempted=sum(r.num_draft_tokens > 0 and r.num_preemptions > 0 for r in requests),
             drafts_of_past_outputs=self.drafter.num_of_past if self.drafter else 0,
+            drafts_by_mtp=options.mtp and stats.drafts.num_draft_tokens,
             drafts_of_siblings=sum(len(r) > 1 and r[-1].num_draft_tokens > 0 for r in run.requests.values()),
             stop_strings=sum(isinstance(c.stop_reason, str) for c in outputs),
             stop_ids=sum(isinstance(c.stop_reason, int) for c in outputs),

@@ -57,6 +57,7 @@ DRAWN = [
     "drafts_preempted",
     "drafts_of_siblings",
     "drafts_of_past_outputs",
+    "drafts_by_mtp",
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.attention.reference import kv_write, paged_attention, paged_attention_fixed
 from forkpoint.ops.metadata import AttentionIndex
+from tests.ops.cpu_table import cpp
 
 BLOCK, HEADS, KV_HEADS, DIM, VALUE_DIM = 64, 6, 2, 16, 24
 Attention = Callable[[Tensor, Tensor, Tensor, AttentionIndex, float, int | None], Tensor]
@@ -48,7 +49,7 @@ class Batch:
             lines.argsort().tolist(),
         )
 
-    def plain(self, scale: float, window: int | None) -> Tensor:
+    def plain(self, scale: float, window: int | None, first_key: int = 0) -> Tensor:
         outputs, start = [], 0
         for r, count in enumerate(self.index.query_lens):
             length = self.index.host_kv_lens[r]
@@ -57,7 +58,7 @@ class Batch:
             scores = torch.einsum("qhd,khd->hqk", q, k) * scale
             at = torch.arange(length - count, length).unsqueeze(1)
             keys = torch.arange(length)
-            hidden = (keys > at) | (keys <= at - (window or length + 1))
+            hidden = (keys > at) | (keys <= at - (window or length + 1)) | (keys < first_key)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
             start += count
@@ -73,6 +74,15 @@ def test_against_plain_softmax(attend: Attention, window: int | None, dtype: tor
     assert got.dtype == dtype
     tolerance = {"atol": 3e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 1e-4}
     torch.testing.assert_close(got.double(), batch.plain(0.3, window), **tolerance)
+
+
+@pytest.mark.parametrize("attend", [paged_attention, paged_attention_fixed, cpp().paged_attention])
+def test_keys_before_the_first_are_not_seen(attend: Attention) -> None:
+    lens = [2, 64, 65, 130, 1100]  # the last in several parts
+    batch = Batch(lens, [1] * len(lens), len(lens), torch.float32)
+    index = replace(batch.index, first_key=1)
+    got = attend(batch.q, batch.k_cache, batch.v_cache, index, 0.3, None)
+    torch.testing.assert_close(got.double(), batch.plain(0.3, None, 1), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -66,7 +66,7 @@ class Batch:
         q = self.q if q is None else q
         return OURS.paged_attention(q, self.k_cache, self.v_cache, index or self.index, 0.2, window)
 
-    def plain(self, window: int | None) -> Tensor:
+    def plain(self, window: int | None, first_key: int = 0) -> Tensor:
         outputs, start, group = [], 0, self.heads.queries // self.heads.keys
         for r, count in enumerate(self.index.query_lens):
             length = self.index.host_kv_lens[r]
@@ -75,7 +75,7 @@ class Batch:
             scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
             at = torch.arange(length - count, length, device=DEVICE).unsqueeze(1)
             keys = torch.arange(length, device=DEVICE)
-            hidden = (keys > at) | (keys <= at - (window or length + 1))
+            hidden = (keys > at) | (keys <= at - (window or length + 1)) | (keys < first_key)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
             start += count
@@ -138,6 +138,13 @@ def test_against_plain_softmax(heads: Heads, window: int | None, dtype: torch.dt
 def test_widest_group_of_heads(heads: Heads) -> None:
     batch = Batch([130, 70], [1, 9], 1, heads, torch.float32)
     assert relative_error(batch.run(None), batch.plain(None)) <= BOUND[torch.float32]
+
+
+def test_keys_before_the_first_are_not_seen() -> None:
+    lens = [2, 65, 300]
+    batch = Batch(lens, [1] * len(lens), len(lens), SMALL, torch.float32)
+    got = batch.run(None, replace(batch.index, first_key=1))
+    assert relative_error(got, batch.plain(None, 1)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("window", [None, 70])

@@ -51,6 +51,7 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -107,6 +108,7 @@ def decode_kernel(
                 BLOCK_DV,
                 True,
                 HAS_WINDOW,
+                FIRST,
             )
         inside = (m < GROUP)[:, None] & (at_v < DV)[None, :]
         if alone:

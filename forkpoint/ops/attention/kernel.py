@@ -269,6 +269,7 @@ class PagedAttention:
                 call.window or 0,
                 **sizes,
                 **call.options,
+                FIRST=index.first_key,
                 KEYS=min(how.keys, sizes["BLOCK"]),
                 BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])),
                 num_warps=how.num_warps,

@@ -133,7 +133,7 @@ def _attend(
         blocks = index.block_table[lines[row], : -(-kv_len // size)].long()
         last = first + num_queries
         if row < index.num_decodes:
-            k, v = (_gather(*cache, blocks, kv_len, kv_len) for cache in caches)
+            k, v = (_gather(*cache, blocks, kv_len, kv_len)[:, :, index.first_key :] for cache in caches)
             out[first] = _one_query(q[first], k, v, scale, window)
         else:
             padded = -(-kv_len // FIXED_TILE) * FIXED_TILE if fixed else kv_len

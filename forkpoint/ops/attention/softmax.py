@@ -33,6 +33,7 @@ def attend(
     BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
     """One step of the online softmax: add a block of keys to (acc, l_i, m_i) of query rows.
 
@@ -56,6 +57,8 @@ def attend(
         seen = back >= 0
         if HAS_WINDOW:
             seen = seen & (back < window)
+        if FIRST:
+            seen = seen & (first_key + key >= FIRST)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
     p = tl.exp2(scores * scale - m_new[:, None])

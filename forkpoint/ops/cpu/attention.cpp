@@ -99,7 +99,9 @@ void softmax(const Attention<T, C>& a, int64_t first_key, int64_t keys, bool mas
   for (int64_t i = 0; i < padded; i += LANES) {
     vi position;
     __builtin_memcpy(&position, w.position + i, sizeof position);
-    const vi oldest = a.window ? position - int32_t(a.window) : (vi){} - 1;
+    const vi out = (vi){} + int32_t(a.first_key) - 1;
+    const vi windowed = a.window ? position - int32_t(a.window) : out;
+    const vi oldest = windowed > out ? windowed : out;
     const vf before = load(w.m + i);
     vf top = before;
     for (int64_t j = 0; j < keys; ++j) {
@@ -197,7 +199,7 @@ void attend(const Attention<T, C>& a, const Task& t, Scratch& w) {
       matmul_rows(keys, padded, std::min(K_BLOCK, a.key_dim - d), w.k + piece * a.block_size * ROW_STRIDE,
                   w.q + d * padded, padded, w.scores, padded, piece > 0);
     }
-    const bool behind = a.window && first_key <= w.position[lanes - 1] - a.window;
+    const bool behind = first_key < a.first_key || (a.window && first_key <= w.position[lanes - 1] - a.window);
     softmax(a, first_key, keys, behind || first_key + keys - 1 > w.position[0] || lanes < padded, padded, w);
     rescale(lanes, w);
     matmul_columns(lanes, w.vp, keys, w.scores, padded, w.v, w.vp, w.o, w.vp, true);

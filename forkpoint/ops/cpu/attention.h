@@ -21,7 +21,8 @@ struct Attention {
   const float *k_scales, *v_scales;
   int64_t scale_stride;
   float scale;
-  int64_t window;  // 0: none
+  int64_t window;     // 0: none
+  int64_t first_key;  // of those that are seen
   int64_t num_rows, num_decodes;
   const int32_t *cu_queries, *kv_lens, *block_table, *table_rows;
   int64_t table_stride;

@@ -16,7 +16,7 @@ void check_cache(const Tensor& c, at::ScalarType type, const char* name) {
 
 Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, int64_t num_decodes,
               const Tensor& cu_queries, const Tensor& kv_lens, const Tensor& block_table,
-              const Tensor& table_rows, double scale, std::optional<int64_t> window,
+              const Tensor& table_rows, double scale, std::optional<int64_t> window, int64_t first_key,
               const std::optional<Tensor>& k_scales, const std::optional<Tensor>& v_scales) {
   check_cache(k_cache, k_scales ? at::kFloat8_e4m3fn : q_in.scalar_type(), "k_cache");
   const bool latent = v_cache.data_ptr() == k_cache.data_ptr();  // values are the first dims of keys
@@ -35,7 +35,7 @@ Tensor attend(const Tensor& q_in, const Tensor& k_cache, const Tensor& v_cache, 
       paged_attention(Attention<T, C>{ptr<T>(q), q.stride(0), ptr<T>(out), q.size(1), k_cache.size(1), q.size(2),
                                       v_cache.size(3), k_cache.size(2), ptr<C>(k_cache), ptr<C>(v_cache),
                                       k_cache.stride(0), v_cache.stride(0), v_cache.stride(2), of_keys, of_values, scale_stride,
-                                      float(scale), window.value_or(0), kv_lens.size(0), num_decodes,
+                                      float(scale), window.value_or(0), first_key, kv_lens.size(0), num_decodes,
                                       index(cu_queries), index(kv_lens), ptr<int32_t>(block_table),
                                       index(table_rows), block_table.stride(0)});
     };

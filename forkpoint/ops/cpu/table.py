@@ -197,6 +197,7 @@ def _paged_attention(module: ModuleType) -> Any:
             index.table_rows,
             scale,
             window,
+            index.first_key,
             *_both(scales),
         )
         if gate is not None:

@@ -1,0 +1,100 @@
+"""The MTP head of Qwen's models: one more layer, which guesses the token after the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forkpoint.errors import UnsupportedModelError
+from forkpoint.models.attention import Attention, AttentionConfig
+from forkpoint.models.config import Build, PartConfig
+from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import Convolution
+from forkpoint.models.fields import Fields
+from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.short_conv import ShortConvConfig
+from forkpoint.models.weights import join_rows
+from forkpoint.ops.table import KVScales
+
+FIRST_KEY = 1  # before the first token there is no hidden state
+
+
+def draft_layer(
+    fields: Fields, attention: AttentionConfig, mlp: Callable[[Fields, int], PartConfig]
+) -> tuple[PartConfig, ...]:
+    """What config.json says of the head: the last hidden state, attention, and the MLP of a layer behind the last.
+    Empty where it says that there is none."""
+    name = "mtp_num_hidden_layers"
+    name = name if fields.values.get(name) is not None else "num_nextn_predict_layers"
+    count = fields.integer(name, 1, low=0)
+    if count > 1:
+        raise UnsupportedModelError(f"{fields.where} has {name}={count}; forkpoint runs MTP heads of one layer")
+    hidden = ShortConvConfig(channels=fields.integer("hidden_size"), width=2)
+    return (hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)) if count else ()
+
+
+class MTPHead:
+    """From a token and the hidden state before it: `fc([norm(embedding), norm(hidden)])`, a layer, a norm.
+
+    Entry `i` of its keys and values is of token `i` and the hidden state of token `i - 1`, at rotary position `i - 1`:
+    what a block holds depends on its own tokens and earlier ones alone. Entry 0 is never looked at. The hidden state
+    of the newest token is a convolution's window of one.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self._layer, hidden = len(build.config.layers), build.config.hidden_size
+        _, attention, mlp = build.config.draft_layer
+        assert isinstance(attention, AttentionConfig)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(build, f"mtp.{name}", hidden, centred=True)
+
+        self._norms = norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden")
+        self._join = read_projection(build, "mtp.fc", hidden, 2 * hidden)
+        self._before_attention, self._before_mlp = (
+            norm(f"layers.0.{name}") for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        self._attention = KeepingAttention(build, f"mtp.layers.0.{attention.name}", self._layer, attention)
+        self._mlp = mlp.build(build, f"mtp.layers.0.{mlp.name}", self._layer)
+        self._norm = norm("norm")
+        taps = torch.tensor([1.0, 0.0], dtype=build.weights.dtype).repeat(hidden, 1)
+        self._previous = Convolution(build.ops, self._layer, taps.to(build.weights.device), None, silu=False)
+
+    def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
+        """Keys and values of a step's tokens, and the hidden state of each row's last."""
+        x = self._before_attention(self._joined(embedded, self._previous(hidden, ctx)))
+        self._attention.keep(x, replace(ctx, positions=(ctx.positions - 1).clamp(min=0)))
+
+    def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """The whole layer, for the newest token of each row."""
+        x, residual = self._before_attention.add(self._joined(embedded, hidden), None)
+        x, residual = self._before_mlp.add(self._attention(x, ctx), residual)
+        return self._norm.add(self._mlp(x, ctx), residual)[0]
+
+    def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        of_embedding, of_hidden = self._norms
+        return self._join(torch.cat([of_embedding(embedded), of_hidden(hidden)], dim=-1))
+
+
+class KeepingAttention(Attention):
+    """Attention that can also do no more than keep keys and values."""
+
+    def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
+        super().__init__(build, name, layer, config)
+        names, weights = [f"{name}.{part}_proj" for part in "kv"], build.weights
+        matrix = join_rows(weights, [f"{n}.weight" for n in names], [self._kv_size] * 2, build.config.hidden_size)
+        biases = [weights.get(f"{n}.bias", (self._kv_size,)) for n in names] if config.bias else []
+        self._kv = Projection(build.ops, matrix, torch.cat(biases) if biases else None)
+
+    def keep(self, x: Tensor, ctx: ForwardContext) -> None:
+        """Those of `x[T, H]`."""
+        k, v = (torch.unflatten(part, -1, (-1, self._config.head_dim)) for part in self._kv(x).chunk(2, dim=-1))
+        cache, at, slots = ctx.caches[self._layer], ctx.positions, ctx.attention.slot_mapping
+        norm, table = self._head_norm, self._build.cos_sin
+        queries = torch.zeros_like(k)  # the operator wants some
+        self._build.ops.qk_norm_rope_write(
+            queries, k, v, norm, table, at, cache["k"], cache["v"], slots, KVScales.of(cache)
+        )

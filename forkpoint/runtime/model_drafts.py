@@ -1,0 +1,69 @@
+"""Drafts by the model's MTP layer, made at the start of the step that verifies them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.models.context import ForwardContext
+from forkpoint.models.decoder import Model
+from forkpoint.models.mtp import FIRST_KEY
+from forkpoint.ops.metadata import AttentionIndex, KeySplits, running_total
+from forkpoint.ops.table import OpTable
+from forkpoint.platforms.platform import Platform
+from forkpoint.runtime.batch import Batch
+from forkpoint.runtime.records import DraftRecords
+from forkpoint.sched.plan import TO_DRAFT, IntArray, StepPlan
+
+
+class ModelDrafts:
+    """Fills in the drafts that a plan leaves to the runner. The layer's keys of the drafts go where the step's own will
+    be written: the row has these blocks already, and what is wrong there is overwritten."""
+
+    def __init__(self, model: Model, ops: OpTable, batch: Batch, records: DraftRecords, platform: Platform) -> None:
+        self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
+        self._layer = len(model.config.layers)
+        self._splits = KeySplits(batch.table.block_size)
+
+    def filled(self, plan: StepPlan) -> StepPlan:
+        """The plan with ids for all drafts."""
+        rows = plan.rows
+        if not (rows.tokens == TO_DRAFT).any():
+            return plan
+        firsts = running_total(rows.num_tokens)[:-1]
+        second = np.minimum(firsts + 1, len(rows.tokens) - 1)
+        chosen = np.flatnonzero((rows.num_drafts > 0) & (rows.tokens[second] == TO_DRAFT))
+        # Those with most drafts first, so that the rows of each further draft are the first of those before.
+        chosen = chosen[np.argsort(-rows.num_drafts[chosen], kind="stable")]
+        first, counts, row, start = firsts[chosen], rows.num_drafts[chosen], rows.row[chosen], rows.start[chosen]
+        known = self._platform.upload(rows.tokens[first].astype(np.int64))
+        last = self._batch.last_sampled[self._platform.upload(row.astype(np.int64))]
+        ids = torch.where(known < 0, last, known)
+        hidden = self._records.newest(self._layer, "conv", row, rows.read_slot[chosen])
+        tokens = rows.tokens.copy()
+        for i in range(int(counts[0])):
+            count = int((counts > i).sum())
+            ids, hidden = self._next(ids[:count], hidden[:count], row[:count], start[:count] + i)
+            tokens[first[:count] + 1 + i] = ids.cpu().numpy()
+        return replace(plan, rows=replace(rows, tokens=tokens))
+
+    def _next(self, ids: Tensor, hidden: Tensor, row: IntArray, position: IntArray) -> tuple[Tensor, Tensor]:
+        """The likeliest ids behind `ids`, which stand at these positions, and what says so."""
+        table, count = self._batch.table, len(row)
+        places = table.kv_slots(row, position.astype(np.int64))
+        index = AttentionIndex.create(
+            [1] * count,
+            (position + 1).tolist(),
+            table.device,
+            self._platform.upload(places),
+            count,
+            row.tolist(),
+            self._splits,
+            FIRST_KEY,
+        )
+        at = self._platform.upload(position.astype(np.int64) - 1)
+        hidden = self._model.draft(ids, hidden, ForwardContext(at, count, index, {}, {}, self._records.layers))
+        return self._ops.greedy(self._model.logits(hidden))[0], hidden

@@ -1,0 +1,125 @@
+"""The MTP head against the training code's, which transformers' own layers confirm, and its folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from forkpoint.errors import UnsupportedModelError
+from forkpoint.models.context import ForwardContext
+from forkpoint.models.mtp import FIRST_KEY
+from forkpoint.models.registry import load_config, load_model
+from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.select import torch_table
+from tests.checkpoints import add_mtp, write_checkpoint
+from tests.driver import BLOCK, Driver, Row, Work
+from tests.train.small import small_model, small_shape
+from train.delta_rule import torch_delta_rule
+from train.model import HybridModel, make_rows
+from train.storage import load_model as load_training_model
+from train.storage import save_model
+
+TOLERANCE = 1e-4  # of the logits' standard deviation
+LENGTH, DEPTH = 192, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mtp")
+    save_model(small_model(), folder, 1, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> HybridModel:
+    return load_training_model(folder, torch_delta_rule, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, small_shape().vocab_size, (LENGTH,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def wanted(model: HybridModel, tokens: Sequence[int], known: int) -> list[Tensor]:
+    """Logits of the drafts after `known` tokens and the one that follows, each told the text's own next token."""
+    flat = torch.tensor([*tokens])
+    rows = make_rows(model.shape, 1, len(flat), flat.device)
+    outputs = model.drafts(model(flat, rows), [flat.roll(-count) for count in range(1, DEPTH + 1)], rows)
+    return [model.logits(output)[known - 1] for output in outputs]
+
+
+@torch.no_grad()
+def drafted(driver: Driver, row: Row, tokens: Sequence[int]) -> list[Tensor]:
+    """The same by the engine's model, whose row has computed `known` tokens."""
+    known, model = row.num_computed, driver.model
+    while len(row.blocks) * BLOCK < known + DEPTH:
+        row.blocks.append(driver._blocks.pop())
+    hidden, found = driver.caches[-1]["conv"][row.read_slot, -1:], []
+    table = torch.tensor([row.blocks], dtype=torch.int32)
+    for at in range(known, known + DEPTH):
+        place = torch.tensor([row.blocks[at // BLOCK] * BLOCK + at % BLOCK])
+        index = AttentionIndex.create([1], [at + 1], table, place, 1, first_key=FIRST_KEY)
+        ctx = ForwardContext(torch.tensor([at - 1]), 1, index, {}, {}, driver.caches)
+        hidden = model.draft(torch.tensor(tokens[at : at + 1]), hidden, ctx)
+        found.append(model.logits(hidden)[0].float())
+    return found
+
+
+@pytest.mark.parametrize(("known", "cuts"), [(1, []), (64, []), (65, [64]), (127, [1, 63, 65]), (129, [64, 128])])
+def test_logits_are_those_of_the_training_code(
+    folder: Path, theirs: HybridModel, tokens: list[int], known: int, cuts: list[int]
+) -> None:
+    driver = Driver(load_model(folder, ops=torch_table(), dtype="float32", mtp=True))
+    row = driver.row()
+    decoded = known // 3  # the last tokens one by one
+    driver.prefill(row, tokens[: known - decoded], [cut for cut in cuts if cut < known - decoded])
+    for token in tokens[known - decoded : known]:
+        driver.run([Work(row, [token], decode=True)])
+    for want, got in zip(wanted(theirs, tokens, known), drafted(driver, row, tokens), strict=True):
+        assert float((got - want).abs().max() / want.std()) < TOLERANCE
+
+
+def test_the_rest_of_the_model_is_the_same_with_it(folder: Path, tokens: list[int]) -> None:
+    found = []
+    for mtp in (False, True):
+        driver = Driver(load_model(folder, ops=torch_table(), dtype="float32", mtp=mtp))
+        found.append(driver.prefill(driver.row(), tokens, [64]))
+    assert torch.equal(*found)
+    assert len(load_config(folder, mtp=True).layer_specs) == len(load_config(folder).layer_specs) + 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_multimodal"])
+def test_folders_of_all_families(tmp_path: Path, family: str) -> None:
+    write_checkpoint(tmp_path, family, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedModelError, match=r"holds no MTP layer .* 'ngram'"):
+        load_model(tmp_path, ops=torch_table(), mtp=True)
+    plain = load_model(tmp_path, ops=torch_table())
+    add_mtp(tmp_path, "mtp_num_hidden_layers" if "5" in family else "num_nextn_predict_layers")
+    model = load_model(tmp_path, ops=torch_table(), mtp=True)
+    assert load_model(tmp_path, ops=torch_table()).layer_specs == plain.layer_specs
+    driver = Driver(model)
+    row = driver.row()
+    driver.prefill(row, [5, 6, 7, 8])
+    assert all(bool(logits.isfinite().all()) for logits in drafted(driver, row, [5, 6, 7, 8, 9, 10, 11]))
+
+
+@pytest.mark.parametrize(("count", "told"), [(0, "has no MTP layer"), (2, "MTP heads of one layer")])
+def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: str) -> None:
+    write_checkpoint(tmp_path, "qwen3_next")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+    with pytest.raises(UnsupportedModelError, match=told):
+        load_config(tmp_path, mtp=True)
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "olmo_hybrid")
+    with pytest.raises(UnsupportedModelError, match="has no MTP layer"):
+        load_config(tmp_path, mtp=True)
