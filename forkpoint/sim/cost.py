@@ -21,8 +21,9 @@ class StepLoad:
     """What one step computes.
 
     Prefill: `prefill_tokens` in `num_segments` chunks, `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
-    rows that attend to `decode_kv_tokens` keys together. `num_saves` states are stored besides the rows' own;
-    `copied_bytes` are moved (compaction, or copies of states before the step).
+    rows that attend to `decode_kv_tokens` keys together, with `num_drafts` drafts to verify besides their own tokens:
+    each attends to all keys before it, and the rows' states are read and written once. `num_saves` states are stored
+    besides the rows' own; `copied_bytes` are moved (compaction, or copies of states before the step).
     """
 
     prefill_tokens: int = 0
@@ -33,6 +34,11 @@ class StepLoad:
     num_saves: int = 0
     num_sampled: int = 0
     copied_bytes: int = 0
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.num_decodes + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +108,7 @@ class CostModel:
 
     def parts(self, load: StepLoad) -> StepParts:
         """The step's parts at the ceilings."""
-        shape, device = self.shape, self.device
-        tokens = load.prefill_tokens + load.num_decodes
+        shape, device, tokens = self.shape, self.device, load.num_tokens
         linear = max(tokens * self._flops_per_token / device.flops, shape.weight_bytes(tokens) / device.bandwidth)
         if load.num_sampled:
             head = shape.head_weights

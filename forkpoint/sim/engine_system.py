@@ -15,6 +15,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import IntArray, MoveKind, StepPlan, StepResult
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
+from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.system import RequestCache, StepNews, SystemCounters
 from forkpoint.sim.trace import TraceRequest
@@ -24,7 +25,7 @@ MAX_MODEL_LEN = 1 << 24  # the trace decides how long prompts are
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """An engine to simulate. Policies override those that `cache` names."""
+    """An engine to simulate. Policies override those that `cache` names; `drafter`: rows have drafts."""
 
     layout: CacheLayout
     num_pages: int
@@ -33,6 +34,7 @@ class EngineOptions:
     cost: RecomputeCost
     policy: EvictionPolicy | None = None
     capture: CapturePolicy | None = None
+    drafter: SetAcceptance | None = None
 
 
 class OutputTape:
@@ -56,11 +58,14 @@ class OutputTape:
         """The request runs in `row` and has `num_outputs` tokens already."""
         self._next[row] = self._at[request_id] + num_outputs
 
-    def sample(self, rows: IntArray) -> IntArray:
-        """The next token of each row."""
+    def sample(self, rows: IntArray, counts: IntArray | None = None) -> IntArray:
+        """The next token of each row, or, one row's after the other's, the next `counts[i]` of row `i`."""
         at = self._next[rows]
-        self._next[rows] = at + 1
-        return self._tokens[at]
+        self._next[rows] = ends = at + (1 if counts is None else counts)
+        if counts is not None:
+            at = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+        tokens: IntArray = self._tokens[at]
+        return tokens
 
     def forget(self, request_id: str) -> None:
         del self._at[request_id]
@@ -82,6 +87,7 @@ class EngineSystem:
             cost=options.cost,
             policy=options.policy,
             capture=options.capture,
+            drafter=options.drafter,
             clock=lambda: self._now,
         )
         self._tape = OutputTape(options.scheduler.max_num_seqs)
@@ -127,8 +133,7 @@ class EngineSystem:
 
     def _count(self, load: StepLoad) -> None:
         layout, counters = self.options.layout, self._counters
-        tokens = load.prefill_tokens + load.num_decodes
-        counters.kv_written_bytes += tokens * layout.block_bytes // layout.block_size
+        counters.kv_written_bytes += load.num_tokens * layout.block_bytes // layout.block_size
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
 
     def finish(self, now_s: float) -> StepNews:
@@ -138,14 +143,23 @@ class EngineSystem:
         assert plan is not None
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
         first = [self._row_ids[row] for row in prefills.tolist()]
-        tokens = self._tape.sample(plan.sampled_rows)
-        updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens))
+        counts = self._confirm(plan)
+        tokens = self._tape.sample(plan.sampled_rows, counts)
+        updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
         finished = [update.request.id for update in updates if update.finish_reason is not None]
         requests = self._requests
         return StepNews(
             tuple(name for name in first if requests[name].num_preemptions == 0 or _has_one_token(requests[name])),
             tuple(finished),
         )
+
+    def _confirm(self, plan: StepPlan) -> IntArray | None:
+        """How many tokens each sampled row gets; None: one each."""
+        num_drafts, drafter = plan.rows.num_drafts[plan.rows.samples], self.options.drafter
+        if drafter is None or not num_drafts.any():
+            return None
+        pairs = zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True)
+        return np.asarray([1 + (drafter.accept(self._row_ids[row], n) if n else 0) for row, n in pairs], np.int32)
 
     def cache_report(self, request_id: str) -> RequestCache:
         """What the cache did for a request that ended."""
@@ -178,15 +192,18 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
     rows, num_decodes, num_moves = plan.rows, plan.num_decodes, len(plan.moves)
     num_moved_slots = sum(move.kind is MoveKind.SLOT for move in plan.moves)
     start, lens = rows.start[num_decodes:].astype(np.int64), rows.num_tokens[num_decodes:]
+    decoded, ends = rows.num_tokens[:num_decodes], (rows.start + rows.num_tokens)[:num_decodes].astype(np.int64)
+    num_drafts = int(rows.num_drafts.sum())
     return StepLoad(
         prefill_tokens=int(lens.sum()),
         prefill_pairs=float((lens * (2 * start + lens)).sum() / 2),
         num_segments=len(lens),
         num_decodes=num_decodes,
-        decode_kv_tokens=int(rows.start[:num_decodes].sum()) + num_decodes,
+        decode_kv_tokens=int((decoded * (2 * ends - decoded + 1)).sum()) // 2,
         num_saves=len(rows.save_slots),
-        num_sampled=len(plan.sampled_rows),
+        num_sampled=len(plan.sampled_rows) + num_drafts,
         copied_bytes=num_moved_slots * layout.slot_bytes + (num_moves - num_moved_slots) * layout.block_bytes,
+        num_drafts=num_drafts,
     )
 
 

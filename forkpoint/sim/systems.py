@@ -1,41 +1,44 @@
-"""The engine with any of its policies, by name."""
+"""The engine with any of its policies, and with drafts, by name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
+from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.engine_system import EngineOptions, EngineSystem
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.system import ServedSystem
 from forkpoint.sim.trace import Trace
 
 ENGINE: Final = "forkpoint"
+DRAFTS: Final = MappingProxyType({"acceptance_length": "1", "num_speculative_tokens": "0"})
 
 
 def make_system(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None = None
 ) -> ServedSystem:
-    """A system of `memory_bytes` for keys, values and states: `forkpoint`, or `forkpoint` with policies, as in
+    """A system of `memory_bytes` for keys, values and states: `forkpoint`, or `forkpoint` with options, as in
     `forkpoint:capture=dense,eviction=lru`. `trace` is for systems that know it beforehand. Raises ConfigError."""
-    head, _, policies = name.partition(":")
+    head, _, options = name.partition(":")
     if head != ENGINE:
         raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:capture=...,eviction=...")
-    return EngineSystem(name, engine_options(policies, shape, memory_bytes, scheduler))
+    return EngineSystem(name, engine_options(options, shape, memory_bytes, scheduler))
 
 
-def engine_options(policies: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig) -> EngineOptions:
-    """The engine's options with `capture=NAME` and `eviction=NAME` as `policies` says ('': the defaults). Names are
-    also `module:Class`. Raises ConfigError."""
+def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig) -> EngineOptions:
+    """The engine's options with `capture=NAME` and `eviction=NAME` as `options` says ('': the defaults); names are also
+    `module:Class`. With `acceptance_length=2.4` rows have `num_speculative_tokens=3` drafts. Raises ConfigError."""
     config, layout = CacheConfig(), shape.layout
-    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy}
-    for policy in filter(None, policies.split(",")):
-        kind, _, value = policy.partition("=")
+    chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, **DRAFTS}
+    for option in filter(None, options.split(",")):
+        kind, _, value = option.partition("=")
         if kind not in chosen:
-            raise ConfigError(f"no policy {policy!r} of {ENGINE}; give capture=NAME or eviction=NAME")
+            raise ConfigError(f"no option {option!r} of {ENGINE}; give {', '.join(f'{name}=...' for name in chosen)}")
         chosen[kind] = value
     num_pages = memory_bytes // layout.page_bytes
     if num_pages < 2:
@@ -48,4 +51,13 @@ def engine_options(policies: str, shape: ModelShape, memory_bytes: int, schedule
         cost=shape.recompute_cost,
         policy=EVICTION.find(chosen["eviction"])(),
         capture=CAPTURE.find(chosen["capture"])(),
+        drafter=_drafter(*(chosen[name] for name in DRAFTS)),
     )
+
+
+def _drafter(length: str, num_drafts: str) -> SetAcceptance | None:
+    try:
+        given = float(length), int(num_drafts)
+    except ValueError:
+        raise ConfigError(f"acceptance_length={length},num_speculative_tokens={num_drafts} are no numbers") from None
+    return None if given == (1, 0) else SetAcceptance(*given)

@@ -67,6 +67,21 @@ def test_more_work_takes_longer() -> None:
         assert model.step_s(more) > model.step_s(base), name
 
 
+def test_a_step_with_drafts_costs_its_tokens_and_one_pass_over_the_states() -> None:
+    """By hand: 3 drafts in each of 8 rows are 32 tokens to the products, the head and attention, and 8 states."""
+    model, shape = CostModel(QWEN3_5_9B, H200), QWEN3_5_9B
+    load = StepLoad(num_decodes=8, num_drafts=24, decode_kv_tokens=32 * 1000, num_sampled=32)
+    parts, plain = model.parts(load), model.parts(replace(load, num_drafts=0, decode_kv_tokens=8000, num_sampled=8))
+    assert parts.decode_states == plain.decode_states == 16 * shape.layout.slot_bytes / H200.bandwidth
+    assert parts.decode_attention == 4 * plain.decode_attention and parts.moved == 4 * plain.moved
+    assert parts.linear == plain.linear, "few tokens: the weights are read once"
+    many = replace(load, num_decodes=128, num_drafts=384, num_sampled=512)
+    flops = 512 * (shape.flops_per_token + 2 * shape.head_weights)
+    assert model.parts(many).linear == pytest.approx(flops / H200.flops)
+    sparse = CostModel(QWEN3_5_35B, H200)
+    assert sparse.parts(load).linear > sparse.parts(replace(load, num_drafts=0)).linear, "more experts are met"
+
+
 def test_attention_grows_with_the_context() -> None:
     model = CostModel(QWEN3_5_9B, H200)
     early, late = prefill_s(model, 0, 8192), prefill_s(model, 98_304, 106_496)

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
+from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
 from forkpoint.routing.router import make_router
 from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cases import Case, run_cases
-from forkpoint.sim.cost import H200, CostModel
+from forkpoint.sim.cost import H200, CostModel, StepLoad
 from forkpoint.sim.engine_system import EngineOptions, EngineSystem
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
+from forkpoint.sim.systems import make_system
 from forkpoint.sim.tokens import TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
@@ -148,6 +150,60 @@ def test_a_request_alone_takes_what_its_steps_take() -> None:
     assert record.ttft_s == pytest.approx(sum(chunks), rel=0.03)
     assert result.num_steps == 7 and result.elapsed_s == record.finished_s > 3.0 + record.ttft_s
     assert result.counters[0].kv_written_bytes == 20_004 * QWEN3_5_9B.kv_token_bytes
+
+
+def test_drafts_of_which_a_set_number_is_right() -> None:
+    """A prompt of 100 and 24 outputs, 2.5 tokens a step with 2 drafts: 1 + 2 + 3 + 2 + 3 ..., by hand; the last step
+    has room for none."""
+    options = "acceptance_length=2.5,num_speculative_tokens=2"
+    system = make_system(f"forkpoint:{options}", QWEN3_5_9B, 8 << 30, SchedulerConfig())
+    trace = Trace("one", (request("a", fresh(100), 24),))
+    model = CostModel(QWEN3_5_9B, H200)
+    result = Simulator(trace, [system], model, make_router("round-robin")).run()
+    seconds = [model.step_s(StepLoad(100, 100 * 100 / 2, num_segments=1, num_saves=1, num_sampled=1))]  # state of 64
+    position = 100
+    for confirmed, drafts in zip([2, 3] * 4 + [2, 1], [2] * 9 + [0], strict=True):
+        tokens = drafts + 1
+        seen = tokens * position + tokens * (tokens + 1) // 2  # keys
+        load = StepLoad(num_decodes=1, num_drafts=drafts, decode_kv_tokens=seen, num_sampled=tokens)
+        seconds.append(model.step_s(load))
+        position += confirmed
+    assert position == 123
+    assert result.num_steps == len(seconds) and result.elapsed_s == pytest.approx(sum(seconds))
+
+
+def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
+    """All requests get all their tokens in fewer steps, and reuse as much."""
+    trace = make_workload("chat:sessions=12,turns=4")
+    plain, drafted = (
+        Simulator(
+            trace,
+            [make_system(name, QWEN3_5_9B, 4 << 30, SCHEDULER)],
+            CostModel(QWEN3_5_9B, H200),
+            make_router("round-robin"),
+        ).run()
+        for name in ("forkpoint", "forkpoint:num_speculative_tokens=3,acceptance_length=2.44")
+    )
+    assert all(record.finished_s is not None for record in drafted.records)
+    assert drafted.busy_s < plain.busy_s and drafted.num_steps < plain.num_steps
+    reused = [sum(record.num_cached_tokens for record in result.records) for result in (plain, drafted)]
+    assert abs(reused[0] - reused[1]) <= 0.02 * reused[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("acceptance_length=3", "num_speculative_tokens=0 is not allowed"),
+        ("acceptance_length=4.5,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
+        ("acceptance_length=nan,num_speculative_tokens=3", "with 3 drafts give 1 to 4"),
+        ("acceptance_length=x", "no numbers"),
+        ("num_speculative_tokens=64", "give 1 to 63"),
+        ("acceptance=2", "no option 'acceptance=2' of forkpoint; give capture=..., eviction=..., acceptance_length"),
+    ],
+)
+def test_drafts_that_cannot_be(options: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_system(f"forkpoint:{options}", QWEN3_5_9B, 8 << 30, SCHEDULER)
 
 
 def test_a_turn_waits_for_the_one_before_and_for_the_user() -> None:
