@@ -94,6 +94,10 @@ def _multimodal(**extra: Any) -> Any:
 
 # Family -> a function that makes the model; keyword arguments replace fields of its config.
 FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": lambda **x: transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**COMMON, **DENSE, **x})),
+    "mistral": lambda **x: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**{**COMMON, **HEAD, **DENSE, "sliding_window": 70, **x})
+    ),
     "qwen3": lambda **x: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**COMMON, **HEAD, **DENSE, **x})),
     "qwen3_next": lambda **x: transformers.Qwen3NextForCausalLM(
         transformers.Qwen3NextConfig(**{**COMMON, **HEAD, **DENSE, **GDN, "num_experts": 0, **x})
@@ -265,7 +269,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         transformers.FalconMambaConfig(**{**MAMBA, "mixer_rms_eps": 1e-3, "tie_word_embeddings": False, **x})
     ),
 }
-HYBRID = tuple(name for name in FAMILIES if name != "qwen3")
+ATTENTION_ALONE = ("llama", "mistral", "qwen3")
+HYBRID = tuple(name for name in FAMILIES if name not in ATTENTION_ALONE)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ def test_the_code_runs(tmp_path: Path) -> None:
 
 
 def test_the_family_is_the_outside_package_s() -> None:
-    outside = (ROOT / "tests" / "outside" / "forkpoint_outside" / "llama.py").read_text()
+    outside = (ROOT / "tests" / "outside" / "forkpoint_outside" / "arcee.py").read_text()
     body = outside[outside.index("    @classmethod") :]
     assert body in PAGE
     assert len(outside.splitlines()) <= 60

@@ -48,10 +48,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+def arcee(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A folder, and the tokens that transformers continues PROMPT with."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.ArceeConfig(
         vocab_size=404,
         hidden_size=64,
         intermediate_size=96,
@@ -62,10 +62,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
         bos_token_id=None,
         eos_token_id=403,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.ArceeForCausalLM(config).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, 1.0 if weight.dim() == 1 else 0.0, 0.1 if weight.dim() == 1 else 0.3)
-    folder = tmp_path_factory.mktemp("llama")
+    folder = tmp_path_factory.mktemp("arcee")
     model.save_pretrained(folder)
     _write_tokenizer(folder)
     ids = torch.tensor([PROMPT])
@@ -78,8 +78,8 @@ def run(installed: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=given, check=False)
 
 
-def test_offline(installed: str, llama: tuple[Path, list[int]], tmp_path: Path) -> None:
-    folder, want = llama
+def test_offline(installed: str, arcee: tuple[Path, list[int]], tmp_path: Path) -> None:
+    folder, want = arcee
     shown = run(installed, "-c", OFFLINE, str(folder), json.dumps(PROMPT))
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout) == {"tokens": [want, want], "cached": 192, "counted": True}
@@ -88,8 +88,8 @@ def test_offline(installed: str, llama: tuple[Path, list[int]], tmp_path: Path) 
     assert json.loads(shown.stdout)["cached"] == 128, "the one state of this capture policy"
 
 
-def test_serve(installed: str, llama: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, want = llama
+def test_serve(installed: str, arcee: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, want = arcee
     monkeypatch.setenv("PYTHONPATH", installed)
     server = start_server(folder, tmp_path, "--cpu-ops", "counted", "--kv-cache-memory-bytes", str(1 << 24), *POLICIES)
     try:
@@ -102,16 +102,16 @@ def test_serve(installed: str, llama: tuple[Path, list[int]], tmp_path: Path, mo
         server.stop()
 
 
-def test_simulate(installed: str, llama: tuple[Path, list[int]]) -> None:
+def test_simulate(installed: str, arcee: tuple[Path, list[int]]) -> None:
     words = ["-m", "forkpoint", "simulate", "chat:sessions=2,turns=2", "--memory", "1", "--jobs", "1"]
-    shown = run(installed, *words, "--model", str(llama[0]), "--systems", "forkpoint")
+    shown = run(installed, *words, "--model", str(arcee[0]), "--systems", "forkpoint")
     assert shown.returncode == 0 and "forkpoint" in shown.stdout, shown.stderr
     system = "forkpoint:eviction=oldest-first,capture=every-128"
     shown = run(installed, *words, "--systems", system)
     assert shown.returncode == 0 and system in shown.stdout, shown.stderr
 
 
-@pytest.mark.parametrize("name", ["RwkvForCausalLM", "RecurrentGemmaForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", ["RwkvForCausalLM", "RecurrentGemmaForCausalLM", "ArceeForCausalLM"])
 def test_an_unknown_name_is_told_before_anything_is_parsed(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,5 +56,6 @@ class BailingHybrid(Model):
         every = fields.integer("layer_group_size", 6)
         kinds = fields.layer_types(KINDS, lambda i: KINDS[(i + 1) % every == 0])
         attention = LatentAttentionConfig.read(fields, rotated=True, gated=True)
+        fields.rope().require("rope_type", "default")
         parts = layers(fields, kinds, recurrence, attention)
         return ModelConfig.of(fields, parts, fields.rotary(attention.shared_dim))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, keys_in_fp8
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.fields import ROPE_THETA, Fields
+from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
+from forkpoint.models.rotary import NO_POSITIONS, Rotary
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.table import OpTable
 
@@ -44,7 +45,7 @@ class PartConfig(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A text model's sizes. `layers[i]` are the parts of layer i; `rotary_dim` 0 means no rotary embedding."""
+    """A text model's sizes. `layers[i]` are the parts of layer i."""
 
     architecture: str
     dtype: str
@@ -55,8 +56,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     layers: tuple[tuple[PartConfig, ...], ...]
-    rotary_dim: int = 0
-    rope_theta: float = ROPE_THETA
+    rotary: Rotary = NO_POSITIONS
     state_dtype: str = "float32"
     quantization: Fp8Format | None = None
     num_draft_layers: int = 0  # stored behind the others, for guesses of further tokens, and not read
@@ -70,23 +70,22 @@ class ModelConfig:
         cls,
         fields: Fields,
         layers: Sequence[tuple[PartConfig, ...]],
-        rotary: tuple[int, float | None] = (0, None),
+        rotary: Rotary = NO_POSITIONS,
         **more: Any,
     ) -> ModelConfig:
-        """With what all families write alike; `rotary` as of `Fields.rotary`, `more` is what only some have."""
+        """With what all families write alike; `more` is what only some have."""
         config = cls(
             architecture=fields.values["architectures"][0],
             dtype=fields.dtype(),
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
             rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
-            max_model_len=fields.integer("max_position_embeddings"),
+            max_model_len=max(fields.integer("max_position_embeddings"), rotary.max_len),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             num_draft_layers=fields.integer("num_nextn_predict_layers", 0, low=0),
             eos_token_ids=fields.token_ids("eos_token_id"),
             layers=tuple(layers),
-            rotary_dim=rotary[0],
-            rope_theta=ROPE_THETA if rotary[1] is None else rotary[1],
+            rotary=rotary,
         )
         return replace(config, **more)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
 
 ROPE_THETA = 10000.0  # where none is said
 # float16 is widened, because its range is smaller than that of the arithmetic here.
@@ -153,18 +154,39 @@ class Fields:
             )
         return given
 
-    def rotary(self, head_dim: int, default_share: float | None = None) -> tuple[int, float | None]:
-        """(dims of a head that are rotated, base; None if it is said to be null); without a share all are rotated."""
+    def rope(self) -> Fields:
+        """With the fields of rotary positions beside the others."""
         rope = self.inner("rope_parameters") or self.inner("rope_scaling")
-        Fields({"rope_type": rope.get("rope_type", rope.get("type"))}, self.where).require("rope_type", "default")
-        fields = Fields({"rope_theta": ROPE_THETA, **self.values, **rope}, self.where)
-        theta = None if fields.values["rope_theta"] is None else fields.real("rope_theta")
-        dim = head_dim
+        kind = rope.get("rope_type", rope.get("type"))
+        return Fields({"rope_theta": ROPE_THETA, **self.values, **rope, "rope_type": kind}, self.where)
+
+    def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
+        """How a head's dims are turned; without a share all of them."""
+        rope, dim = self.rope(), head_dim
+        rope.require("rope_type", "default", "linear", "llama3", "yarn")
+        theta, kind = rope.real("rope_theta", ROPE_THETA), rope.values["rope_type"]
         if default_share is not None:
-            dim = int(head_dim * fields.real("partial_rotary_factor", default_share))
+            dim = int(head_dim * rope.real("partial_rotary_factor", default_share))
         if dim % 2 or not 0 < dim <= head_dim:
             raise ModelFolderError(f"{self.where}: {dim} rotary dims of a head of {head_dim} cannot be paired")
-        return dim, theta
+        plain, gain, longest = frequencies(dim, theta), 1.0, 0
+        if kind == "linear":
+            plain = plain / rope.real("factor")
+        elif kind in ("llama3", "yarn"):
+            most, name = self.integer("max_position_embeddings"), "original_max_position_embeddings"
+            length = self.integer(name, rope.integer(name, most))
+            if kind == "llama3":
+                low, high = rope.real("low_freq_factor"), rope.real("high_freq_factor")
+                if low >= high:
+                    raise ModelFolderError(f"{self.where} has low_freq_factor={low}, not below high_freq_factor={high}")
+                plain = llama3(plain, rope.real("factor"), low, high, length)
+            else:
+                factor, whole = rope.real("factor", most / length), rope.flag("truncate", True)
+                fast, slow = rope.real("beta_fast", 32.0), rope.real("beta_slow", 1.0)
+                plain = yarn(plain, theta, factor, fast, slow, length, whole)
+                made = yarn_gain(factor, rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0))
+                gain, longest = rope.real("attention_factor", made), int(length * factor)
+        return Rotary(tuple(plain.tolist()), gain, longest)
 
 
 def _is_id(value: Any) -> bool:

@@ -12,6 +12,7 @@ from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
+from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.ops.table import RouteRule
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the hub's names -> transformers'
@@ -67,7 +68,7 @@ class GraniteHybrid(Model):
         return ModelConfig.of(
             fields,
             [(mixers[kind], mlp) for kind in kinds],
-            rotary if fields.values.get("position_embedding_type") == "rope" else (0, None),
+            rotary if fields.values.get("position_embedding_type") == "rope" else NO_POSITIONS,
             # Hidden states are kept divided by the residual's multiplier, which then is 1; norms see no difference.
             rms_norm_eps=eps / residual**2,
             embedding_scale=fields.real("embedding_multiplier", 1.0) / residual,

@@ -1,4 +1,4 @@
-"""The small parts that all families share: projections, norms, the dense MLP and the rotary table."""
+"""The small parts that all families share: projections, norms and the dense MLP."""
 
 from __future__ import annotations
 
@@ -119,10 +119,3 @@ class SquaredMLP:
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """`x[T, H] -> [T, H]`, whatever the context."""
         return self._down(relu_squared(self._up(x)))
-
-
-def rotary_table(rotary_dim: int, theta: float, max_len: int) -> Tensor:
-    """`[max_len, rotary_dim]` fp32: cos of `position * theta^(-2i/rotary_dim)`, then sin."""
-    frequencies = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-    angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)

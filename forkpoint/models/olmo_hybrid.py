@@ -14,6 +14,7 @@ from forkpoint.models.decoder import Layer, Model, PostNormLayer, PreNormLayer
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GatedDeltaNet, GDNConfig, layer_types, read_conv
 from forkpoint.models.layers import MLPConfig, RMSNorm
+from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.linear.scaled import Matrix
 
@@ -75,8 +76,8 @@ class OlmoHybrid(Model):
             "linear_attention": GDNConfig.read(fields, read_input=_read_input, read_conv=_read_conv, **style),
             "full_attention": attention,
         }
-        dim, theta = fields.rotary(attention.head_dim)
-        rotary = (0, None) if theta is None else (dim, theta)  # the released models have no positions
+        nowhere = fields.rope().values["rope_theta"] is None  # the released models have no positions
+        rotary = NO_POSITIONS if nowhere else fields.rotary(attention.head_dim)
         return ModelConfig.of(fields, [(mixers[kind], MLPConfig.read(fields)) for kind in layer_types(fields)], rotary)
 
     def build_layer(self, build: Build, layer: int) -> Layer:

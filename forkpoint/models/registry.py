@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -19,8 +19,8 @@ from forkpoint.models.fields import Fields, read_json
 from forkpoint.models.granite_hybrid import GraniteHybrid
 from forkpoint.models.jamba import Jamba
 from forkpoint.models.kimi_linear import KimiLinear
-from forkpoint.models.layers import rotary_table
 from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
+from forkpoint.models.llama import Llama, Mistral
 from forkpoint.models.mamba import FalconMamba, MambaModel
 from forkpoint.models.mamba2 import Mamba2
 from forkpoint.models.nemotron_h import NemotronH
@@ -44,8 +44,10 @@ FAMILIES: Final = (
     KimiLinear,
     Lfm2,
     Lfm2Moe,
+    Llama,
     Mamba2,
     MambaModel,
+    Mistral,
     NemotronH,
     OlmoHybrid,
     Qwen3,
@@ -132,7 +134,14 @@ def _read_fields(path: Path) -> Fields:
     inner = outer.get("text_config")
     # A multimodal config keeps the text model's fields apart; what it leaves open stands outside.
     given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
-    return Fields({**outer, **given, "architectures": outer.get("architectures")}, str(path))
+    named = outer.get("architectures") or _named_by_type(outer.get("model_type"))
+    return Fields({**outer, **given, "architectures": named}, str(path))
+
+
+def _named_by_type(model_type: Any) -> list[str]:
+    """Some files of the hub leave the architecture out, which transformers' type of a model implies."""
+    said = f"{model_type}ForCausalLM".replace("_", "").lower()
+    return [name for name in MODELS.names() if name.replace("_", "").lower() == said]
 
 
 def _family(fields: Fields) -> type[Model]:
@@ -205,8 +214,8 @@ def load_model(
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
     table = None
-    if config.rotary_dim:
+    if config.rotary.dim:
         # Made on the CPU, so that all devices have the same bits.
-        table = rotary_table(config.rotary_dim, config.rope_theta, config.max_model_len).to(weights.device)
+        table = config.rotary.table(config.max_model_len).to(weights.device)
     with weights.device:  # for what the families make themselves
         return MODELS.find(config.architecture)(Build(config, weights, ops, table))

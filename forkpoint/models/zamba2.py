@@ -18,6 +18,7 @@ from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, read_projection
 from forkpoint.models.mamba2_mixer import Mamba2Config
+from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
 
 KINDS = {"mamba": "linear_attention", "m": "linear_attention", "g": "hybrid"}  # names of other writers
@@ -183,7 +184,7 @@ class Zamba2(Model):
                 use += 1
             else:
                 layers.append((mamba,))
-        rotary = fields.rotary(dim) if fields.flag("use_mem_rope", False) else (0, None)
+        rotary = fields.rotary(dim) if fields.flag("use_mem_rope", False) else NO_POSITIONS
         return ModelConfig.of(fields, layers, rotary)
 
     @staticmethod

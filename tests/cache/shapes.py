@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec, StateSpec, TensorSpec
 
@@ -60,6 +61,17 @@ REAL_LAYOUTS = {
     "Nemotron-3-Nano-30B-A3B": layout(23, mamba2(64, 64, 128, 8), 6, attention(2, 128)),
     "Granite-4.0-H-Small": layout(36, mamba2(128, 64, 128, 1), 4, attention(8, 128)),
     "Jamba-1": layout(28, mamba1(8192), 4, attention(8, 128)),
+    "Mamba-2.8B": layout_of([mamba1(5120)] * 64),
+    "Mamba2-2.7B": layout_of([mamba2(80, 64, 128, 1)] * 64),
+    "Bamba-9B": layout(29, mamba2(128, 64, 128, 1), 3, attention(8, 128)),
+    "Falcon-H1-0.5B": layout(36, mamba2(24, 64, 128, 1), 36, attention(2, 64)),
+    "Zamba2-7B": layout(81, mamba2(112, 64, 64, 2), 13, attention(32, 224)),
+    "Ling-3.0-flash": layout(35, delta_net(32, 32), 7, LATENT),
+    "Granite-4.0-H-Tiny": layout(36, mamba2(48, 64, 128, 1), 4, attention(4, 128)),
+    "Granite-4.0-H-350M": layout(28, mamba2(48, 32, 128, 1), 4, attention(4, 64)),
+    "Llama-3.1-8B": layout_of([attention(8, 128)] * 32),
+    "Ministral-8B": layout_of([replace(attention(8, 128), window=32768)] * 36),
+    "Qwen3-8B": layout_of([attention(8, 128)] * 36),
     "FalconMamba-7B": layout_of([mamba1(8192)] * 64),
     "LFM2-1.2B": layout(10, state((2, 2048), None), 6, attention(8, 64)),
     "LFM2-8B-A1B": layout(18, state((2, 2048), None), 6, attention(8, 64)),

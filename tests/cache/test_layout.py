@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from forkpoint.cache.layout import MAX_PADDING, CacheLayout, keys_in_fp8
@@ -39,6 +41,45 @@ def test_bytes_of_published_shapes() -> None:
     olmo = REAL_LAYOUTS["OLMo-Hybrid-7B"]
     assert olmo.block_bytes == 64 * 120 * KIB
     assert olmo.slot_bytes / MIB == pytest.approx(52.2, abs=0.05)
+
+
+# Rows of the table in docs/models.md.
+DOCUMENTED = {
+    "Qwen3-Next": "Qwen3-Next-80B-A3B",
+    "Qwen3.5, dense": "Qwen3.5-9B",
+    "Qwen3.5, 3.6, dense": "Qwen3.5-27B",
+    "Qwen3.5, 3.6, experts": "Qwen3.5-35B-A3B",
+    "OLMo Hybrid": "OLMo-Hybrid-7B",
+    "LFM2, LFM2.5": "LFM2-1.2B",
+    "LFM2, experts": "LFM2-8B-A1B",
+    "Kimi-Linear": "Kimi-Linear-48B-A3B",
+    "Ling-3.0": "Ling-3.0-flash",
+    "Jamba": "Jamba-1",
+    "Falcon-Mamba": "FalconMamba-7B",
+    "Mamba": "Mamba-2.8B",
+    "Nemotron-3": "Nemotron-3-Nano-30B-A3B",
+    "Falcon-H1": "Falcon-H1-0.5B",
+    "Zamba2": "Zamba2-7B",
+    "Bamba": "Bamba-9B",
+    "Granite 4.0 H, experts": "Granite-4.0-H-Tiny",
+    "Granite 4.0 H, dense": "Granite-4.0-H-350M",
+    "Mamba-2": "Mamba2-2.7B",
+    "Qwen3": "Qwen3-8B",
+    "Llama": "Llama-3.1-8B",
+    "Mistral": "Ministral-8B",
+}
+
+
+def test_bytes_in_the_docs() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
+    found = {row[0]: row[-3:] for row in rows}
+    want = {}
+    for label, name in DOCUMENTED.items():
+        kv, slot = REAL_LAYOUTS[name].block_bytes // 64, REAL_LAYOUTS[name].slot_bytes
+        mib = f"{slot / MIB:.1f} MiB" if slot > MIB else f"{slot / MIB:.2f} MiB"
+        want[label] = [f"{kv:,}", mib if slot else "none", f"{slot / kv:,.0f}" if kv and slot else ""]
+    assert found == want
 
 
 def test_pages_of_a_request() -> None:
@@ -92,6 +133,7 @@ def test_what_cannot_be_read_in_8_bits_is_refused() -> None:
 
 
 def test_where_a_slot_is_small_every_boundary_has_a_state() -> None:
-    small = [name for name, layout in REAL_LAYOUTS.items() if layout.capture_interval(512) == 64]
+    hybrids = {name: layout for name, layout in REAL_LAYOUTS.items() if layout.has_states}
+    small = [name for name, layout in hybrids.items() if layout.capture_interval(512) == 64]
     assert small == ["LFM2-1.2B", "LFM2-8B-A1B"]
     assert REAL_LAYOUTS["LFM2-1.2B"].capture_interval(0) == 0

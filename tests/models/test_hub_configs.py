@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig
@@ -72,6 +72,15 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         4 * 2 * 8 * 128 * 2,
         28 * (3 * 8192 * 2 + 8192 * 16 * 4),
     ),
+    "ling-3.0-flash": (
+        {"KDAConfig": 35, "LatentAttentionConfig": 7, "MLPConfig": 2, "MoEConfig": 40},
+        7 * 576 * 2,
+        35 * (3 * 12288 * 2 + 32 * 128 * 128 * 4),
+    ),
+    "llama-3.1-8b": ({"AttentionConfig": 32, "MLPConfig": 32}, 32 * 2 * 8 * 128 * 2, 0),
+    "ministral-8b": ({"AttentionConfig": 36, "MLPConfig": 36}, 36 * 2 * 8 * 128 * 2, 0),
+    "mamba2-780m": ({"Mamba2Config": 48}, 0, 48 * (3 * 3328 * 4 + 48 * 64 * 128 * 4)),  # fp32
+    "mamba-codestral-7b": ({"Mamba2Config": 64}, 0, 64 * (3 * 10240 * 2 + 128 * 64 * 128 * 4)),
     "falcon-mamba-7b": ({"MambaConfig": 64}, 0, 64 * (3 * 8192 * 2 + 8192 * 16 * 4)),
 }
 
@@ -101,10 +110,17 @@ def test_kimi_counts_layers_from_one(tmp_path: Path) -> None:
 
 def test_two_dialects_of_lfm2_say_the_same(tmp_path: Path) -> None:
     older, newer = read("lfm2-1.2b", tmp_path), read("lfm2.5-1.2b", tmp_path)
-    assert older == newer and older.tie_word_embeddings and older.rope_theta == 1e6
+    assert older == newer and older.tie_word_embeddings and older.rotary.frequencies[16] == pytest.approx(1e-3)
     (width,) = {part.intermediate_size for part in older.parts if isinstance(part, MLPConfig)}
     assert width == 8192
 
 
+def test_llama_is_stretched_and_ministral_has_a_window(tmp_path: Path) -> None:
+    llama, ministral = read("llama-3.1-8b", tmp_path), read("ministral-8b", tmp_path)
+    slowest = 5e5 ** (-126 / 128)
+    assert llama.rotary.frequencies[-1] == pytest.approx(slowest / 8) and llama.rotary.frequencies[0] == 1
+    assert {spec.window for layer in ministral.layer_specs for spec in layer if isinstance(spec, KVSpec)} == {32768}
+
+
 def test_olmo_has_no_positions(tmp_path: Path) -> None:
-    assert read("olmo-hybrid-7b", tmp_path).rotary_dim == 0
+    assert read("olmo-hybrid-7b", tmp_path).rotary.dim == 0

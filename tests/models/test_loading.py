@@ -126,8 +126,8 @@ def test_config_values(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedModelError, "Qwen3NextForCausalLM"),
-        ({"architectures": None}, ModelFolderError, "architectures"),
+        ({"architectures": ["RwkvForCausalLM"]}, UnsupportedModelError, "Qwen3NextForCausalLM"),
+        ({"architectures": None, "model_type": None}, ModelFolderError, "architectures"),
         ({"hidden_size": None}, ModelFolderError, "shape"),
         ({"hidden_size": "64"}, ModelFolderError, "hidden_size='64'"),
         ({"num_hidden_layers": 0}, ModelFolderError, "num_hidden_layers=0"),

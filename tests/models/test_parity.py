@@ -215,6 +215,28 @@ def test_mamba2_variants(family: str, fields: dict[str, Any], tmp_path: Path) ->
     assert error(torch.cat(decoded), want[120:]) <= TOLERANCE
 
 
+STRETCHED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("llama", {"rope_type": "yarn"}),
+        ("qwen3", {"rope_type": "yarn", "truncate": False, "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        ("mistral", {"rope_type": "yarn", "attention_factor": 1.1}),
+        ("qwen3_5", {"rope_type": "yarn", "partial_rotary_factor": 0.25}),
+        ("lfm2", {"rope_type": "linear"}),
+    ],
+)
+def test_stretched_positions(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path, family)
+    theirs = write_checkpoint(tmp_path, family, rope_parameters={**STRETCHED, **rope})
+    driver, tokens = Driver(load_model(tmp_path, ops=torch_table())), list(range(2, 132))
+    want = oracle(theirs, tokens)
+    assert error(driver.prefill(driver.row(), tokens, [64]), want) <= TOLERANCE < error(oracle(plain, tokens), want)
+
+
 def test_sliding_window(tmp_path: Path) -> None:
     fields = {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 2}
     theirs = write_checkpoint(tmp_path, "qwen3", **fields)

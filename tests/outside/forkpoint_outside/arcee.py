@@ -1,4 +1,4 @@
-"""Llama: attention without norms of queries and keys."""
+"""Arcee: Llama with an MLP that has no gate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 
 
-class Llama(Model):
-    """`LlamaForCausalLM`."""
+class Arcee(Model):
+    """`ArceeForCausalLM`."""
 
-    architectures: ClassVar = ("LlamaForCausalLM",)
+    architectures: ClassVar = ("ArceeForCausalLM",)
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         attention = AttentionConfig.read(fields, qk_norm=None)
-        layers = [(attention, MLPConfig.read(fields))] * fields.integer("num_hidden_layers")
+        mlp = MLPConfig(fields.integer("intermediate_size"), gated=False)
+        layers = [(attention, mlp)] * fields.integer("num_hidden_layers")
         return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim))
