@@ -98,7 +98,8 @@ class VerifyIndex:
     Row `b` first folds: the state in slot `src[b]` goes on by the first `pending[b]` tokens whose records are in line
     `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
-    writes the state before its tokens there, and of each token a record to line `write[b]`.
+    writes the state before its tokens there, and of each token a record to line `write[b]`. A padded row has no tokens
+    and `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
     """
 
     src: Tensor  # [B]

@@ -18,6 +18,8 @@ from forkpoint.sched.plan import NO_ROW, StepPlan
 MAX_GRAPH_TOKENS = 1024  # steps of more are long enough to hide the launches of their kernels
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _BESIDE = (0, 8, 32, 64, 128, 256)  # decode rows of steps that prefill too
+_DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of steps with drafts
+_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # their tokens a row
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
 _TOKENS_PER_SEGMENT = 32
 _MIN_SEGMENTS = 4
@@ -32,15 +34,28 @@ class StepOutputs:
     likeliest: tuple[Tensor, Tensor] | None
 
 
-def graph_shapes(max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS) -> tuple[StepShape, ...]:
-    """All shapes to capture, largest first, so that smaller ones fit into the memory of larger ones."""
+def graph_shapes(
+    max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS, max_num_drafts: int = 0
+) -> tuple[StepShape, ...]:
+    """All shapes to record, largest first, so that smaller ones fit into the memory of larger ones. With drafts those
+    of steps that prefill verify them too."""
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
     shapes = [StepShape(count, 0, 0) for count in counts]
+    if max_num_drafts:
+        windows = {size for size in _WINDOWS if size <= max_num_drafts} | {1 + max_num_drafts}
+        rows = {count for count in _DRAFTING if count < max_num_rows} | {max_num_rows}
+        shapes += [
+            StepShape(count * size, 0, 0, count)
+            for count in sorted(rows)
+            for size in sorted(windows)
+            if count * size <= max_num_tokens
+        ]
     for total in (total for total in _TOTALS if total <= max_num_tokens):
         for count in sorted({min(count, max_num_rows) for count in _BESIDE}):
             tokens = total - count
             if tokens >= total // 2:
-                shapes.append(StepShape(count, tokens, max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)))
+                segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)
+                shapes.append(StepShape(count, tokens, segments, count if max_num_drafts else 0))
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True))
 
 
@@ -48,18 +63,21 @@ class ShapeTable:
     """Finds the smallest recorded shape that a step fits into."""
 
     def __init__(self, shapes: Sequence[StepShape]) -> None:
-        self._decode_only = sorted(shape.num_decodes for shape in shapes if not shape.num_segments)
-        self._mixed = sorted((s for s in shapes if s.num_segments), key=lambda s: (s.num_tokens, s.num_decodes))
-        self._totals = [shape.num_tokens for shape in self._mixed]
+        self._decode_only = sorted(s.num_decodes for s in shapes if not s.num_segments and not s.num_verified)
+        ordered = sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes, s.num_verified))
+        self._mixed = [s for s in ordered if s.num_segments]
+        self._drafting = [s for s in ordered if s.num_verified and not s.num_segments]
 
     def find(self, exact: StepShape) -> StepShape | None:
         """None where no recorded shape is large enough."""
-        if not exact.num_segments:
+        if not exact.num_segments and not exact.num_verified:
             at = bisect_left(self._decode_only, exact.num_decodes)
             return StepShape(self._decode_only[at], 0, 0) if at < len(self._decode_only) else None
-        for shape in self._mixed[bisect_left(self._totals, exact.num_tokens) :]:
+        shapes = self._mixed if exact.num_segments else self._drafting
+        for shape in shapes[bisect_left(shapes, exact.num_tokens, key=lambda s: s.num_tokens) :]:
             if (
                 shape.num_decodes >= exact.num_decodes
+                and shape.num_verified >= exact.num_verified
                 and shape.num_prefill_tokens >= exact.num_prefill_tokens
                 and shape.num_segments >= exact.num_segments
             ):

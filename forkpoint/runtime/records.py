@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import CacheLayout, LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.context import LayerCache
 from forkpoint.ops.metadata import VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
@@ -56,8 +56,8 @@ class DraftRecords:
         rows = plan.rows
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
-    def index(self, plan: StepPlan) -> VerifyIndex:
-        """What the decode rows of a step fold, compute and leave."""
+    def columns(self, plan: StepPlan) -> tuple[IntArray, ...]:
+        """What the decode rows of a step fold, compute and leave, in the order of VerifyIndex."""
         rows, count = plan.rows, plan.num_decodes
         row, read, write = rows.row[:count], rows.read_slot[:count], rows.write_slot[:count]
         pending, line = self._pending[row], self._line[row]
@@ -70,7 +70,7 @@ class DraftRecords:
         mark[at] = rows.save_positions[:num_saves] - (rows.start[:count] - pending)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
         offsets = running_total(rows.num_tokens[:count])
-        return self._indices(read, write, offsets, pending, mark, mark_slot, line, line ^ 1)
+        return read, write, offsets, pending, mark, mark_slot, line, line ^ 1
 
     def newest(self, layer: int, name: str, rows: IntArray, slots: IntArray) -> Tensor:
         """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
@@ -109,13 +109,17 @@ class DraftRecords:
 
     def _fold(self, row: int) -> None:
         slot, line, pending, none = self._slot[[row]], self._line[[row]], self._pending[[row]], np.zeros(1, np.int32)
-        index = self._indices(slot, slot, np.zeros(2, np.int32), pending, none, none, line, line)
+        columns = (slot, slot, np.zeros(2, np.int32), pending, none, none, line, line)
+        index = VerifyIndex(*(self._platform.upload(column) for column in columns))
         for name, pool, records in self._states:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
 
-    def _indices(self, *columns: IntArray) -> VerifyIndex:
-        return VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
+
+def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int) -> int:
+    """What the lines of so many rows take."""
+    each = sum(line.num_bytes() for layer in layout.layers for spec in _tensors(layer) for line in spec.records)
+    return 2 * num_rows * most_tokens * each
 
 
 def _tensors(layer: LayerSpec) -> list[TensorSpec]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import StepFailedError
 from forkpoint.models.decoder import Model
-from forkpoint.ops.metadata import KeySplits, VerifyIndex
+from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
@@ -72,16 +72,16 @@ class ModelRunner:
         self._states = StateOperators(self.arena, frozenset() if force_state_copy else ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic, self.platform.device)
-        self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, self._states.copies)
-        self._graphs: StepGraphs | None = None
-        if graph_shapes and self.platform.has_graphs:
-            self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
         self._records: DraftRecords | None = None
         if max_num_drafts:
             self._records = DraftRecords(self.arena, ops, max_num_rows, 1 + max_num_drafts, self.platform)
         self._drafts: ModelDrafts | None = None
         if self._records is not None and model.config.draft_layer:
             self._drafts = ModelDrafts(model, ops, self.batch, self._records, self.platform)
+        self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, self._states.copies, self._records)
+        self._graphs: StepGraphs | None = None
+        if graph_shapes and self.platform.has_graphs:
+            self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
@@ -132,10 +132,9 @@ class ModelRunner:
         if windows is not None:
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         greedy = plan.masks is None and windows is None and all(row.is_plain_greedy for row in sampling)
-        exact = StepShape.of(plan)
+        exact = StepShape.of(plan, self._verifies(plan))
         asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
         shape = None if self._graphs is None or asking else self._graphs.find(exact)
-        verify = self._records.index(plan) if self._records is not None and self._records.concern(plan) else None
         arrays = self._builder.build(plan, shape or exact, shape.num_rows if shape is not None else len(sampling))
         copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
         prompts: tuple[PromptScores, ...] = ()
@@ -147,7 +146,7 @@ class ModelRunner:
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             else:
                 tensors, lens = upload_all(self.platform, arrays), ((), ())
-            hidden = self._forward(tensors, exact, lens, verify)
+            hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, greedy) if sampling else None
             prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)
         pending = RunningStep(
@@ -170,6 +169,12 @@ class ModelRunner:
             self._records.confirm(plan, counts)
         return pending
 
+    def _verifies(self, plan: StepPlan) -> bool:
+        """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
+        if self._records is None:
+            return False
+        return (self._graphs is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
+
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """A whole step on the device, greedy sampling included; what a graph records."""
         return self._heads(self._forward(tensors, shape), tensors)
@@ -179,10 +184,9 @@ class ModelRunner:
         tensors: Tensors,
         shape: StepShape,
         host_lens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-        verify: VerifyIndex | None = None,
     ) -> Tensor:
         caches = self.arena.layers if self._records is None else self._records.layers
-        context = context_of(tensors, shape, self.batch.table.device, caches, self._states, host_lens, verify)
+        context = context_of(tensors, shape, self.batch.table.device, caches, self._states, host_lens)
         ids, count = tensors["token_ids"], shape.num_decodes
         if count:  # ids that only the device knows are taken from there
             last = self.batch.last_sampled[tensors["token_rows"]]
@@ -216,11 +220,16 @@ class ModelRunner:
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
         if windows is not None:
             num_outputs = windows.spread(num_outputs)
-        sampled = self._sampler.sample(outputs.logits[:count], sampling, num_outputs, plan.masks, windows)
+        likeliest = outputs.likeliest and (outputs.likeliest[0][:count], outputs.likeliest[1][:count])
+        logits = outputs.logits[:count]
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, likeliest)
         last, token_ids = plan.sampled_rows.astype(np.int64), sampled.token_ids
-        if sampled.counts is not None:
-            token_ids = token_ids.index_select(0, self.platform.upload(np.cumsum(sampled.counts) - 1))
-        self.batch.last_sampled.index_copy_(0, self.platform.upload(last), token_ids)
+        if sampled.counts is None:
+            places = self.platform.upload(last)
+        else:  # a row that failed has no id
+            newest = token_ids.numpy()[np.cumsum(sampled.counts) - 1].clip(0)
+            places, token_ids = self.platform.upload(np.stack([last, newest]))
+        self.batch.last_sampled.index_copy_(0, places, token_ids)
         return sampled
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:

@@ -24,7 +24,7 @@ from forkpoint.sched.plan import IntArray, TokenMasks
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """`token_ids[i]` for row `i` of the logits, meaningless where not `finite[i]`; `logprobs` by index, for rows
-    that asked. Of a step with drafts only the positions that count are there, `counts[r]` of row `r`."""
+    that asked. Of a step with drafts only the positions that count are there, `counts[r]` of row `r`, on the host."""
 
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
@@ -66,20 +66,29 @@ class Sampler:
         positions: IntArray,
         masks: TokenMasks | None = None,
         windows: Windows | None = None,
+        likeliest: tuple[Tensor, Tensor] | None = None,
     ) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
-        rows by their index. Counts the sampled ids for the rows that have penalties. With `windows`, which waits for
-        the device, one row of the logits is a position, and stands in `rows` and `positions` as one."""
-        token_ids, finite = self._choose(logits, rows, positions, masks, windows)
-        if windows is None:
-            counts = None
+        rows by their index; `likeliest` is what `greedy` says of the logits, if that is known. Counts the sampled ids
+        for the rows that have penalties. With `windows`, which waits for the device, one row of the logits is a
+        position, and stands in `rows` and `positions` as one."""
+        if masks is None and all(row.is_plain_greedy for row in rows):
+            token_ids, finite = likeliest or self._ops.greedy(logits)
         else:
-            answers = torch.where(finite, token_ids, NOT_FINITE).numpy(force=True)
-            kept, counts = windows.confirm(answers.astype(np.int32))
+            token_ids, finite = self._choose(logits, rows, positions, masks, windows)
+        if windows is None:
+            self._count(rows, token_ids)
+            return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
+        known = torch.where(finite, token_ids, NOT_FINITE).cpu()
+        kept, counts = windows.confirm(known.numpy().astype(np.int32))
+        scores = None
+        if any(row.counts is not None or row.params.logprobs is not None for row in rows):
             rows, index = [rows[i] for i in kept.tolist()], self._platform.upload(kept.astype(np.int64))
-            logits, token_ids, finite = (values.index_select(0, index) for values in (logits, token_ids, finite))
-        self._count(rows, token_ids)
-        return Sampled(token_ids, finite, self._score(logits, rows, token_ids), counts)
+            logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
+            self._count(rows, token_ids)
+            scores = self._score(logits, rows, token_ids)
+        found = known[torch.from_numpy(kept).long()]
+        return Sampled(found, found != NOT_FINITE, scores, counts)
 
     def _choose(
         self,
@@ -90,8 +99,6 @@ class Sampler:
         windows: Windows | None,
     ) -> tuple[Tensor, Tensor]:
         """An id for each row of the logits, and whether those were finite."""
-        if masks is None and all(row.is_plain_greedy for row in rows):
-            return self._ops.greedy(logits)
         adjusted = self._adjust(logits, rows, positions, masks, windows)
         if any(row.temperature > 0 for row in rows):
             token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +22,18 @@ from forkpoint.ops.metadata import (
     tile_table,
 )
 from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan, StepRows
 
 Arrays = dict[str, npt.NDArray[Any]]
 Tensors = dict[str, Tensor]
+
+# What padded rows have in the fields of VerifyIndex.
+_VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
+    "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "pending": 0, "mark": 0, "mark_dst": NO_SLOT, "read": 0,
+    "write": 0,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class StepShape:
     num_decodes: int  # tokens of decode rows, drafts included
     num_prefill_tokens: int
     num_segments: int
+    num_verified: int = 0  # decode rows, where the operators that verify drafts serve them
 
     @property
     def num_tokens(self) -> int:
@@ -44,10 +54,11 @@ class StepShape:
         return self.num_decodes + self.num_segments
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepShape:
+    def of(cls, plan: StepPlan, verifies: bool = False) -> StepShape:
         """The exact shape of a plan."""
         decodes = int(plan.rows.num_tokens[: plan.num_decodes].sum())
-        return cls(decodes, plan.num_tokens - decodes, len(plan.rows.row) - plan.num_decodes)
+        segments = len(plan.rows.row) - plan.num_decodes
+        return cls(decodes, plan.num_tokens - decodes, segments, plan.num_decodes if verifies else 0)
 
 
 class StepBuilder:
@@ -55,11 +66,20 @@ class StepBuilder:
 
     Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
     samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
-    kernels on a device run over; None makes none. `copies` is whether some operators find states copied.
+    kernels on a device run over; None makes none. `copies` is whether some operators find states copied, `records` is
+    asked where drafts are verified.
     """
 
-    def __init__(self, table: BlockTable, has_kv: bool, splits: KeySplits | None, copies: bool = False) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        has_kv: bool,
+        splits: KeySplits | None,
+        copies: bool = False,
+        records: DraftRecords | None = None,
+    ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
+        self._records = records
 
     def most_parts(self, num_decodes: int) -> int:
         """Entries of `parts` that a step of so many decode rows can need."""
@@ -87,6 +107,12 @@ class StepBuilder:
             "sampled_rows": _padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
         }
         arrays |= self._segments(rows, plan.num_decodes, shape)
+        if self._records is not None and shape.num_verified:
+            for name, column in zip(_VERIFY, self._records.columns(plan), strict=True):
+                count, fill = shape.num_verified, _VERIFY[name]
+                if fill is None:  # where each row's tokens begin, and the last's end
+                    count, fill = count + 1, int(column[-1])
+                arrays[f"verify_{name}"] = _padded(column.astype(np.int32), count, fill)
         # To attention each token of a decode row is a row of its own.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -154,7 +180,6 @@ def context_of(
     caches: tuple[LayerCache, ...],
     operators: StateOperators,
     host_lens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-    verify: VerifyIndex | None = None,
 ) -> ForwardContext:
     """What the model sees; `host_lens` are (query lengths, key lengths) of all rows, decodes first, for operators on a
     CPU."""
@@ -172,6 +197,7 @@ def context_of(
         work,
     )
     decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
+    verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY)) if shape.num_verified else None
     return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify)
 
 

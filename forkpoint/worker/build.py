@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,10 +45,14 @@ def build_worker(config: EngineConfig, rank: int = 0) -> Worker:
         )
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
     sched = platform.defaults.with_options(config.scheduler)
-    shapes = () if config.enforce_eager or not platform.has_graphs else graph_shapes(sched.max_num_seqs)
     model = _load(config, ops, platform)
     layout = CacheLayout.create(model.layer_specs)
-    drafts = _max_num_drafts(config, layout, ops, platform)
+    drafts = _max_num_drafts(config, layout, ops)
+    if drafts and sched.async_scheduling:
+        LOGGER.info("drafts wait for the tokens before them: steps are not planned ahead")
+        sched = replace(sched, async_scheduling=False)
+    has_graphs = platform.has_graphs and not config.enforce_eager
+    shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts)
     _log_model(config, loaded)
     num_pages = _size_arena(config, loaded)
@@ -64,13 +69,11 @@ def build_worker(config: EngineConfig, rank: int = 0) -> Worker:
     return Worker(facts, runner, platform.release_unused)
 
 
-def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable, platform: Platform) -> int:
+def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> int:
     """Of a row in a step. Raises ConfigError where drafts cannot be verified."""
     if config.speculative_config is None:
         return 0
     remedy = "leave --speculative-config out"
-    if not platform.shares_memory:
-        raise ConfigError(f"--speculative-config runs on a CPU only, and the device is {platform.device}; {remedy}")
     if not layout.verifies_drafts:
         raise ConfigError(f"--speculative-config: this model has states for which drafts cannot be verified; {remedy}")
     if not ops.redirects.issuperset(layout.state_operators):

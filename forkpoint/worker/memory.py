@@ -16,6 +16,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.platform import Platform
+from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.request import Request
@@ -70,7 +71,7 @@ class Loaded:
 
 def bytes_beside_arena(loaded: Loaded) -> int:
     """What steps will need of the device's memory beyond what is in use afterwards: activations of a full one,
-    measured by running it, the sampler's copies of the logits, and graphs of the `shapes`.
+    measured by running it, the sampler's copies of the logits, graphs of the `shapes`, and what drafts leave behind.
 
     Raises ConfigError where a full step does not fit beside the weights.
     """
@@ -87,7 +88,9 @@ def bytes_beside_arena(loaded: Loaded) -> int:
     recorded = activations * largest // sched.max_num_batched_tokens
     with explained_exhaustion("recording graphs on trial", "give enforce_eager, or " + remedy):
         recorded += len(shapes) * graph_bytes(loaded)
-    return max(0, activations) + logits + recorded + SLACK_BYTES
+    drafts = loaded.max_num_drafts
+    records = records_bytes(loaded.layout, sched.max_num_seqs, 1 + drafts) if drafts else 0
+    return max(0, activations) + logits + recorded + records + SLACK_BYTES
 
 
 def graph_bytes(loaded: Loaded) -> int:

@@ -196,3 +196,50 @@ def test_recorded_steps_do_what_others_do(models: tuple[Model, Model]) -> None:
     assert sum(result.replayed for result in driver.results) == driver.step == 5
     assert got == play(Driver.create(plain))
     assert all(result.slot_bytes_copied == 0 for result in driver.results)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs the interpreter; tests/gpu has real graphs")
+def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
+    """Drafts that are right and wrong, rows without, a prefill beside them: the ids of plain decoding."""
+    ours, plain = models
+    prompts, others = (tokens(66, 1), tokens(3, 2)), tokens(3, 3)
+
+    def begin(driver: Driver) -> list[int]:
+        slots = [driver.slot(), driver.slot()]
+        chunks = [driver.chunk(i, 0, len(ids), -1, slots[i], samples=True) for i, ids in enumerate(prompts)]
+        driver.run(chunks, added=[driver.added(i, ids) for i, ids in enumerate(prompts)])
+        return slots
+
+    driver = Driver.create(plain)
+    slots = begin(driver)
+    for i in range(5):
+        driver.run([driver.decode(r, len(ids) + i, slots[r], slots[r]) for r, ids in enumerate(prompts)])
+    want = driver.outputs
+    shapes = [StepShape(0, 70, 2), StepShape(5, 6, 2, 5), StepShape(6, 0, 0, 3)]
+    platform = RecordingPlatform()
+    driver = Driver.create(ours, triton_ops(), platform=platform, graph_shapes=shapes, max_num_drafts=2)
+    driver.runner.record_graphs()
+    slots, wrong = begin(driver), [(want[r][2] + 1) % 96 for r in range(2)]
+    third = driver.chunk(2, 0, 3, -1, driver.slot(), samples=True)
+    steps = [
+        ([want[0][1], wrong[0]], [], [], [2, 1]),
+        ([want[0][4 - 1], want[0][4]], [wrong[1]], [third], [3, 1, 1]),
+        ([], [], [], None),
+    ]
+    ends = [len(ids) for ids in prompts]
+    for *drafts, beside, counts in steps:
+        rows = [
+            Row(r, ends[r], [-1, *own], slots[r], slots[r], num_drafts=len(own), decodes=True)
+            for r, own in enumerate(drafts)
+        ]
+        known = [replace(row, tokens=others) for row in beside]
+        plan = plan_of(driver.step, [*rows, *known], added=tuple(driver.added(row.row, others) for row in beside))
+        driver.step += 1
+        result = driver.runner.submit(plan).result()
+        assert result.replayed and (None if result.counts is None else result.counts.tolist()) == counts
+        found = np.split(result.token_ids, np.cumsum(counts or [1, 1])[:-1])
+        for r in range(2):
+            driver.outputs[r] += found[r].tolist()
+            ends[r] += len(found[r])
+    assert [driver.outputs[r] for r in range(2)] == [want[0] + driver.outputs[0][6:], want[1][:4]]
+    assert len(driver.outputs[0]) == 7
