@@ -143,6 +143,11 @@ class SegmentIndex:
     def __len__(self) -> int:
         return int(self.src.shape[0])
 
+    @property
+    def columns(self) -> list[Tensor]:
+        """What kernels read of it, in the order of the fields."""
+        return [self.cu_seqlens, self.src, self.dst, self.save_ptr, self.save_pos, self.save_dst]
+
     def on_host(self) -> tuple[int, ...]:
         """The segments' lengths; where there is no host copy this waits for the device."""
         return self.lens or tuple(self.cu_seqlens.diff().tolist())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex
-from forkpoint.ops.recurrence.gates import L2_EPS, check_layout, decay, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_decode
 from forkpoint.ops.table import RecurrenceParams
 
@@ -136,12 +136,9 @@ def recurrence_decode(
     shape = params.spec
     if shape.per_key:
         return key_decode(mixed, a, b, params, pool, index, out)
-    b = check_layout(shape, mixed, a, b, pool)
+    b, out = checked(shape, mixed, a, b, pool, out)
     block_v = min(VALUES, triton.next_power_of_2(shape.value_dim))
     tiles_v = triton.cdiv(shape.value_dim, block_v)
-    if out is None:
-        out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
-    assert out.is_contiguous(), "the result must be dense"
     _decode_kernel[(mixed.shape[0] * shape.num_v_heads * tiles_v,)](
         mixed,
         a,
@@ -153,9 +150,7 @@ def recurrence_decode(
         out,
         index.src,
         index.dst,
-        mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
+        *(x.stride(0) for x in (mixed, a, b)),
         pool.stride(0),
         shape.key_dim**-0.5,
         **sizes(shape),

@@ -44,10 +44,18 @@ def modes(spec: Recurrence) -> dict[str, Any]:
     return {"DELTA": spec.delta, "DOUBLE_BETA": spec.double_beta, "LOW": low, "HIGH": high}
 
 
-def check_layout(spec: Recurrence, mixed: Tensor, a: Tensor, b: Tensor | None, pool: Tensor) -> Tensor:
-    """Rows of the inputs and slots of the pool must be dense. -> b, or what kernels that read none are given."""
+def checked(
+    spec: Recurrence, mixed: Tensor, a: Tensor, b: Tensor | None, pool: Tensor, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(b, or what kernels that read none are given; the result `[T, HV, V]`, new if there is none).
+
+    Rows of the inputs, slots of the pool and the result must be dense.
+    """
     assert b is not None or not spec.delta, "the delta rule needs b"
     b = a if b is None else b
     assert mixed.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1, "rows must be dense"
     assert pool[0].is_contiguous(), f"a slot must be dense; pool strides are {pool.stride()}"
-    return b
+    if out is None:
+        out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+    assert out.is_contiguous(), "the result must be dense"
+    return b, out

@@ -16,7 +16,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import sigmoid, softplus
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
-from forkpoint.ops.recurrence.gates import L2_EPS, check_layout, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, first_chunk, unit_lower_inverse
 from forkpoint.ops.table import RecurrenceParams
 
@@ -252,31 +252,16 @@ def _scan_kernel(
         begin = end
 
 
-def key_prefill(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: SegmentIndex,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
-    `T * H * (3 K + 128)` elements of the inputs' dtype."""
-    spec = params.spec
-    b = check_layout(spec, mixed, a, b, pool)
+def _chunks(
+    mixed: Tensor, a: Tensor, b: Tensor, params: RecurrenceParams, index: SegmentIndex, block_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first launch: (systems, scores, keys, wholes)."""
     assert index.tiles is not None, "kernels need the index's tiles"
-    heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
-    segments = index.src.shape[0]
-    entries = (mixed.shape[0] // TILE + segments) * heads
+    spec, heads, dim = params.spec, params.spec.num_v_heads, params.spec.key_dim
+    entries = (mixed.shape[0] // TILE + len(index)) * heads
     systems, scores = mixed.new_empty(2, entries, TILE, TILE)
     keys = mixed.new_empty(entries, 3, TILE, dim)
     wholes = torch.empty(entries, dim, dtype=torch.float32, device=mixed.device)
-    if out is None:
-        out = mixed.new_empty(mixed.shape[0], heads, value_dim)
-    assert out.is_contiguous(), "the result must be dense"
-    block_k = max(16, triton.next_power_of_2(dim))
-    overlapped = overlap(mixed.device, mixed.shape[0])
     _chunk_kernel[(index.tiles.shape[0] * heads,)](
         mixed,
         a,
@@ -289,22 +274,39 @@ def key_prefill(
         scores,
         keys,
         wholes,
-        mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
+        *(x.stride(0) for x in (mixed, a, b)),
         dim**-0.5,
         H=heads,
         K=dim,
         BLOCK_K=block_k,
         DOUBLE_BETA=spec.double_beta,
         BOUND=spec.bound or 0.0,
-        **overlapped,
+        **overlap(mixed.device, mixed.shape[0]),
         num_warps=8,
         num_stages=1,
     )
+    return systems, scores, keys, wholes
+
+
+def key_prefill(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: SegmentIndex,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
+    `T * H * (3 K + 128)` elements of the inputs' dtype."""
+    spec = params.spec
+    b, out = checked(spec, mixed, a, b, pool, out)
+    heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
+    block_k = max(16, triton.next_power_of_2(dim))
+    systems, scores, keys, wholes = _chunks(mixed, a, b, params, index, block_k)
     block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
     tiles_v = triton.cdiv(value_dim, block_v)
-    _scan_kernel[(segments * heads * tiles_v,)](
+    _scan_kernel[(len(index) * heads * tiles_v,)](
         mixed,
         systems,
         scores,
@@ -312,12 +314,7 @@ def key_prefill(
         wholes,
         pool,
         out,
-        index.cu_seqlens,
-        index.src,
-        index.dst,
-        index.save_ptr,
-        index.save_pos,
-        index.save_dst,
+        *index.columns,
         mixed.stride(0),
         pool.stride(0),
         H=heads,
@@ -326,7 +323,7 @@ def key_prefill(
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         TILES_V=tiles_v,
-        **overlapped,
+        **overlap(mixed.device, mixed.shape[0]),
         num_warps=4,
         num_stages=1 if mixed.dtype == torch.float32 else 2,
     )
@@ -344,13 +341,10 @@ def key_decode(
 ) -> Tensor:
     """`recurrence_decode` where each key has its own decay: `a[B, H * K]`."""
     spec = params.spec
-    b = check_layout(spec, mixed, a, b, pool)
+    b, out = checked(spec, mixed, a, b, pool, out)
     heads, value_dim = spec.num_v_heads, spec.value_dim
     block_v = min(VALUES, triton.next_power_of_2(value_dim))
     tiles_v = triton.cdiv(value_dim, block_v)
-    if out is None:
-        out = mixed.new_empty(mixed.shape[0], heads, value_dim)
-    assert out.is_contiguous(), "the result must be dense"
     _decode_kernel[(mixed.shape[0] * heads * tiles_v,)](
         mixed,
         a,
@@ -361,9 +355,7 @@ def key_decode(
         out,
         index.src,
         index.dst,
-        mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
+        *(x.stride(0) for x in (mixed, a, b)),
         pool.stride(0),
         spec.key_dim**-0.5,
         H=heads,

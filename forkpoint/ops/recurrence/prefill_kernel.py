@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.metadata import TILE, SegmentIndex
-from forkpoint.ops.recurrence.gates import L2_EPS, check_layout, decay, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk, unit_lower_inverse
 from forkpoint.ops.table import RecurrenceParams
@@ -270,6 +270,40 @@ def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
     return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 2}
 
 
+def _chunks(
+    mixed: Tensor, a: Tensor, b: Tensor, params: RecurrenceParams, index: SegmentIndex, block_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first launch: (systems, scores, gains)."""
+    assert index.tiles is not None, "kernels need the index's tiles"
+    shape, wide = params.spec, mixed.dtype == torch.float32
+    entries = (mixed.shape[0] // TILE + len(index)) * shape.num_v_heads
+    scores = mixed.new_empty(entries, TILE, TILE)
+    systems = mixed.new_empty(entries, TILE, TILE) if shape.delta else scores
+    gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
+    options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
+    _chunk_kernel[(index.tiles.shape[0] * shape.num_v_heads,)](
+        mixed,
+        a,
+        b,
+        params.A_log,
+        params.dt_bias,
+        index.tiles,
+        index.cu_seqlens,
+        systems,
+        scores,
+        gains,
+        *(x.stride(0) for x in (mixed, a, b)),
+        shape.key_dim**-0.5,
+        **sizes(shape),
+        BLOCK_K=block_k,
+        **modes(shape),
+        HALF=not wide,
+        **overlap(mixed.device, mixed.shape[0]),
+        **options,
+    )
+    return systems, scores, gains
+
+
 def recurrence_prefill(
     mixed: Tensor,
     a: Tensor,
@@ -287,58 +321,20 @@ def recurrence_prefill(
     shape = params.spec
     if shape.per_key:
         return key_prefill(mixed, a, b, params, pool, index, out)
-    b = check_layout(shape, mixed, a, b, pool)
-    assert index.tiles is not None, "kernels need the index's tiles"
+    b, out = checked(shape, mixed, a, b, pool, out)
     block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
-    segments = index.src.shape[0]
-    entries = (mixed.shape[0] // TILE + segments) * shape.num_v_heads
-    scores = mixed.new_empty(entries, TILE, TILE)
-    systems = mixed.new_empty(entries, TILE, TILE) if shape.delta else scores
-    gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
-    if out is None:
-        out = mixed.new_empty(mixed.shape[0], shape.num_v_heads, shape.value_dim)
-    assert out.is_contiguous(), "the result must be dense"
-    wide = mixed.dtype == torch.float32
-    overlapped = overlap(mixed.device, mixed.shape[0])
-    chunk_options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
-    programs = segments * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
-    scan_options = _scan_options(mixed, block_k, programs)
-    tiles_v = triton.cdiv(shape.value_dim, scan_options["BLOCK_V"])
-    _chunk_kernel[(index.tiles.shape[0] * shape.num_v_heads,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        index.tiles,
-        index.cu_seqlens,
-        systems,
-        scores,
-        gains,
-        mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
-        shape.key_dim**-0.5,
-        **sizes(shape),
-        BLOCK_K=block_k,
-        **modes(shape),
-        HALF=not wide,
-        **overlapped,
-        **chunk_options,
-    )
-    _scan_kernel[(segments * shape.num_v_heads * tiles_v,)](
+    systems, scores, gains = _chunks(mixed, a, b, params, index, block_k)
+    programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
+    options = _scan_options(mixed, block_k, programs)
+    tiles_v = triton.cdiv(shape.value_dim, options["BLOCK_V"])
+    _scan_kernel[(len(index) * shape.num_v_heads * tiles_v,)](
         mixed,
         systems,
         scores,
         gains,
         pool,
         out,
-        index.cu_seqlens,
-        index.src,
-        index.dst,
-        index.save_ptr,
-        index.save_pos,
-        index.save_dst,
+        *index.columns,
         params.D,
         mixed.stride(0),
         pool.stride(0),
@@ -346,7 +342,7 @@ def recurrence_prefill(
         BLOCK_K=block_k,
         TILES_V=tiles_v,
         DELTA=shape.delta,
-        **overlapped,
-        **scan_options,
+        **overlap(mixed.device, mixed.shape[0]),
+        **options,
     )
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.recurrence.decode_kernel import VALUES, normed, read_state, token_inputs, update
-from forkpoint.ops.recurrence.gates import check_layout, modes, sizes
+from forkpoint.ops.recurrence.gates import checked, modes, sizes
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
 
@@ -124,9 +124,8 @@ def recurrence_verify(
     records: Sequence[Tensor],
 ) -> Tensor:
     """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
-    spec = params.spec
-    out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
-    _launch(mixed, a, check_layout(spec, mixed, a, b, pool), params, pool, out, index, records)
+    b, out = checked(params.spec, mixed, a, b, pool, None)
+    _launch(mixed, a, b, params, pool, out, index, records)
     return out
 
 

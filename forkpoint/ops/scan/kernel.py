@@ -189,12 +189,7 @@ def scan_prefill(
     operands, sizes = _operands(inputs, params, pool, out)
     _prefill_kernel[(len(index) * sizes["PIECES"],)](
         *operands,
-        index.cu_seqlens,
-        index.src,
-        index.dst,
-        index.save_ptr,
-        index.save_pos,
-        index.save_dst,
+        *index.columns,
         *(value.stride(0) for value in inputs),
         pool.stride(0),
         **sizes,
