@@ -21,6 +21,7 @@ MAX_INTEGER: Final = 2**63 - 1
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
+MAX_RANKS: Final = 64
 MAX_DRAFTS: Final = 63  # of a row in a step, whose tokens pass one block boundary at most
 DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that have to agree before it is looked at
@@ -251,6 +252,11 @@ class EngineConfig:
         "where the model runs: cpu, cuda, cuda:<index>, npu (Ascend; see docs/ascend.md), or a kind that an "
         "installed package adds; auto: a GPU or an NPU if there is one",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "devices that share every layer of the model, a process each; on CPUs processes that share the host",
+        short="-tp",
+    )
     distributed_executor_backend: Literal["uni", "mp"] = option(
         "uni", "where the model runs: in the engine's process, or, with 'mp', in one of its own"
     )
@@ -357,6 +363,7 @@ class EngineConfig:
             ("max_model_len", self.max_model_len, 1, MAX_POSITIONS),
             ("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_INTEGER),
             ("num_threads", self.num_threads, 1, MAX_THREADS),
+            ("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS),
             ("max_num_batched_tokens", budget, MIN_CHUNK, MAX_POSITIONS),
             ("max_num_seqs", rows, 1, MAX_ROWS),
         ):

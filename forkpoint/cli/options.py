@@ -102,7 +102,7 @@ def add_option_group(
         for field in named:
             if others.get(field.name, title) == each:
                 own = dict(field.metadata)
-                _add_flag(group, field.name, hints[field.name], field.default, own["help"], own.get("metavar"))
+                _add_flag(group, field.name, hints[field.name], field.default, **own)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -158,9 +158,17 @@ def num_bytes(text: str) -> int:
 
 
 def _add_flag(
-    group: Any, name: str, hint: Any, default: Any, help: str, metavar: str | None = None, origin: str = ""
+    group: Any,
+    name: str,
+    hint: Any,
+    default: Any,
+    help: str,
+    metavar: str | None = None,
+    origin: str = "",
+    short: str = "",
 ) -> None:
-    """A flag that is in the namespace only where it is given. `hint` is the type of what it sets."""
+    """A flag that is in the namespace only where it is given. `hint` is the type of what it sets, `short` another name
+    of the flag."""
     kinds = {hint, *get_args(hint)}
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
     help = help.replace("%", "%%")
@@ -178,7 +186,8 @@ def _add_flag(
     elif int in kinds:
         is_size = name.endswith("_bytes")
         extra = {"type": num_bytes, "metavar": "BYTES"} if is_size else {"type": int, "metavar": "INT"}
-    group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=help, **extra)
+    names = ["--" + name.replace("_", "-"), *([short] if short else [])]
+    group.add_argument(*names, default=argparse.SUPPRESS, help=help, **extra)
 
 
 class _Gather(argparse.Action):

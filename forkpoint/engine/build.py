@@ -36,8 +36,8 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
     policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
     LOGGER.info("loading %s", config.model)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
-    start = start_worker if config.distributed_executor_backend == "mp" else build_worker
-    worker = start(config)
+    is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
+    worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts
     scheduler = Scheduler(
         facts.layout,

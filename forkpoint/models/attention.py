@@ -13,7 +13,7 @@ from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.linear.scaled import take_rows
 from forkpoint.ops.table import KVScales, QKNorm
@@ -70,7 +70,8 @@ class Attention:
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         self._qkv, self._out = self._read_qkv(name), self._read_out(name)
-        normed = {"head": (config.head_dim,) * 2, "all": (self._q_size, self._kv_size), None: ()}[config.qk_norm]
+        sizes = (self._q_size * build.ranks.size, self._kv_size * build.ranks.size)
+        normed = {"head": (config.head_dim,) * 2, "all": sizes, None: ()}[config.qk_norm]
         parts = zip("qk", normed, strict=False)
         norms = [RMSNorm(build, f"{name}.{part}_norm", size, config.centred) for part, size in parts]
         per_head = config.qk_norm == "head"
@@ -80,7 +81,7 @@ class Attention:
 
     def _read_out(self, name: str) -> Callable[[Tensor], Tensor]:
         config, hidden = self._config, self._build.config.hidden_size
-        return read_projection(self._build, f"{name}.o_proj", hidden, self._q_size, config.bias, config.out_scale)
+        return RowParallel(self._build, f"{name}.o_proj", hidden, self._q_size, config.bias, config.out_scale)
 
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
         """Rows `[q | k | v]`, behind them the gate's; stored gates alternate with queries, head by head."""
@@ -106,7 +107,7 @@ class Attention:
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)
         if self._norms:
-            q, k = self._norms[0](q), self._norms[1](k)
+            q, k = (norm.across(part, self._build.ranks) for norm, part in zip(self._norms, (q, k), strict=True))
         q, k, v = (torch.unflatten(x, -1, (-1, config.head_dim)) for x in (q, k, v))
         cos_sin, at = self._build.cos_sin, ctx.positions
         q = ops.qk_norm_rope_write(q, k, v, self._head_norm, cos_sin, at, k_cache, v_cache, slots, scales)

@@ -15,6 +15,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
 from forkpoint.models.weights import WeightSource
+from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
 
 # `x[T, H] -> [T, H]`, reading and writing the caches that the context names.
@@ -117,9 +118,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every layer is built from."""
+    """What every layer is built from; `config` and `weights` are of this rank's share."""
 
     config: ModelConfig
     weights: WeightSource
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
+    ranks: Ranks = ALONE

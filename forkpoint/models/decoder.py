@@ -12,6 +12,7 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import padded_span
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm
 
@@ -83,7 +84,15 @@ class Model(ABC):
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
         tied = config.tie_word_embeddings
-        self._head = Projection(build.ops, self._embedding if tied else weights.get("lm_head.weight", shape))
+        self._ranks, (start, end) = build.ranks, padded_span(config.vocab_size, build.ranks)
+        if not tied:
+            head = weights.get("lm_head.weight", (end - start, config.hidden_size))
+        elif build.ranks.size == 1:
+            head = self._embedding
+        else:
+            own = self._embedding[start:end]
+            head = F.pad(own, (0, 0, 0, end - start - len(own)))
+        self._head = Projection(build.ops, head)
         self._drafts = self.draft_head(build) if config.draft_layer and self.draft_head is not None else None
 
     @classmethod
@@ -126,4 +135,5 @@ class Model(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""
-        return self._head(hidden)
+        own = self._head(hidden)
+        return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self.config.vocab_size].contiguous()

@@ -13,7 +13,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.table import Recurrence, RecurrenceParams
@@ -97,7 +97,7 @@ class GatedDeltaNet:
         )
         self._recurrence = ConvRecurrence(build.ops, layer, taps, None, params)
         self._norm = RMSNorm(build, f"{name}.{config.norm}", shape.value_dim, centred=False, eps=config.norm_eps)
-        self._out = read_projection(build, f"{name}.{config.out}", build.config.hidden_size, self._value_size)
+        self._out = RowParallel(build, f"{name}.{config.out}", build.config.hidden_size, self._value_size)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""

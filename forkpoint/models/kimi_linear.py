@@ -16,7 +16,7 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
-from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, read_projection
+from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.models.weights import join_rows
@@ -82,7 +82,7 @@ class KDA:
         dt_bias = source.get(f"{name}.dt_bias", (inner,), fp32, DUMMY_DT_BIAS)
         self._recurrence = ConvRecurrence(build.ops, layer, taps, None, RecurrenceParams(config.spec, a_log, dt_bias))
         self._norm = RMSNorm(build, f"{name}.o_norm", dim, centred=False)
-        self._out = read_projection(build, f"{name}.o_proj", hidden, inner)
+        self._out = RowParallel(build, f"{name}.o_proj", hidden, inner)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""

@@ -17,7 +17,7 @@ from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.linear.scaled import dense
 
@@ -93,7 +93,7 @@ class LatentAttention:
         keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
         self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
         self._from_latent = build.ops.prepare_linear_heads(values)
-        self._out = read_projection(build, f"{name}.o_proj", hidden, heads * config.value_dim)
+        self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
         self._scale = (config.key_dim + config.shared_dim) ** -0.5
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:

@@ -14,6 +14,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, multiplied
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
 
@@ -40,6 +41,30 @@ def read_projection(
     return Projection(build.ops, weight, shift)
 
 
+class RowParallel:
+    """A linear layer whose input is cut over ranks, and whose output all of them have."""
+
+    def __init__(
+        self, build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
+    ) -> None:
+        """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
+        self._ranks, adds_bias = build.ranks, bias
+        self._cuts_rows = build.ranks.cuts_rows(rows)
+        if build.ranks.gathers:
+            rows, columns = rows // build.ranks.size if self._cuts_rows else rows, columns * build.ranks.size
+        elif build.ranks.rank:
+            build.weights.get(f"{name}.bias", (rows,)) if bias else None
+            adds_bias = False  # once in the sum
+        self._own = read_projection(build, name, rows, columns, adds_bias, scale)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x[T, K of this rank] -> [T, N]`."""
+        if not self._ranks.gathers:
+            return self._ranks.sum(self._own(x))
+        y = self._own(self._ranks.gather(x))
+        return self._ranks.gather(y) if self._cuts_rows else y
+
+
 class RMSNorm:
     """A norm whose weight is held in fp32; `centred` weights are stored as their distance from 1."""
 
@@ -53,6 +78,13 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dim."""
         return self._ops.rmsnorm(x, self.weight, self.eps)
+
+    def across(self, x: Tensor, ranks: Ranks) -> Tensor:
+        """Over the last dims of all ranks side by side, of which each has its own."""
+        if ranks.size == 1:
+            return self(x)
+        own = x.shape[-1]
+        return self(ranks.gather(x)).narrow(-1, ranks.rank * own, own)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm of `residual + x`, `residual + x`); without a residual, x starts it."""
@@ -100,7 +132,7 @@ class MLP:
             scales[:size] = config.gate_scale
             gate_up = multiplied(gate_up, scales)
         self._gate_up: Any = build.ops.prepare_linear(gate_up, None)
-        self._down = read_projection(build, f"{name}.down_proj", hidden, size, scale=config.down_scale)
+        self._down = RowParallel(build, f"{name}.down_proj", hidden, size, scale=config.down_scale)
         self._ops = build.ops
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
@@ -114,7 +146,7 @@ class SquaredMLP:
     def __init__(self, build: Build, name: str, config: MLPConfig) -> None:
         size, hidden = config.intermediate_size, build.config.hidden_size
         self._up = read_projection(build, f"{name}.up_proj", size, hidden)
-        self._down = read_projection(build, f"{name}.down_proj", hidden, size)
+        self._down = RowParallel(build, f"{name}.down_proj", hidden, size)
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """`x[T, H] -> [T, H]`, whatever the context."""

@@ -16,7 +16,7 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import RMSNorm, read_projection
+from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.ops.table import ScanInputs, ScanParams
 
@@ -84,7 +84,7 @@ class Mamba:
         taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width)).squeeze(1)
         bias = get(f"{name}.conv1d.bias", (channels,)) if config.conv_bias else None
         self._conv = Convolution(build.ops, layer, taps, bias)
-        self._selection = read_projection(build, f"{name}.x_proj", rank + 2 * values, channels)
+        self._selection = RowParallel(build, f"{name}.x_proj", rank + 2 * values, channels)
         self._step = read_projection(build, f"{name}.dt_proj", channels, rank)
         self._params = ScanParams(
             -torch.exp(get(f"{name}.A_log", (channels, values), fp32, DUMMY_A_LOG)),
@@ -98,7 +98,7 @@ class Mamba:
         self._norms = [
             torch.ones(size) if plain else RMSNorm(build, norm, size, False).weight for norm, size in norms.items()
         ]
-        self._out = read_projection(build, f"{name}.out_proj", hidden, channels, config.bias)
+        self._out = RowParallel(build, f"{name}.out_proj", hidden, channels, config.bias)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""

@@ -12,7 +12,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import multiplied, take_rows
 from forkpoint.ops.table import Recurrence, RecurrenceParams
@@ -33,6 +33,7 @@ class Mamba2Config(PartConfig):
     conv_bias: bool = True
     bias: bool = False
     norm: Literal["after", "before"] | None = "after"
+    norm_groups: int = 0  # of the norm where each spans several ranks; 0: those of `spec`
     scales: tuple[float, ...] = (1.0,) * 5
     out_scale: float = 1.0
     name: str = "mamba"
@@ -81,7 +82,7 @@ class Mamba2Mixer:
     """The recurrence of layer `layer`."""
 
     def __init__(self, build: Build, name: str, layer: int, config: Mamba2Config) -> None:
-        self._ops, self._config = build.ops, config
+        self._ops, self._config, self._ranks = build.ops, config, build.ranks
         spec, weights, fp32 = config.spec, build.weights, torch.float32
         self._input = self._read_input(build, name)
         order = torch.cat(self._xbc(0)[::-1])
@@ -97,9 +98,10 @@ class Mamba2Mixer:
         self._recurrence = ConvRecurrence(build.ops, layer, taps, bias, params)
         self._norm: Tensor | None = None
         if config.norm is not None:
-            norm = RMSNorm(build, f"{name}.norm", config.inner, centred=False)
-            self._norm = norm.weight.view(spec.num_k_heads, -1)
-        self._out = read_projection(
+            size = config.inner * (build.ranks.size if config.norm_groups else 1)
+            norm = RMSNorm(build, f"{name}.norm", size, centred=False)
+            self._norm = norm.weight.view(config.norm_groups or spec.num_k_heads, -1)
+        self._out = RowParallel(
             build, f"{name}.out_proj", build.config.hidden_size, config.inner, config.bias, config.out_scale
         )
 
@@ -132,7 +134,12 @@ class Mamba2Mixer:
         out = self._recurrence(mixed, dt, None, ctx).flatten(1)
         if self._norm is None:
             return self._out(self._ops.silu_mul(torch.cat((z, out), dim=-1)))
-        groups = (spec.num_k_heads, -1)
+        groups = (config.norm_groups or spec.num_k_heads, -1)
+        if config.norm_groups:
+            out, z = self._ranks.gather(out), self._ranks.gather(z)
         out, gate = torch.unflatten(out, -1, groups), torch.unflatten(z, -1, groups)
         first = config.norm == "after"
-        return self._out(self._ops.gated_rmsnorm(out, gate, self._norm, config.norm_eps, first).flatten(1))
+        out = self._ops.gated_rmsnorm(out, gate, self._norm, config.norm_eps, first).flatten(1)
+        if config.norm_groups:
+            out = out.narrow(1, self._ranks.rank * config.inner, config.inner)
+        return self._out(out)

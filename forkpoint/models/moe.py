@@ -86,7 +86,7 @@ class SparseMLP:
     """
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
-        self._ops, self._moe, source = build.ops, moe, build.weights
+        self._ops, self._moe, self._ranks, source = build.ops, moe, build.ranks, build.weights
         rows = {f"{name}.gate.weight": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate.weight"] = 1
@@ -109,24 +109,28 @@ class SparseMLP:
         self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
     def _read_experts(self, build: Build, name: str) -> tuple[Matrix, Matrix]:
-        """`gate_up[E, 2I, H]` (`[E, I, H]` without a gate), `down[E, H, I]`: routed experts, then the shared one's."""
+        """`gate_up[E, 2I, H]` (`[E, I, H]` without a gate), `down[E, H, I]`: routed experts, then the shared one's.
+
+        Where ranks gather, each has its rows of `down` alone."""
         count, inner = self._moe.num_experts, self._moe.intermediate_size
         hidden = self._moe.latent_size or build.config.hidden_size
+        self._cuts_rows = build.ranks.cuts_rows(hidden)
+        given = hidden // build.ranks.size if self._cuts_rows else hidden
         source, total, whole = build.weights, count + self._moe.rule.num_shared, inner % BLOCK == 0
         scaled, size = self._is_scaled(build, name), len(self._into) * inner
         gate_up = JoinedMatrix(source, (total, size, hidden), scaled, whole)
-        down = JoinedMatrix(source, (total, hidden, inner), scaled, True)
+        down = JoinedMatrix(source, (total, given, inner), scaled, True)
         fused, apart = self._stacks(name)
         if source.has(fused):
             routed = slice(count)
             gate_up.put(source.get_matrix(fused, (count, size, hidden)), 0, routed)
-            down.put(source.get_matrix(apart, (count, hidden, inner)), 0, routed)
+            down.put(source.get_matrix(apart, (count, given, inner)), 0, routed)
         else:
             for e in range(count):
                 expert = f"{name}.experts.{e}"
                 for i, part in enumerate(self._into):
                     gate_up.put(source.get_matrix(f"{expert}.{part}_proj.weight", (inner, hidden)), i * inner, e)
-                down.put(source.get_matrix(f"{expert}.down_proj.weight", (hidden, inner)), 0, e)
+                down.put(source.get_matrix(f"{expert}.down_proj.weight", (given, inner)), 0, e)
         if self._moe.rule.num_shared:
             self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down)
         return gate_up.matrix, down.matrix
@@ -152,7 +156,7 @@ class SparseMLP:
         moe, hidden, source = self._moe, build.config.hidden_size, build.weights
         inner, whole = moe.intermediate_size, moe.shared_intermediate_size
         into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden)) for part in self._into]
-        back = source.get_matrix(f"{name}.down_proj.weight", (hidden, whole))
+        back = source.get_matrix(f"{name}.down_proj.weight", (down.matrix.shape[1], whole))
         back = back if isinstance(down.matrix, ScaledMatrix) else dense(back)
         for part in range(moe.rule.num_shared):
             start, end = part * inner, min((part + 1) * inner, whole)
@@ -166,9 +170,14 @@ class SparseMLP:
         scores = self._router(x.float() if self._is_wide else x)
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
         if not self._down_up:
-            return self._ops.experts(x, self._experts, weights, ids)
+            return self._all_ranks(self._ops.experts(x, self._experts, weights, ids))
         narrow, wide = self._down_up
-        return wide(self._ops.experts(narrow(x), self._experts, weights, ids))
+        return wide(self._all_ranks(self._ops.experts(narrow(x), self._experts, weights, ids)))
+
+    def _all_ranks(self, own: Tensor) -> Tensor:
+        if not self._ranks.gathers:
+            return self._ranks.sum(own)
+        return self._ranks.gather(own) if self._cuts_rows else own
 
 
 def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:

@@ -29,8 +29,10 @@ from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_m
 from forkpoint.models.qwen3 import Qwen3
 from forkpoint.models.qwen3_5 import Qwen35, Qwen35Moe
 from forkpoint.models.qwen3_next import Qwen3Next
+from forkpoint.models.shares import cut_model
 from forkpoint.models.weights import DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.models.zamba2 import Zamba2
+from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
@@ -171,6 +173,7 @@ def load_model(
     device: torch.device | None = None,
     progress: LoadingProgress | None = None,
     mtp: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
@@ -179,7 +182,8 @@ def load_model(
     that is not quantised in FP8, `kv_cache_dtype` is as of `load_config`, `device` (None: torch's default) where they
     are; `mtp` is as of `load_config`.
     `progress` is told how many bytes of the weights have been read, of how many.
-    Raises ModelFolderError and UnsupportedModelError, with the tensor or field at fault.
+    Of `ranks` each builds its share. Raises ModelFolderError and UnsupportedModelError, with the tensor or field at
+    fault, and ConfigError for a model that so many ranks cannot share.
     """
     config = load_config(
         path,
@@ -192,14 +196,16 @@ def load_model(
     )
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
+    config, shares = cut_model(config, ranks)
     if load_format == "dummy":
-        return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization), ops)
+        return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization, shares), ops, ranks)
     names = MODELS.find(config.architecture).weight_names
-    source = FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization, mtp)
+    source = FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization, mtp, shares)
     with closing(source) as weights:
         if mtp and not weights.has(MTP_WEIGHT):
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
-        model = _build(config, weights, ops)
+        ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
+        model = _build(config, weights, ops, ranks)
         ends = len(config.layers)
         spare = tuple(f"model.layers.{ends + i}." for i in range(config.num_draft_layers))
         spare += ("lm_head.weight",) if config.tie_word_embeddings else ()
@@ -212,10 +218,10 @@ def load_model(
         return model
 
 
-def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
+def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, ranks: Ranks) -> Model:
     table = None
     if config.rotary.dim:
         # Made on the CPU, so that all devices have the same bits.
         table = config.rotary.table(config.max_model_len).to(weights.device)
     with weights.device:  # for what the families make themselves
-        return MODELS.find(config.architecture)(Build(config, weights, ops, table))
+        return MODELS.find(config.architecture)(Build(config, weights, ops, table, ranks))

@@ -10,7 +10,7 @@ from forkpoint.cache.layout import LayerSpec, StateSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
-from forkpoint.models.layers import read_projection
+from forkpoint.models.layers import RowParallel, read_projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ShortConv:
         taps = build.weights.get(f"{name}.conv.weight", (size, 1, config.width)).squeeze(1)
         shift = build.weights.get(f"{name}.conv.bias", (size,)) if bias else None
         self._conv = Convolution(build.ops, layer, taps, shift, silu=False)
-        self._out = read_projection(build, f"{name}.out_proj", hidden, size, bias)
+        self._out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forkpoint.errors import ModelFolderError
+from forkpoint.models.cuts import WHOLE, Part, Shares
 from forkpoint.models.fields import canonical_name, read_json
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
@@ -30,7 +31,10 @@ LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in 
 
 
 class WeightSource(Protocol):
-    """Where a model gets its tensors, by their canonical names (`model.layers.0...`)."""
+    """Where a model gets its tensors, by their canonical names (`model.layers.0...`).
+
+    Shapes are of what this rank has of them.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -85,6 +89,8 @@ class JoinedMatrix:
             whole[at, start : start + num_rows, :width] = dense(part)
             return
         assert isinstance(part, ScaledMatrix), "a joint in FP8 has parts in FP8"
+        if part.rows < whole.rows:
+            self.matrix = whole = whole.by_row()
         part = part if part.rows == whole.rows else part.by_row()
         first, (*_, scale_rows, scale_columns) = start // whole.rows, part.scales.shape
         codes = part.codes.view(torch.uint8)  # not every device can copy FP8 to a part of a tensor
@@ -104,13 +110,17 @@ def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], c
 
 
 class DummyWeights:
-    """Random weights for any name and shape; the bits depend on the seed, the name, the shape and the device alone."""
+    """Random weights for any name and shape; the bits depend on the seed, the name, the whole shape and the device
+    alone."""
 
-    def __init__(self, dtype: torch.dtype, seed: int, device: torch.device, fp8: Fp8Format | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, seed: int, device: torch.device, fp8: Fp8Format | None = None, shares: Shares = WHOLE
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.fp8 = fp8
         self._seed = seed
+        self._shares = shares
 
     def has(self, name: str) -> bool:
         return True
@@ -119,8 +129,10 @@ class DummyWeights:
         return self.fp8 is not None and self.fp8.covers(name)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        made = self.get(name, shape)
-        return quantise(made) if self.is_scaled(name) else made
+        if not self.is_scaled(name):
+            return self.get(name, shape)
+        part = self._shares.part(name, shape)
+        return _quantised(self._make(name, part.whole if part else shape, self.dtype, None), part)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
@@ -131,9 +143,14 @@ class DummyWeights:
     def get(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
     ) -> Tensor:
+        part = self._shares.part(name, shape)
+        made = self._make(name, part.whole if part else shape, dtype or self.dtype, span)
+        return part.of(made).clone() if part else made
+
+    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype, span: Span | None) -> Tensor:
         # torch's CPU generator looks at 32 bits of a seed only.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
-        out = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+        out = torch.empty(*shape, dtype=dtype, device=self.device)
         if span is not None:
             return out.uniform_(*span, generator=generator)
         return out.normal_(0.0, shape[-1] ** -0.5, generator=generator)
@@ -155,11 +172,13 @@ class FileWeights:
         names: Sequence[tuple[str, str]] = (),
         fp8: Fp8Format | None = None,
         mtp: bool = False,
+        shares: Shares = WHOLE,
     ) -> None:
         """`mtp`: the MTP head's tensors are there too."""
         self.dtype = dtype
         self.device = device
         self.fp8 = fp8
+        self._shares = shares
         self._progress = progress
         self._folder = folder
         self._files: dict[str, Any] = {}
@@ -202,6 +221,13 @@ class FileWeights:
         return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shares.local_shape(name, self._stored_shape(name))
+
+    def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """All that a model may ask for, whole."""
+        return [(name, self._stored_shape(name)) for name in sorted(self._stored)]
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
         stored, shard = self._find(name)
         return tuple(self._files[shard].get_slice(stored).get_shape())
 
@@ -216,7 +242,7 @@ class FileWeights:
                 f"tensor {self._where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
                 "quantization_config in config.json, and for embeddings, norms and the output head, FP8 is not read"
             )
-        tensor = self._read(name, shape)
+        tensor = self._read(name, shape, self._shares.part(name, shape))
         self._check_finite(name, _is_finite(tensor))
         return tensor.to(dtype or self.dtype)
 
@@ -228,16 +254,22 @@ class FileWeights:
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
         if self.fp8 is None or not self.is_scaled(name):
             return self.get(name, shape)
-        if self.fp8.on_load:
-            return quantise(self.get(name, shape))
+        part = self._shares.part(name, shape)
+        whole = part.whole if part else shape
+        if self.fp8.on_load:  # whole, so that all ranks have the same scales
+            tensor = self._read(name, whole, None)
+            self._check_finite(name, _is_finite(tensor))
+            return _quantised(tensor.to(self.dtype), part)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
-        codes, scale = self._read(name, shape), name + self.fp8.scale_suffix
+        codes, scale = self._read(name, shape, part), name + self.fp8.scale_suffix
         self._check_finite(name, not _has_nan(codes))
-        scales = self._read(scale, self.fp8.scale_shape(shape)).float()
+        scales = self._read(scale, self.fp8.scale_shape(whole), None).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
-        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, shape[-1])
+        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, whole[-1])
+        if part is not None:
+            return part.of_scaled(codes, scales, rows, columns, self.dtype)
         return ScaledMatrix(codes, scales, rows, columns, self.dtype)
 
     def _stored_type(self, name: str) -> str:
@@ -248,17 +280,18 @@ class FileWeights:
         stored, shard = self._find(name)
         return f"{stored!r} in {self._folder / shard}"
 
-    def _read(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A copy on the device, as stored."""
+    def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
+        """A copy on the device, as stored, of the part that has `shape`."""
         stored, shard = self._find(name)
-        found = self.shape(name)
-        if found != tuple(shape):
+        found, whole = self._stored_shape(name), tuple(part.whole if part else shape)
+        if found != whole:
             raise ModelFolderError(
-                f"tensor {stored!r} in {self._folder / shard} has shape {list(found or ())}; "
-                f"config.json asks for {list(shape)}"
+                f"tensor {stored!r} in {self._folder / shard} has shape {list(found)}; "
+                f"config.json asks for {list(whole)}"
             )
+        file = self._files[shard]
         try:
-            tensor: Tensor = self._files[shard].get_tensor(stored)
+            tensor: Tensor = file.get_tensor(stored) if part is None else part.of(file.get_slice(stored))
         except SafetensorError as error:
             raise ModelFolderError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
         # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
@@ -322,6 +355,15 @@ def _stored_bytes(path: Path) -> dict[str, int]:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
     return {name: end - start for name, (start, end) in spans.items()}
+
+
+def _quantised(matrix: Tensor, part: Part | None) -> ScaledMatrix:
+    """A part of what the whole matrix is in FP8."""
+    found = quantise(matrix)
+    if part is None:
+        return found
+    codes = part.of(found.codes.view(torch.uint8)).clone().view(CODES)
+    return part.of_scaled(codes, found.scales, found.rows, found.columns, found.dtype)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -31,6 +31,8 @@ class AcceleratorPlatform:
     """One device of `kind`, which is also the name of torch's module for it."""
 
     defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
+    collectives: ClassVar = ""
+    serves_all_ranks: ClassVar = False
     kind: ClassVar[str]
     graph_class: ClassVar[str]
     allocator_variable: ClassVar[str]  # read at the first use of the device's memory

@@ -37,6 +37,8 @@ class _PastMark:
 class CpuPlatform:
     """The host itself. `root` is where `/proc` and `/sys` are mounted."""
 
+    collectives: ClassVar = "gloo"
+    serves_all_ranks: ClassVar = True
     defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=64, async_scheduling=False)
 
     def __init__(self, index: int = 0, root: Path = Path("/")) -> None:

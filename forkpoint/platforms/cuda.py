@@ -12,6 +12,7 @@ class CudaPlatform(AcceleratorPlatform):
     """One CUDA device."""
 
     kind, graph_class, allocator_variable = "cuda", "CUDAGraph", "PYTORCH_CUDA_ALLOC_CONF"
+    collectives = "nccl"
 
     @classmethod
     def num_devices(cls) -> int:

@@ -38,6 +38,8 @@ class Platform(Protocol):
     """One device. Work runs in the order in which it is issued."""
 
     defaults: ClassVar[SchedulerConfig]  # where the user says nothing
+    collectives: ClassVar[str]  # torch.distributed's backend for ranks on devices of this kind; "": there is none
+    serves_all_ranks: ClassVar[bool]  # one device is enough for any number of ranks
 
     def __init__(self, index: int = 0) -> None:
         """Open the device of that number."""

@@ -30,10 +30,10 @@ def num_devices() -> dict[str, int]:
     return {name: PLATFORMS.find(name).num_devices() for name in names}
 
 
-def resolve_platform(name: str, rank: int = 0) -> Platform:
+def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
     """A kind of device with an optional `:index` (else `rank`), or `auto`: the first kind of which there is a device.
 
-    Raises ConfigError for others and for an absent device.
+    Raises ConfigError for others, for an absent device, and where there are fewer than ranks.
     """
     if name == AUTO:
         name = next(kind for kind, count in num_devices().items() if count)
@@ -41,6 +41,16 @@ def resolve_platform(name: str, rank: int = 0) -> Platform:
     kind, index = (head, int(tail)) if head and tail.isdigit() else (name, rank)
     platform = PLATFORMS.find(kind)
     count = platform.num_devices()
+    if num_ranks > 1 and count:
+        if not platform.collectives:
+            raise ConfigError(f"tensor_parallel_size={num_ranks} is not possible on devices of the kind {kind!r}")
+        if platform.serves_all_ranks:
+            return platform(0)
+        if kind != name or count < num_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} needs as many devices, one for each rank; device={name!r} has "
+                f"{count if kind == name else 1}"
+            )
     if index >= count:
         why = "" if count else f"; {platform.absence()}"
         raise ConfigError(f"device {name!r} is not here: {count} devices of the kind {kind!r} were found{why}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.obs.logs import LOGGER, operator_lines
+from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
@@ -30,14 +32,18 @@ from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
 
-def build_worker(config: EngineConfig, rank: int = 0) -> Worker:
-    """Load the model and cut the arena, on device number `rank` of the kind where the user names none.
+def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None) -> Worker:
+    """Load the model, or the share of one of several ranks that meet at `place`, and cut the arena, on device number
+    `rank` of the kind where the user names none.
 
     Raises ConfigError, ModelFolderError or UnsupportedModelError.
     """
+    size = config.tensor_parallel_size
+    platform = resolve_platform(config.device, rank, size)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    platform = resolve_platform(config.device, rank)
+    elif size > 1 and platform.serves_all_ranks:
+        torch.set_num_threads(max(1, torch.get_num_threads() // size))
     if config.kv_cache_dtype == "fp8" and not platform.traits(platform.device).has_fp8:
         raise ConfigError(
             f"kv_cache_dtype='fp8' is not possible on {platform.device}, which does not convert 8-bit floats (NVIDIA "
@@ -45,7 +51,11 @@ def build_worker(config: EngineConfig, rank: int = 0) -> Worker:
         )
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
     sched = platform.defaults.with_options(config.scheduler)
-    model = _load(config, ops, platform)
+    ranks = ALONE
+    if place is not None:
+        ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic)
+        ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
+    model = _load(config, ops, platform, ranks)
     layout = CacheLayout.create(model.layer_specs)
     drafts = _max_num_drafts(config, layout, ops)
     if drafts and sched.async_scheduling:
@@ -53,9 +63,12 @@ def build_worker(config: EngineConfig, rank: int = 0) -> Worker:
         sched = replace(sched, async_scheduling=False)
     has_graphs = platform.has_graphs and not config.enforce_eager
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
+    sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
+    alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}
+    ranks.check_equal(alike, platform.device)
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts)
     _log_model(config, loaded)
-    num_pages = _size_arena(config, loaded)
+    num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     runner = _make_runner(config, loaded, num_pages)
     facts = WorkerFacts(
         layout,
@@ -81,7 +94,7 @@ def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> 
     return config.speculative_config.num_speculative_tokens
 
 
-def _load(config: EngineConfig, ops: OpTable, platform: Platform) -> Model:
+def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
     remedy = "use a smaller model or a device with more memory, or end other programs that hold some of it"
     doing = f"loading the weights ({platform.free_bytes() / GIB:.1f} GiB were free)"
     progress = WeightsProgress(show_bar=_shows_progress(config))
@@ -99,6 +112,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform) -> Model:
             device=platform.device,
             progress=progress,
             mtp=config.speculative_config is not None and config.speculative_config.method == "mtp",
+            ranks=ranks,
         )
 
 

@@ -19,7 +19,7 @@ access-log: true
 enable_dev_endpoints: false
 kv-cache-memory-bytes: 512MiB
 structured-outputs-config: {backend: xgrammar, disable_any_whitespace: true}
-tensor-parallel-size: 1
+pipeline-parallel-size: 1
 chat-template: "-starts with a dash"
 """
 
@@ -63,7 +63,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("port: true", "port: true is not allowed; give a text or a number"),
         ("port:", "port: nothing is not allowed"),
         ("port: [1, 2]", "invalid int value: '[1, 2]'"),
-        ("tensor-parallel-size: 2", "2 is not possible here"),
+        ("pipeline-parallel-size: 2", "2 is not possible here"),
         ("config: other.yaml", "is no flag"),
         ("- port", "holds a list"),
         ("port: {", "is no YAML"),

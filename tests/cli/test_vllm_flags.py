@@ -36,14 +36,14 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         "-O changes nothing here: CUDA graphs are recorded unless --enforce-eager is given",
         "--hf-token changes nothing here: the hub's token is that of HF_TOKEN, or of `hf auth login`",
     ]
-    assert told_lines(parse("serve MODEL --no-enable-lora -tp 1")) == []
+    assert told_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("--tensor-parallel-size 2", "2 is not possible here: one process runs the model, on one device; give 1"),
-        ("-tp=4", "4 is not possible here"),
+        ("--data-parallel-size 2", "2 is not possible here: one engine runs the model, every layer of it on all its"),
+        ("-pp=4", "4 is not possible here"),
         ("--mamba-cache-dtype float32", "float32 is not possible here: the convolutions' windows are of the model's"),
         ("--kv-cache-dtype fp8_e5m2", "invalid choice: 'fp8_e5m2' (choose from 'auto', 'bfloat16', 'fp8')"),
         ("--quantization awq", "invalid choice: 'awq' (choose from 'fp8')"),
@@ -71,7 +71,7 @@ def test_the_documentation_shows_the_table_as_it_is() -> None:
 def test_help_stays_readable_and_no_flag_is_there_twice() -> None:
     shown = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     text = shown.choices["serve"].format_help()
-    assert "--tensor-parallel-size" not in text and "docs/server.md" in text
+    assert "--pipeline-parallel-size" not in text and "docs/server.md" in text
     flags = [flag.split("/")[0] for row in TABLE for flag in row.flags]
     assert len(flags) == len(set(flags))
     assert text.splitlines()[0] == "usage: forkpoint serve [MODEL] [options]"

@@ -212,5 +212,5 @@ def full_step_bytes(folder: Path) -> int:
 
 
 def _started(folder: Path, platform: CpuPlatform, monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
-    monkeypatch.setattr(build, "resolve_platform", lambda name, rank: platform)
+    monkeypatch.setattr(build, "resolve_platform", lambda name, rank, num_ranks: platform)
     return LLM(str(folder), **{"skip_tokenizer_init": True, "cpu_ops": "torch", "log_level": "error", **options})

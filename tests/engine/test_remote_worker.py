@@ -83,10 +83,10 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(both: list[LLM]) -> N
 def test_a_worker_that_is_killed_ends_the_requests(tiny_model: Path) -> None:
     with start(tiny_model, "mp") as llm:
         runner = llm._engine.core._runner
-        assert isinstance(runner, RemoteRunner) and runner._process.pid is not None
+        assert isinstance(runner, RemoteRunner)
         stream = llm.stream(LONG, GREEDY)
         next(stream)
-        os.kill(runner._process.pid, signal.SIGKILL)
+        os.kill(runner._ranks[0].process.pid or 0, signal.SIGKILL)
         with pytest.raises(EngineStoppedError, match="the worker process was killed by SIGKILL"):
             list(stream)
         with pytest.raises(EngineStoppedError):

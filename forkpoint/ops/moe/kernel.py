@@ -326,7 +326,7 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         x.stride(0),
         top_k,
         inner,
-        size,
+        x.shape[1],
         pieces,
         gate_up_scales,
         GATED=packed.gated,

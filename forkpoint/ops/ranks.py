@@ -1,0 +1,71 @@
+"""Ranks that run one model together, each with a share of every layer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forkpoint.errors import ConfigError
+
+
+class Ranks:
+    """One of `size` ranks; all call the same methods in the same order.
+
+    Layers whose input is cut add up what the ranks made of their shares, or, with `gathers`, put the shares of the
+    input together: an element is then computed by one rank, in the order in which a single one does it.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, gathers: bool = False) -> None:
+        self.rank, self.size, self.gathers = rank, size, gathers
+
+    @classmethod
+    def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool) -> Ranks:
+        """Wait for the other ranks at `place`, a file that is not there yet; `backend` is torch.distributed's."""
+        dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
+        return cls(rank, size, gathers)
+
+    def cuts_rows(self, num_rows: int) -> bool:
+        """Whether outputs of a layer that takes in what was cut are cut too."""
+        return self.gathers and num_rows % self.size == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks, in place of `x`."""
+        if self.size > 1:
+            x = x.contiguous()
+            dist.all_reduce(x)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""
+        if self.size == 1:
+            return x
+        return self._stacked(x).movedim(0, -2).flatten(-2)
+
+    def check_equal(self, named: Mapping[str, object], device: torch.device) -> None:
+        """Raises ConfigError that names what is not the same on all ranks, by its `repr`."""
+        digests = [hashlib.blake2b(repr(value).encode(), digest_size=8).digest() for value in named.values()]
+        own = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], device=device)
+        for rank, others in enumerate(self._stacked(own).tolist() if self.size > 1 else ()):
+            wrong = [name for name, ours, theirs in zip(named, own.tolist(), others, strict=True) if ours != theirs]
+            if wrong:
+                raise ConfigError(f"ranks {self.rank} and {rank} do not have the same {' and '.join(wrong)}")
+
+    def least(self, value: int, device: torch.device) -> int:
+        """Of all ranks' values."""
+        return int(self._stacked(torch.tensor([value], device=device)).min()) if self.size > 1 else value
+
+    def _stacked(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.size, *x.shape)
+        gather = getattr(
+            dist, "all_gather_single", dist.all_gather_into_tensor
+        )  # one call, by its newer name or its older
+        gather(out.flatten(0, 1), x.contiguous())
+        return out
+
+
+ALONE = Ranks()

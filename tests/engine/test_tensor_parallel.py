@@ -1,0 +1,89 @@
+"""Ranks in processes of their own, over gloo, answer as one process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.random_model import make_random_model
+from forkpoint.config import EngineConfig
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import ConfigError, EngineStoppedError
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.worker.remote import RemoteRunner, start_ranks
+from tests.engine.conftest import TINY
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
+LONG = "the catalogue lists every map of the town, by year and by shelf. " * 4
+PROMPTS = [LONG + tail for tail in ("which is the oldest?", "who drew it?", "", "and where is it kept now? " * 9)]
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24, n=2, frequency_penalty=0.3, logprobs=1),
+    replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="[a-f]{3} [0-9]{5}")),
+    replace(GREEDY, prompt_logprobs=1, logit_bias={101: 4.0}),
+]
+SIZES: dict[str, Any] = {"max_model_len": 768, "max_num_batched_tokens": 256, "num_threads": 1, "log_level": "error"}
+ROOM = 3 << 19  # bytes of arena: fewer than all requests together take
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("halves"), replace(TINY, num_heads=4, num_kv_heads=2))
+
+
+def start(folder: Path, size: int, **options: Any) -> LLM:
+    chosen = {"tensor_parallel_size": size, "kv_cache_memory_bytes": ROOM // size, "device": "cpu", **SIZES, **options}
+    return LLM(str(folder), **chosen)
+
+
+def answers(llm: LLM) -> tuple[list[Any], dict[str, Any]]:
+    """To prompts that hit, are preempted, drawn, and restricted: all that is said of them, and the engine's counts."""
+    outputs = llm.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
+    outputs += llm.generate([f"short {i}" for i in range(16)], replace(GREEDY, max_tokens=70), use_tqdm=False)
+    metrics = llm.get_metrics()
+    assert metrics["num_preemptions"] > 0 and metrics["hit_tokens"] > 0
+    return told(outputs), metrics
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    """All but the times."""
+    return [replace(output, metrics=None, request_id="") for output in outputs]  # type: ignore[arg-type]
+
+
+def test_two_ranks_that_gather_give_the_bits_of_one(folder: Path) -> None:
+    found = []
+    for size in (1, 2):
+        with start(folder, size, deterministic=True) as llm:
+            found.append(answers(llm))
+    assert found[0] == found[1]
+
+
+def test_two_ranks_that_add_up_give_the_tokens_of_one(folder: Path) -> None:
+    with start(folder, 1) as alone, start(folder, 2) as both:
+        assert both.get_metrics()["num_free_pages"] == alone.get_metrics()["num_free_pages"]
+        for ours, theirs in zip(*(llm.generate(PROMPTS, PARAMS, use_tqdm=False) for llm in (both, alone)), strict=True):
+            assert ours.num_cached_tokens == theirs.num_cached_tokens
+            for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+                assert one.token_ids == other.token_ids
+        runner, stream = both._engine.core._runner, both.stream(LONG, GREEDY)
+        assert isinstance(runner, RemoteRunner)
+        next(stream)
+        began = time.monotonic()
+        os.kill(runner._ranks[1].process.pid or 0, signal.SIGKILL)
+        with pytest.raises(EngineStoppedError, match="the rank 1 process was killed by SIGKILL"):
+            list(stream)
+        assert time.monotonic() - began < 5
+        assert not any(rank.process.is_alive() for rank in runner._ranks)
+
+
+def test_ranks_that_differ_are_told_apart_before_a_step(folder: Path) -> None:
+    config = EngineConfig.from_flat(model=str(folder), tensor_parallel_size=2, device="cpu", **SIZES)
+    with pytest.raises(ConfigError, match=r"ranks \d and \d do not have the same options"):
+        start_ranks([config, replace(config, dtype="bfloat16")])
