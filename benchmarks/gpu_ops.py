@@ -8,15 +8,17 @@ and what attention reads come from memory: calls take turns over more of them th
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks.machine import commit_hash, today
-from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
@@ -145,6 +147,43 @@ def conv_cases() -> Iterator[Case]:
         yield Case(f"conv_update, {rows} rows", 2 * rows * dim * 2 * WIDTH, 0, update)
 
 
+def verify_cases() -> Iterator[Case]:
+    """Rows with drafts, all tokens but one of whose last step are to be folded."""
+    heads, dim = SHAPE.num_v_heads, SHAPE.mixed_dim
+    shapes = ((heads, SHAPE.value_dim), (SHAPE.num_k_heads, SHAPE.key_dim), (heads,))
+    record = 4 * sum(math.prod(shape) for shape in shapes)
+    for rows in (1, 8, 32, 128):
+        for tokens in (1, 2, 3, 4):
+            folded = tokens - 1
+
+            def indices(count: int, rows: int = rows, tokens: int = tokens, folded: int = folded) -> list[VerifyIndex]:
+                lines = ints(list(range(0, 2 * rows, 2)))
+                pending, mark, marked = (ints([value] * rows) for value in (folded, 0, -1))
+                slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
+                offsets = ints(list(range(0, rows * tokens + 1, tokens)))
+                return [VerifyIndex(at, at, offsets, pending, mark, marked, lines, lines + 1) for at in slots]
+
+            def recurrence(rows: int = rows, tokens: int = tokens, indices: Any = indices) -> list[Call]:
+                count, total = turns(rows * SLOT), rows * tokens
+                pool = torch.randn(count * rows, heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
+                mixed, a, b, params = randn(total, dim), randn(total, heads), randn(total, heads), recurrence_params()
+                records = [torch.zeros(2 * rows, 4, *shape, device=DEVICE) for shape in shapes]
+                return [
+                    lambda i=i: OPS.recurrence_verify(mixed, a, b, params, pool, i, records)  # type: ignore[misc]
+                    for i in indices(count)
+                ]
+
+            def conv(rows: int = rows, tokens: int = tokens, indices: Any = indices) -> list[Call]:
+                x, weight, pool = randn(rows * tokens, dim), randn(WIDTH, dim).t(), randn(rows, WIDTH - 1, dim)
+                (index,), records = indices(1), [randn(2 * rows, 4, dim)]
+                return [lambda: OPS.conv_verify(x, weight, None, pool, index, records, True)]
+
+            moved = rows * (2 * SLOT + (folded + (tokens > 1) * tokens) * record)
+            yield Case(f"recurrence_verify, {rows} rows, {tokens} tokens, {folded} folded", moved, 0, recurrence)
+            moved = 2 * rows * dim * (2 * (WIDTH - 1) + folded + (2 + (tokens > 1)) * tokens)
+            yield Case(f"conv_verify, {rows} rows, {tokens} tokens, {folded} folded", moved, 0, conv)
+
+
 def layer_cases() -> Iterator[Case]:
     """Everything between a recurrent layer's two projections."""
     heads, value = SHAPE.num_v_heads, SHAPE.value_dim
@@ -232,6 +271,7 @@ def cases() -> Iterator[Case]:
     yield from decode_cases()
     yield from prefill_cases()
     yield from conv_cases()
+    yield from verify_cases()
     yield from layer_cases()
     yield from row_cases()
     yield from copy_cases()

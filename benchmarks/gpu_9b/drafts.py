@@ -1,0 +1,190 @@
+"""What drafts bring to the 9B shape on one GPU: `python -m benchmarks.gpu_9b.drafts`.
+
+Dummy weights cannot be guessed, so acceptance is set: at each position of a window with the given probability,
+whatever was sampled there, as vLLM's `synthetic` rejection does. All work is done; the text means nothing. Ids are
+compared apart from that: with `--deterministic`, drafts that are right with those probabilities, and plain decoding in
+the same run. Decode rates are batch x 128 over t(129 tokens) - t(1 token), medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_9b.measures import Ids
+from benchmarks.gpu_9b.options import engine_options
+from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
+from forkpoint.cache.lease import Lease
+from forkpoint.engine.llm import LLM
+from forkpoint.params import SamplingParams
+from forkpoint.runtime import runner
+from forkpoint.runtime.records import records_bytes
+from forkpoint.runtime.windows import Windows
+from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.plan import TO_DRAFT, IntArray
+from forkpoint.sched.request import Request
+
+RATES = (0.8, 0.64, 0.512)  # of drafts 1, 2 and 3 being right
+PROMPT, TOKENS, REPEATS = 256, 128, 3
+COMPARED = 8  # rows whose ids are compared
+MIB = 1 << 20
+
+
+class SyntheticDrafter(Drafter):
+    """Drafts of which the first, the first two .. are right with the given chances, for prompts whose answers are
+    known; for others ids that mean nothing, or `TO_DRAFT`."""
+
+    def __init__(
+        self, rates: Sequence[float], vocab_size: int, known: Mapping[Any, Sequence[int]], by_model: bool = False
+    ) -> None:
+        self._rates, self._vocab_size, self._known, self._by_model = rates, vocab_size, known, by_model
+        self._random = np.random.default_rng(0)
+
+    def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        count, first = min(most, len(self._rates)), len(request.output_token_ids)
+        answer = self._known.get(tuple(request.prompt_token_ids.tolist()))
+        if answer is None:
+            return np.full(count, TO_DRAFT if self._by_model else 7, np.int32)
+        right = np.asarray(answer[first : first + count], np.int32)
+        wrong = self._random.random() >= np.asarray(self._rates[: len(right)])
+        return np.where(wrong, (right + 1) % self._vocab_size, right).astype(np.int32)
+
+
+class SyntheticWindows(Windows):
+    """Drafts count by chance, whatever was sampled."""
+
+    random = np.random.default_rng(0)
+
+    def confirm(self, token_ids: IntArray) -> tuple[IntArray, IntArray]:
+        draws = self.random.random((len(self.sizes), 1))
+        right = (draws < np.asarray(RATES)).sum(1) if len(RATES) else 0
+        counts = (1 + np.minimum(right, self.sizes - 1)).astype(np.int32)
+        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return (np.repeat(self.starts, counts) + offsets).astype(np.int32), counts
+
+
+def set_drafter(llm: LLM, drafter: Drafter) -> None:
+    """In place of the one that the options name."""
+    llm._engine.core.scheduler._drafting._drafter = drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens a second of a batch, and tokens of a row in a step."""
+
+    tokens_per_s: float
+    tokens_a_step: float
+
+
+def ids(rng: np.random.Generator, count: int) -> list[Ids]:
+    found: list[Ids] = rng.integers(1, SHAPE_9B.vocab_size, (count, PROMPT)).tolist()
+    return found
+
+
+def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tuple[int, ...]]]:
+    """(seconds, ids of the answers)."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
+
+
+def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
+    rng, rates, before = np.random.default_rng(batch), [], llm.get_metrics()
+    for number in range(repeats + 1):
+        short, _ = ask(llm, ids(rng, batch), 1)
+        long, _ = ask(llm, ids(rng, batch), TOKENS + 1)
+        if number:  # the first is to warm up
+            rates.append(batch * TOKENS / (long - short))
+    after = llm.get_metrics()
+    drafts, accepted = (after[name] - before[name] for name in ("num_drafts", "num_accepted_tokens"))
+    return Rate(float(np.median(rates)), 1 + accepted / max(1, drafts))
+
+
+def start(model: Path, args: argparse.Namespace, **options: Any) -> LLM:
+    began = time.perf_counter()
+    common = engine_options(args.device, args.enforce_eager)
+    llm = LLM(str(model), **{**common, "max_num_seqs": max(args.batches), "max_model_len": 4096, **options})
+    print(f"# engine {options} started in {time.perf_counter() - began:.1f} s", flush=True)
+    return llm
+
+
+def measure(model: Path, args: argparse.Namespace) -> None:
+    with start(model, args) as llm:
+        plain = {batch: decode_rate(llm, batch, args.repeats) for batch in args.batches}
+    most = args.num_drafts
+    config = {"method": args.method, "num_speculative_tokens": most}
+    with start(model, args, speculative_config=config) as llm:
+        layout = llm._engine.core.scheduler.layout
+        extra = records_bytes(layout, 1, 1 + most)
+        print(f"extra memory of a row, {most} drafts: {extra / MIB:.2f} MiB", flush=True)
+        try:
+            vars(runner)["Windows"] = SyntheticWindows
+            for count in range(1, most + 1):
+                set_drafter(llm, SyntheticDrafter(RATES[:count], SHAPE_9B.vocab_size, {}, args.method == "mtp"))
+                for batch in args.batches:
+                    rate = decode_rate(llm, batch, args.repeats)
+                    print(
+                        f"{count} drafts, batch {batch:4}: {rate.tokens_per_s:9.1f} tokens/s, plain "
+                        f"{plain[batch].tokens_per_s:9.1f}, {rate.tokens_per_s / plain[batch].tokens_per_s:5.2f}x, "
+                        f"{rate.tokens_a_step:.2f} tokens a step",
+                        flush=True,
+                    )
+        finally:
+            vars(runner)["Windows"] = Windows
+
+
+def compare(model: Path, args: argparse.Namespace) -> None:
+    """Ids with drafts beside those of plain decoding."""
+    prompts = ids(np.random.default_rng(1), COMPARED)
+    small = {"deterministic": True, "max_num_seqs": COMPARED, "kv_cache_memory_bytes": 6 << 30}
+    with start(model, args, **small) as llm:
+        plain_s, want = ask(llm, prompts, TOKENS)
+    config = {"method": "ngram", "num_speculative_tokens": args.num_drafts}
+    with start(model, args, **small, speculative_config=config) as llm:
+        known = {tuple(prompt): answer for prompt, answer in zip(prompts, want, strict=True)}
+        set_drafter(llm, SyntheticDrafter(RATES[: args.num_drafts], SHAPE_9B.vocab_size, known))
+        seconds, found = ask(llm, prompts, TOKENS)
+        metrics = llm.get_metrics()
+    same = sum(mine == other for mine, other in zip(found, want, strict=True))
+    accepted, drafted, steps = (metrics[f"num_{name}"] for name in ("accepted_tokens", "draft_tokens", "steps"))
+    print(
+        f"deterministic: {same} of {len(want)} answers of {TOKENS} ids are those of plain decoding; {accepted} of "
+        f"{drafted} drafts accepted; {metrics['num_replayed_steps']} of {steps} steps replayed; {seconds:.2f} s, plain "
+        f"{plain_s:.2f} s",
+        flush=True,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_9b.drafts", description=(__doc__ or "").strip())
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
+    parser.add_argument("--num-drafts", type=int, default=len(RATES), choices=range(1, len(RATES) + 1))
+    parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram", help="mtp: the model makes the drafts")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--only", choices=("rates", "ids"), help="one of both")
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model = write_config(Path(folder) / "model", SHAPE_9B)
+        if args.only != "rates":
+            compare(model, args)
+        if args.only != "ids":
+            measure(model, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Drafts on a CUDA device: the ids and log-probabilities of plain decoding, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_9b.drafts import SyntheticDrafter, set_drafter
+from forkpoint.engine.llm import LLM
+from forkpoint.outputs import RequestOutput
+from forkpoint.params import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.engine.drafters import RandomDrafter
+from tests.gpu.test_engine import prompt, start
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+VOCAB = 256
+LENGTHS = (1, 40, 63, 130, 500)
+CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+MIXES: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 0.0},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logprobs": 3},
+    {"min_p": 0.02, "top_k": 9, "logit_bias": {7: 2.0, 9: -3.0}},
+]
+
+
+def ask(llm: LLM) -> list[RequestOutput]:
+    prompts = [prompt(length, length) for length in LENGTHS]
+    params = [SamplingParams(**{"max_tokens": 70, "seed": i, "ignore_eos": True, **mix}) for i, mix in enumerate(MIXES)]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2"])
+def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family_name)
+    options = {"deterministic": True, "dtype": dtype}
+    with start(tmp_path, **options) as llm:
+        want = [output.outputs for output in ask(llm)]
+        greedy = want[MIXES.index({"temperature": 0.0})][0].token_ids
+    known = {tuple(prompt(63, 63)): greedy}
+    for eager in (False, True):
+        with start(tmp_path, **options, speculative_config=CONFIG, enforce_eager=eager) as llm:
+            assert [output.outputs for output in ask(llm)] == want
+            for drafter in (RandomDrafter(1, 3, VOCAB), SyntheticDrafter((0.9, 0.8, 0.7), VOCAB, known)):
+                assert llm.reset_prefix_cache()
+                set_drafter(llm, drafter)
+                assert [output.outputs for output in ask(llm)] == want
+            again = [output.outputs for output in ask(llm)]  # now they hit
+            assert again == want
+            metrics = llm.get_metrics()
+            assert metrics["num_accepted_tokens"] > 20 and metrics["slot_bytes_copied"] == 0
+            assert (metrics["num_replayed_steps"] > metrics["num_steps"] // 2) != eager
+
+
+def test_states_in_bfloat16_and_default_mode(tmp_path: Path) -> None:
+    """What is not deterministic agrees to rounding: in fp32, greedy ids."""
+    write_checkpoint(tmp_path, "qwen3_5")
+    with start(tmp_path) as llm:
+        want = [output.outputs[0].token_ids for output in ask(llm)]
+    with start(tmp_path, speculative_config={**CONFIG, "method": "cache"}) as llm:
+        assert [output.outputs[0].token_ids for output in ask(llm)] == want
+        assert [output.outputs[0].token_ids for output in ask(llm)] == want
+    with start(tmp_path, mamba_ssm_cache_dtype="bfloat16", speculative_config=CONFIG) as llm:
+        assert all(len(output.outputs[0].token_ids) == 70 for output in ask(llm))
