@@ -19,31 +19,10 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, AddedRow, MoveKind, StepPlan, StepResult
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_rows import HashRow, HashWork
+from tests.hash_step import InjectedFailure, PendingStep, PlanViolation
 from tests.rolling_hash import MASK, HashArray, RollingHash
 
 _GARBAGE = -1
-
-
-class PlanViolation(AssertionError):
-    """A plan broke a rule, or read a block or slot that does not hold its row's tokens."""
-
-
-class InjectedFailure(RuntimeError):
-    """The failure that a test asked for with `fail_steps`."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    value: StepResult | None
-    error: Exception | None
-    on_seen: HashRunner
-
-    def result(self) -> StepResult:
-        if self.error is not None:
-            self.on_seen.failure_seen()
-            raise self.error
-        assert self.value is not None
-        return self.value
 
 
 @dataclass(slots=True)
@@ -91,7 +70,7 @@ class HashRunner:
 
     # -- sched.plan.Runner
 
-    def submit(self, plan: StepPlan) -> _Pending:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """Execute a plan at once. Raises PlanViolation where the plan is at fault."""
         if self.closed:
             raise PlanViolation(f"step {plan.step} was submitted to a closed runner")
@@ -103,7 +82,7 @@ class HashRunner:
         self._failed = self._failed or poisoned or plan.step in self.fail_steps
         if self._failed:
             self._spoil(works)
-            return _Pending(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self)
+            return PendingStep(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self.failure_seen)
         sampled, allowed = [work for work in works if work.samples], allowed_ids(plan.masks)
         for work in works:
             self._save(work)
@@ -122,7 +101,7 @@ class HashRunner:
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
         num_tokens = plan.num_tokens
         result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=num_tokens, moved_bytes=moved_bytes)
-        return _Pending(result, None, self)
+        return PendingStep(result, None, self.failure_seen)
 
     def close(self) -> None:
         self.closed = True

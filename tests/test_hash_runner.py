@@ -11,7 +11,8 @@ from forkpoint.cache.layout import KVSpec
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import AddedRow, IntArray, Move, MoveKind, StepPlan
 from tests.cache.shapes import layout_of, state
-from tests.hash_runner import HashRunner, InjectedFailure, PlanViolation
+from tests.hash_runner import HashRunner
+from tests.hash_step import InjectedFailure, PlanViolation
 from tests.plans import Row, decode, plan_of
 
 VOCAB = 50

@@ -7,7 +7,7 @@ import pytest
 
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
 from forkpoint.params import FinishReason
-from tests.hash_runner import InjectedFailure
+from tests.hash_step import InjectedFailure
 from tests.sched.harness import LAYOUTS, Harness, tokens
 
 

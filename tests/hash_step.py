@@ -1,0 +1,32 @@
+"""A step of the hash runner, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forkpoint.sched.plan import StepResult
+
+
+class PlanViolation(AssertionError):
+    """A plan broke a rule, or read a block or slot that does not hold its row's tokens."""
+
+
+class InjectedFailure(RuntimeError):
+    """The failure that a test asked for with `fail_steps`."""
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step under way; `on_seen` is called when its failure is told."""
+
+    value: StepResult | None
+    error: Exception | None
+    on_seen: Callable[[], None]
+
+    def result(self) -> StepResult:
+        if self.error is not None:
+            self.on_seen()
+            raise self.error
+        assert self.value is not None
+        return self.value
