@@ -15,7 +15,7 @@ from evaluation.modes import COLD, MODES, Mode, Paper, Sitting, sit
 from evaluation.question import SuiteExample, make_families
 from evaluation.score import Count, Score, Verdict, is_right, score
 from evaluation.subject import Subject
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedModelError
 
 SPARE_TOKENS = 8  # of an answer beyond the longest right one
 RESERVED = ("kv_cache_memory_bytes", "enable_prefix_caching", "mamba_cache_mode", "mamba_ssm_cache_dtype")
@@ -112,10 +112,17 @@ def evaluate(
         paper = prepare(pool, examples, seed)
         sittings: dict[str, Sitting] = {}
         for mode in chosen:
+            try:
+                subject = pool.get(mode.options(paper))
+            except (ConfigError, UnsupportedModelError) as error:
+                if not mode.drafts:
+                    raise
+                skipped.append(f"{mode.name} is left out: {error}")
+                continue
             with _progress(mode.name, len(paper.questions), show_progress) as bar:
-                sittings[mode.name] = sit(mode, pool.get(mode.options(paper)), paper, bar.update)
+                sittings[mode.name] = sit(mode, subject, paper, bar.update)
     cold = sittings[COLD.name]
-    results = [_result(mode, sittings[mode.name], cold, deterministic) for mode in chosen]
+    results = [_result(mode, sittings[mode.name], cold, deterministic) for mode in chosen if mode.name in sittings]
     return Evaluation(
         model=model,
         num_examples=len(examples),

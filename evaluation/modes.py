@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ BATCH_TOKENS: Final = 16_384  # prompt tokens asked at once where the arena is t
 TIGHT_SLOTS: Final = 8
 TIGHT_MARGIN: Final = 1.25  # of a tight arena's tokens over the longest question's
 NUM_SIBLINGS: Final = 2  # completions of each prompt when forked
+NUM_DRAFTS: Final = 3
 PRESSURE_BATCH: Final = 2.0  # arenas' worth of dialogues that take turns under pressure
 
 Advance = Callable[[int], object]
@@ -87,6 +88,7 @@ class Mode:
     options: Callable[[Paper], dict[str, Any]]
     sit: Callable[[Subject, Paper, Advance], Sitting]
     promised: bool = True
+    drafts: bool = False  # which not every model and device can verify
 
 
 @dataclass(slots=True)
@@ -142,6 +144,13 @@ def _warm(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
         if short
         else None,
     )
+
+
+def _drafted(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
+    """As warm, while drafts of the answers are verified."""
+    sitting = _warm(subject, paper, advance)
+    fault = () if sitting.counters.num_draft_tokens else ("no token was drafted",)
+    return replace(sitting, faults=(*sitting.faults, *fault))
 
 
 def _forked(subject: Subject, paper: Paper, advance: Advance) -> Sitting:
@@ -210,6 +219,15 @@ def _bf16_options(paper: Paper) -> dict[str, Any]:
     return {**_ample(paper), "mamba_ssm_cache_dtype": "bfloat16"}
 
 
+def _ngram_options(paper: Paper) -> dict[str, Any]:
+    drafts = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 5}
+    return {**_ample(paper), "speculative_config": drafts}
+
+
+def _mtp_options(paper: Paper) -> dict[str, Any]:
+    return {**_ample(paper), "speculative_config": {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}}
+
+
 COLD: Final = Mode("cold", "the cache is off", _cold_options, _cold)
 MODES: Final[Mapping[str, Mode]] = MappingProxyType(
     {
@@ -220,6 +238,8 @@ MODES: Final[Mapping[str, Mode]] = MappingProxyType(
             Mode("forked", "questions at several depths of a dialogue at once, each with a sibling", _ample, _forked),
             Mode("preempted", "every request loses its memory and resumes", _tight, _preempted),
             Mode("pressure", "checkpoints give way between the turns of a dialogue", _tight, _pressure),
+            Mode("ngram", "as warm, with drafts out of the prompt", _ngram_options, _drafted, drafts=True),
+            Mode("mtp", "as warm, with drafts by the model's MTP layer", _mtp_options, _drafted, drafts=True),
             Mode("bf16", "as warm, with states in bfloat16", _bf16_options, _warm, promised=False),
         )
     }

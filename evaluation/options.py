@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from forkpoint.config import option
 from forkpoint.errors import ConfigError
 
-MODES = ("cold", "warm", "forked", "preempted", "pressure", "bf16")
+MODES = ("cold", "warm", "forked", "preempted", "pressure", "ngram", "mtp", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

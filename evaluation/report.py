@@ -133,6 +133,8 @@ _COUNTERS: Sequence[tuple[str, Cell]] = (
     ("tokens computed", lambda r: f"{r.sitting.counters.num_computed_tokens:,}"),
     ("preemptions", lambda r: f"{r.sitting.counters.num_preemptions:,}"),
     ("checkpoints evicted", lambda r: f"{r.sitting.counters.num_checkpoints_evicted:,}"),
+    ("drafts", lambda r: f"{r.sitting.counters.num_draft_tokens:,}"),
+    ("drafts accepted", lambda r: f"{r.sitting.counters.num_accepted_tokens:,}"),
     ("blocks evicted", lambda r: f"{r.sitting.counters.num_blocks_evicted:,}"),
     ("seconds", lambda r: f"{r.sitting.elapsed_s:.1f}"),
 )

@@ -44,6 +44,8 @@ class Counters:
     num_preemptions: int = 0
     num_checkpoints_evicted: int = 0
     num_blocks_evicted: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of those
 
     def since(self, earlier: Counters) -> Counters:
         """What was added after `earlier` was read."""
@@ -100,6 +102,8 @@ class Subject:
             num_preemptions=metrics["num_preemptions"],
             num_checkpoints_evicted=sum(metrics["checkpoints_evicted"].values()),
             num_blocks_evicted=metrics["blocks_evicted"],
+            num_draft_tokens=metrics["num_draft_tokens"],
+            num_accepted_tokens=metrics["num_accepted_tokens"],
         )
 
     def ask(

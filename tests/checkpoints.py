@@ -316,11 +316,10 @@ def write_checkpoint(
 
 
 def add_mtp(folder: Path, name: str = "num_nextn_predict_layers") -> None:
-    """Give a saved model of one file, whose layer 1 attends, an MTP head that is a changed copy of that layer."""
+    """Give a saved model of one file an MTP head whose layer is a changed copy of its first attention layer."""
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(3)
     weights = load_file(path)
-    prefix = next(key for key in weights if key.endswith("layers.1.input_layernorm.weight"))
-    prefix = prefix.removesuffix("input_layernorm.weight")
+    prefix = min(key.partition("self_attn.")[0] for key in weights if ".self_attn." in key and ".layers." in key)
     hidden = weights[f"{prefix}input_layernorm.weight"].shape[0]
     for key in [key for key in weights if key.startswith(prefix)]:
         copy = weights[f"mtp.layers.0.{key.removeprefix(prefix)}"] = weights[key].clone()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.random_model import RandomModelSpec, make_random_model
 from forkpoint.engine.llm import LLM
 from forkpoint.params import FinishReason, SamplingParams
+from tests.checkpoints import add_mtp
 
 SPEC = RandomModelSpec(
     hidden_size=64,
@@ -46,6 +47,7 @@ def write_model(folder: Path) -> str:
     noise = torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
     tensors["lm_head.weight"][END_OF_MESSAGE] = 8 * noise / SPEC.hidden_size**0.5
     save_file(tensors, weights, metadata={"format": "pt"})
+    add_mtp(folder)
     return str(folder)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from evaluation import evaluate as evaluate_module
 from evaluation import modes, preempting
@@ -53,6 +55,8 @@ def test_every_mode_did_what_it_says(default: Evaluation) -> None:
     assert found["forked"].num_cached_tokens > 0
     assert found["preempted"].num_preemptions >= default.num_questions
     assert found["pressure"].num_checkpoints_evicted > 0 and found["pressure"].num_cached_tokens > 0
+    assert found["ngram"].num_draft_tokens > 0 and found["mtp"].num_draft_tokens > 0
+    assert found["warm"].num_draft_tokens == 0
     assert found["warm"].num_checkpoints_evicted == found["forked"].num_checkpoints_evicted == 0
 
 
@@ -88,6 +92,14 @@ def test_the_report_has_a_column_for_each_mode(default: Evaluation) -> None:
     assert len({len(line) for line in lines[2:4]}) == 1
     assert json.loads(json.dumps(as_json(default)))["modes"]["warm"]["agreement_with_cold"]["num"] == 18
     assert summary(default)[-1].startswith("the answers agree")
+
+
+def test_modes_that_a_model_cannot_do_are_left_out(tmp_path: Path) -> None:
+    weights, model = tmp_path / "model.safetensors", write_model(tmp_path)
+    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("mtp.")}, weights, {"format": "pt"})
+    evaluation = run(model, make_suite(model, 1), ("mtp",))
+    assert [result.mode.name for result in evaluation.results] == ["cold"]
+    assert "mtp is left out" in evaluation.skipped[0] and "no MTP layer" in evaluation.skipped[0]
 
 
 def faults(evaluation: Evaluation) -> str:

@@ -1,0 +1,210 @@
+"""Drafts of the MTP layer: those of one pass over the text, however the engine came to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from evaluation.suite import DEMO_MODEL
+from evaluation.tasks import make_training_dialogue
+from forkpoint.cache.lease import Lease
+from forkpoint.config import CacheConfig
+from forkpoint.engine.llm import LLM
+from forkpoint.models.mtp import MTPHead
+from forkpoint.ops.cpu.build import load_operators
+from forkpoint.params import SamplingParams
+from forkpoint.runtime.model_drafts import ModelDrafts
+from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.plan import TO_DRAFT, IntArray, StepPlan
+from forkpoint.sched.request import Request
+from tests.engine.real import ModelBank, Options, RealEngine, start
+from train.data import encode
+from train.delta_rule import torch_delta_rule
+from train.loss import ahead
+from train.model import make_rows
+from train.storage import load_model
+
+DEPTH = 3
+CPP = load_operators().module is not None
+PARTING = 128
+PROMPT = 140  # tokens of the text that the model did not say
+
+
+class Always(Drafter):
+    """Every row has as many drafts of the model's as it may."""
+
+    def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        return np.full(min(most, DEPTH), TO_DRAFT, np.int32)
+
+
+@contextmanager
+def noting(drafts: ModelDrafts) -> Iterator[dict[tuple[int, int], list[int]]]:
+    """What is drafted, by row and position of the row's newest token."""
+    found: dict[tuple[int, int], list[int]] = {}
+    fill = drafts.filled
+
+    def filled(plan: StepPlan) -> StepPlan:
+        plan = fill(plan)
+        rows, end = plan.rows, np.cumsum(plan.rows.num_tokens)
+        for i in np.flatnonzero(rows.num_drafts):
+            key = int(rows.row[i]), int(rows.start[i])
+            found[key] = rows.tokens[end[i] - rows.num_drafts[i] : end[i]].tolist()
+        return plan
+
+    drafts.filled = filled  # type: ignore[method-assign]
+    yield found
+
+
+@pytest.fixture(scope="module")
+def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
+    return ModelBank(tmp_path_factory.mktemp("models"))
+
+
+def drafts_of(run: RealEngine, prompt: list[int]) -> dict[int, list[int]]:
+    runner = run.probe.inner
+    assert runner._drafts is not None
+    with noting(runner._drafts) as found:
+        run.ask(prompt, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    return {position: ids for (_, position), ids in found.items()}
+
+
+@pytest.mark.parametrize("model", ["qwen3_next", "qwen3_next_moe"])
+def test_drafts_are_those_of_a_cold_run(bank: ModelBank, model: str) -> None:
+    """In chunks of any size, after a hit, and where another prompt parted a token before, at and after a block."""
+    options = Options(model, "cpp" if CPP else "torch", deterministic=True, max_num_drafts=DEPTH, mtp=True)
+    cold = replace(options, cache=CacheConfig(enable_prefix_caching=False))
+    prompt = [4 + (j * j + 3 * j) % 250 for j in range(200)]
+    want = drafts_of(start(bank, cold, Always()), prompt)
+    assert len(want) > 5 and {len(ids) for ids in want.values()} >= {1, 2, 3}
+    for budget in (72, 140):  # chunks of 64 and 128, on the grid
+        assert drafts_of(start(bank, replace(cold, budget=budget), Always()), prompt) == want
+    for parting in (PARTING - 1, PARTING, PARTING + 1):
+        run = start(bank, options, Always())
+        drafts_of(run, [*prompt[:parting], *(5 + (token + 1) % 200 for token in prompt[parting:])])
+        assert drafts_of(run, prompt) == want
+    assert drafts_of(run, prompt) == want
+    assert run.sched.stats().cache.hit_tokens >= 3 * 64
+    run.check_nothing_leaked()
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    """What the shipped model says greedily after a dialogue, with its prompt."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    prompt = encode(make_training_dialogue(random.Random(5), 300), tokenizer)[0][:PROMPT]
+    params = SamplingParams(temperature=0.0, max_tokens=192 - PROMPT, ignore_eos=True)
+    with LLM(str(DEMO_MODEL), dtype="float32", skip_tokenizer_init=True, log_level="warning") as llm:
+        output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+    return [*prompt, *output.outputs[0].token_ids]
+
+
+@torch.no_grad()
+def by_the_training_code(text: list[int]) -> Tensor:
+    """`[DEPTH, T]`: drafts for the tokens at t + 2, t + 3, .. in one pass over the text."""
+    device = torch.device("cpu")
+    model = load_model(DEMO_MODEL, torch_delta_rule, torch.float32, device)
+    tokens = torch.tensor(text)
+    rows = make_rows(model.shape, 1, len(text), device)
+    following = [ahead(tokens, rows, count) for count in range(1, DEPTH + 1)]
+    outputs = model.drafts(model(tokens, rows), following, rows)
+    return torch.stack([model.logits(output).argmax(-1) for output in outputs])
+
+
+def by_the_engine(text: list[int], step: int = 1) -> dict[int, list[int]]:
+    """At places of what the model said, which hits and prefill lead to, the drafts behind one token."""
+    found: dict[int, list[int]] = {}
+    with LLM(
+        str(DEMO_MODEL),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        log_level="warning",
+        speculative_config={"method": "mtp", "num_speculative_tokens": DEPTH},
+    ) as llm:
+        core: Any = llm._engine.core
+        core.scheduler._drafting._drafter = Always()
+        with noting(core._runner._drafts) as noted:
+            for place in range(PROMPT, len(text) - DEPTH - 1, step):
+                params = SamplingParams(temperature=0.0, max_tokens=DEPTH + 2, ignore_eos=True)
+                llm.generate({"prompt_token_ids": text[:place]}, params, use_tqdm=False)
+                found[place] = noted[0, place]
+                noted.clear()
+    return found
+
+
+def accepted(drafts: dict[int, list[int]], text: list[int]) -> int:
+    """Drafts that are the text's next tokens, and all before them in their step."""
+    num = 0
+    for place, ids in drafts.items():
+        for token, wanted in zip(ids, text[place + 1 :], strict=False):
+            if token != wanted:
+                break
+            num += 1
+    return num
+
+
+@pytest.fixture(scope="module")
+def right(text: list[int]) -> dict[int, list[int]]:
+    return by_the_engine(text)
+
+
+def test_acceptance_is_that_of_the_training_code(text: list[int], right: dict[int, list[int]]) -> None:
+    """Token for token, as far as the drafts before were right."""
+    want, got = by_the_training_code(text), right
+    other = {place: want[:, place - 1].tolist() for place in got}
+    assert accepted(got, text) == accepted(other, text) > len(got) // 2
+    assert [ids[0] for ids in got.values()] == [ids[0] for ids in other.values()]
+
+
+def swapped(self: MTPHead, embedded: Tensor, hidden: Tensor) -> Tensor:
+    of_embedding, of_hidden = self._norms
+    return self._join(torch.cat([of_hidden(hidden), of_embedding(embedded)], dim=-1))
+
+
+def uncentred(self: MTPHead, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (weight - 1.0)
+
+    parts = [norm(x, n.weight) for x, n in zip((embedded, hidden), self._norms, strict=True)]
+    return self._join(torch.cat(parts, dim=-1))
+
+
+def forgetful(self: MTPHead, embedded: Tensor, hidden: Tensor) -> Tensor:
+    of_embedding, of_hidden = self._norms
+    return self._join(torch.cat([of_embedding(embedded), of_hidden(hidden.roll(1, 1))], dim=-1))
+
+
+@pytest.mark.parametrize("wrong", [swapped, uncentred, forgetful])
+def test_wrong_heads_guess_worse(
+    text: list[int],
+    right: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: Callable[[MTPHead, Tensor, Tensor], Tensor],
+) -> None:
+    monkeypatch.setattr(MTPHead, "_joined", wrong)
+    found = by_the_engine(text, 3)
+    assert accepted(found, text) < 0.8 * accepted({place: right[place] for place in found}, text)
+
+
+def test_ids_and_log_probabilities_are_those_of_plain_decoding(tmp_path: Path) -> None:
+    """The shipped model with long answers, most of whose drafts count."""
+    questions = [[{"role": "user", "content": text}] for text in ("Tell me about yourself.", "Count from one to ten.")]
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, logprobs=1)
+    found = []
+    for config in (None, {"method": "mtp", "num_speculative_tokens": DEPTH}):
+        with LLM(str(DEMO_MODEL), log_level="warning", deterministic=True, speculative_config=config) as llm:
+            outputs = llm.chat(questions, params, use_tqdm=False)
+            found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            metrics = llm.get_metrics()
+    assert found[0] == found[1]
+    assert metrics["num_accepted_tokens"] > 40 and metrics["num_steps"] < 130
