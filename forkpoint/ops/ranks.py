@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+
+LOOPBACK: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what they read which interface to use from
 
 
 class Ranks:
@@ -26,6 +30,8 @@ class Ranks:
     @classmethod
     def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool) -> Ranks:
         """Wait for the other ranks at `place`, a file that is not there yet; `backend` is torch.distributed's."""
+        for name in LOOPBACK:
+            os.environ.setdefault(name, "lo")  # all are on this machine, and nobody else is to hear them
         dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
         return cls(rank, size, gathers)
 

@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_ends_the_requests(tiny_model: Path) -> None:
         assert isinstance(runner, RemoteRunner)
         stream = llm.stream(LONG, GREEDY)
         next(stream)
-        os.kill(runner._ranks[0].process.pid or 0, signal.SIGKILL)
+        os.kill(runner.pids[0], signal.SIGKILL)
         with pytest.raises(EngineStoppedError, match="the worker process was killed by SIGKILL"):
             list(stream)
         with pytest.raises(EngineStoppedError):

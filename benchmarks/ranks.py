@@ -1,0 +1,134 @@
+"""One model on several devices beside one: `python -m benchmarks.ranks PART`.
+
+bits: with --deterministic, ids and log-probabilities of a trained model on one device and on several, compared; then a
+rank is killed under load. speed: the 9B shape with dummy weights, by the protocol of `benchmarks.gpu_9b`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_9b import measures
+from benchmarks.gpu_9b.measures import Client, Sizes
+from benchmarks.gpu_9b.options import engine_options
+from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
+from benchmarks.peers.protocol import repository_root
+from forkpoint.engine.llm import LLM
+from forkpoint.errors import EngineStoppedError
+from forkpoint.params import SamplingParams
+from forkpoint.worker.remote import RemoteRunner
+
+SHARED = "The town by the river keeps a catalogue of all its maps, by year and by shelf. " * 30
+NUM_PROMPTS = 24
+MAX_SEQS = 128
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("part", choices=("bits", "speed"))
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=2)
+    parser.add_argument("--deterministic", action="store_true", help="speed: with it")
+    parser.add_argument("--model", default=str(repository_root() / "demo_model"), help="bits: a model folder")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Ids and log-probabilities of prompts that hit, half of them sampled, twice over."""
+    found = []
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=48, logprobs=2, ignore_eos=True)
+        for i in range(NUM_PROMPTS)
+    ]
+    for turn in range(2):
+        prompts = [SHARED + f"In turn {turn} " + "and then again " * (5 * i) for i in range(NUM_PROMPTS)]
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            (completion,) = output.outputs
+            scores = [{k: entry.logprob for k, entry in place.items()} for place in completion.logprobs or ()]
+            found.append((list(completion.token_ids), scores))
+    return found
+
+
+def compare_bits(args: argparse.Namespace) -> None:
+    """Print whether they are the same, in how many prompts, and how long a killed rank keeps a request waiting."""
+    common: dict[str, Any] = {"device": args.device, "log_level": "warning", "max_num_seqs": 32}
+    for deterministic in (True, False):
+        options = {**common, "deterministic": deterministic, "quantization": args.quantization}
+        with LLM(args.model, **options) as llm:
+            alone = answers(llm)
+        with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, **options) as llm:
+            several, metrics = answers(llm), llm.get_metrics()
+            same = sum(one[0] == other[0] for one, other in zip(alone, several, strict=True))
+            exact = sum(one == other for one, other in zip(alone, several, strict=True))
+            print(
+                f"{'deterministic' if deterministic else 'default'}: of {len(alone)} answers {same} have the same ids, "
+                f"{exact} the same log-probabilities bit for bit; {metrics['hit_tokens']} tokens hit, "
+                f"{metrics['num_replayed_steps']} steps were graphs",
+                flush=True,
+            )
+            if deterministic:
+                continue
+            kill_a_rank(llm)
+
+
+def kill_a_rank(llm: LLM) -> None:
+    runner, stream = llm._engine.core._runner, llm.stream(SHARED, SamplingParams(max_tokens=1000, ignore_eos=True))
+    assert isinstance(runner, RemoteRunner)
+    next(stream)
+    began = time.perf_counter()
+    os.kill(runner.pids[-1], signal.SIGKILL)
+    try:
+        list(stream)
+    except EngineStoppedError as error:
+        print(f"a rank was killed: {time.perf_counter() - began:.2f} s later: {error}", flush=True)
+
+
+def measure_speed(args: argparse.Namespace, folder: Path) -> None:
+    """Print a line for each measure."""
+    sizes = replace(Sizes(), repeats=args.repeats)
+    options = {
+        **engine_options(args.device, enforce_eager=False, quantization=args.quantization),
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "deterministic": args.deterministic,
+        "max_num_seqs": MAX_SEQS,
+    }
+    began = time.perf_counter()
+    with LLM(str(write_config(folder, SHAPE_9B)), **options) as llm:
+        print(f"{args.tensor_parallel_size} devices, started in {time.perf_counter() - began:.1f} s", flush=True)
+        client = Client(llm, SHAPE_9B.vocab_size)
+        client.ask([client.ids(sizes.prompt)], 1)
+        for batch in sizes.decode_batches:
+            client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)
+        for batch in sizes.decode_batches:
+            series = measures.decode_rate(client, sizes, batch)
+            print(f"decode, batch {batch}: {series.median:,.0f} tok/s  {_all(series.values)}", flush=True)
+        cold, _ = measures.time_to_first_token(client, sizes)
+        values = [1e3 * value for value in cold.values]
+        print(f"first token of {sizes.prompt:,}: {1e3 * cold.median:.1f} ms  {_all(values)}", flush=True)
+
+
+def _all(values: Sequence[float]) -> str:
+    return "(" + ", ".join(f"{value:,.1f}" for value in values) + ")"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.part == "bits":
+        compare_bits(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure_speed(args, Path(folder) / "model")
+
+
+if __name__ == "__main__":
+    main()
