@@ -11,25 +11,11 @@ from torch import Tensor
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table, torch_table
 from tests.checkpoints import FAMILIES, write_checkpoint
-from tests.driver import Driver, Work
+from tests.driver import Driver
 from tests.fp8_checkpoints import put_in_fp8
+from tests.models.test_backends import logits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-TOKENS = torch.randint(2, 256, (210,), generator=torch.Generator().manual_seed(7)).tolist()
-FIRST, LAST = TOKENS[:130], TOKENS[200:]
-
-
-def logits(driver: Driver) -> Tensor:
-    """A prompt in two pieces, a fork of its state at 64, both decoding beside a third that is in prefill."""
-    row, other, slot = driver.row(), driver.row(), driver.slot()
-    parts = driver.run([Work(row, FIRST[:100], saves=[(64, slot)])]) + driver.run([Work(row, FIRST[100:])])
-    fork = driver.fork(row, slot, 64)
-    parts += driver.run([Work(fork, TOKENS[130:200])])
-    for token in LAST:
-        batch = [Work(row, [token], decode=True), Work(fork, [token], decode=True), Work(other, TOKENS[:70])]
-        parts += driver.run(batch[: 2 if other.num_computed else 3])
-    return torch.cat(parts)
 
 
 def on_device(folder: Path, dtype: str) -> Tensor:
