@@ -18,10 +18,10 @@ from forkpoint.cli.model import with_model
 from forkpoint.cli.options import Parser, add_engine_options, add_option_group, engine_options, option_values
 from forkpoint.config import option
 from forkpoint.engine.llm import LLM
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, UnsupportedModelError
 from forkpoint.params import SamplingParams
 
-METHODS = (None, "ngram", "suffix", "cache")
+METHODS = (None, "ngram", "suffix", "cache", "mtp")
 # The second time a question is asked, the tree has its answer; in other words, past outputs have some of it.
 TIMES = {"new": "{}", "again": "{}", "alike": "Please: {}"}
 QUESTIONS = (
@@ -119,12 +119,16 @@ def compare(samples: Mapping[tuple[str | None, str], list[Sample]]) -> Iterator[
 def measure(options: SpeculationOptions, engine: dict[str, Any], show_progress: bool) -> list[Row]:
     """`engine` are options of `LLM`. Every round has a salt of its own, so that what is new in it is not cached."""
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
-    samples: dict[tuple[str | None, str], list[Sample]] = {(m, when): [] for when in TIMES for m in METHODS}
     with ExitStack() as stack:
         llms = {}
         for method in METHODS:
             config = {"method": method, "num_speculative_tokens": options.num_speculative_tokens} if method else None
-            llms[method] = stack.enter_context(LLM(**{**engine, "speculative_config": config}))
+            try:
+                llms[method] = stack.enter_context(LLM(**{**engine, "speculative_config": config}))
+            except UnsupportedModelError:
+                if method != "mtp":  # which not every model has
+                    raise
+        samples: dict[tuple[str | None, str], list[Sample]] = {(m, when): [] for when in TIMES for m in llms}
         for number in tqdm(range(options.num_rounds + 1), desc="Rounds", disable=not show_progress):
             salted = replace(params, cache_salt=f"round {number}")
             for when, form in TIMES.items():

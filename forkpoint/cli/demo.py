@@ -6,9 +6,12 @@ import argparse
 
 from forkpoint.cli.model import choose_model
 from forkpoint.cli.options import engine_options
+from forkpoint.demo import drafts
 from forkpoint.demo.scenarios import run_demo
-from forkpoint.demo.table import table
+from forkpoint.demo.table import aligned, table
 from forkpoint.demo.transcript import transcript
+
+LONG = 10  # times the tokens of other answers, for the one that drafts are tried on
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -23,5 +26,9 @@ def demo(options: argparse.Namespace) -> int:
     if talks:
         print("A small model, trained for this, under a system prompt that it has not seen before:\n")
         print(transcript(results.chat), end="\n\n")
-    print(table(results.rows))
-    return int(not all(row.identical for row in results.rows))
+    print(table(results.rows), end="\n\n")
+    drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine)
+    print(f"One long answer, with up to {drafts.NUM_DRAFTS} drafts a step:\n")
+    print(*aligned(drafts.cells(drafted)), sep="\n")
+    identical = [*(row.identical for row in results.rows), *(row.identical for row in drafted)]
+    return int(not all(identical))

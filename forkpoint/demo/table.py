@@ -1,4 +1,4 @@
-"""The demo's rows as one aligned table."""
+"""The demo's rows as aligned tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ HEADER = ("scenario", "prompt tokens", "cached tokens", "TTFT on, ms", "TTFT off
 
 def table(rows: Sequence[Row]) -> str:
     """Text columns left, numbers right; the last line counts identical outputs."""
-    cells = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    same = sum(row.identical for row in rows)
+    lines = aligned([HEADER, *(_cells(row) for row in rows)])
+    return "\n".join([*lines, "", f"{same} of {len(rows)} outputs identical with the cache on and off"])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose first one has the titles."""
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = [_line(line, widths) for line in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    same = sum(row.identical for row in rows)
-    return "\n".join([*lines, "", f"{same} of {len(rows)} outputs identical with the cache on and off"])
+    return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:
