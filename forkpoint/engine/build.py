@@ -58,6 +58,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
         scheduler,
         worker.runner,
         async_scheduling=facts.scheduler.async_scheduling,
+        drafts=config.speculative_config is not None,
         on_close=worker.release,
         events=_publisher(config.kv_events_config, scheduler),
     )

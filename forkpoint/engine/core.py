@@ -31,9 +31,10 @@ class Publisher(Protocol):
 class EngineCore:
     """Drives a scheduler and a runner. One thread calls it; requests are checked and aborted at `scheduler`.
 
-    With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied. The requests of
-    a step that raises are tried again one at a time; one whose own step raises ends with the error, and all others go
-    on as if nothing had happened. `on_close` is called once the runner has been closed and let go.
+    With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied; with `drafts`,
+    which depend on that result, before what it says is told. The requests of a step that raises are tried again one at
+    a time; one whose own step raises ends with the error, and all others go on as if nothing had happened. `on_close`
+    is called once the runner has been closed and let go.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class EngineCore:
         runner: Runner,
         *,
         async_scheduling: bool = False,
+        drafts: bool = False,
         on_close: Callable[[], None] = lambda: None,
         events: Publisher | None = None,
     ) -> None:
@@ -49,7 +51,8 @@ class EngineCore:
         self._runner: Runner | None = runner
         self._on_close = on_close
         self._events = events
-        self._depth = LOOK_AHEAD if async_scheduling else 1
+        self._depth = LOOK_AHEAD if async_scheduling and not drafts else 1
+        self._submits_early = async_scheduling and drafts
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._closed = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
@@ -73,25 +76,31 @@ class EngineCore:
         if self._closed or self._runner is None:
             raise EngineStoppedError(CLOSED)
         self._closed = True  # torn in the middle, if it raises: what was planned and what has run may differ
-        while len(self._in_flight) < self._depth:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                break
-            try:
-                self._in_flight.append((plan.step, self._runner.submit(plan)))
-            except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
-                raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
-            collect_garbage(plan.step)
+        self._submit_steps(self._runner)
         updates: list[RequestUpdate] = []
         if self._in_flight:
             if meanwhile is not None:
                 meanwhile()
             updates = self._finish_oldest()
+            if self._submits_early:
+                self._submit_steps(self._runner)
         elif self.scheduler.has_unfinished():
             raise EngineStoppedError("the scheduler has unfinished requests but plans no step; the engine stops")
         self._publish()
         self._closed = False
         return updates
+
+    def _submit_steps(self, runner: Runner) -> None:
+        """Plan and submit as many steps as may be in flight."""
+        while len(self._in_flight) < self._depth:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            try:
+                self._in_flight.append((plan.step, runner.submit(plan)))
+            except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
+                raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
+            collect_garbage(plan.step)
 
     def drain(self) -> list[RequestUpdate]:
         """Finish the steps in flight without planning new ones; none where the engine is closed or torn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -27,16 +28,24 @@ class PromptScores:
         return tuple((first + i, entry) for first, entries in found for i, entry in enumerate(entries))
 
 
+class Accepted(NamedTuple):
+    """Of a step with drafts: the ids that count, `counts[r]` for each row, and their scores, ready to be fetched."""
+
+    token_ids: IntArray
+    counts: IntArray
+    logprobs: RowScores | None
+
+
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on. `answers[i]` was sampled for `rows[i]`, or, with `counts`, so many of them for
-    each row; NOT_FINITE where logits were not."""
+    """A step that the device works on. `answers[i]` was sampled for `rows[i]`, NOT_FINITE where logits were not. Of a
+    step with drafts they are those of all positions, and `accept` tells which of them count."""
 
     step: int
     done: Mark | None = None
     rows: IntArray | None = None
     answers: Tensor | None = None
-    counts: IntArray | None = None
+    accept: Callable[[IntArray], Accepted] | None = None
     logprobs: RowScores | None = None
     prompts: tuple[PromptScores, ...] = ()
     num_tokens: int = 0
@@ -48,17 +57,20 @@ class RunningStep:
         assert self.done is not None
         self.done.wait()
         token_ids, failed, logprobs = np.empty(0, np.int32), (), dict[int, tuple[TokenLogprobs, ...]]()
-        if self.rows is not None and self.answers is not None:
+        counts, scores, rows = None, self.logprobs, self.rows
+        if rows is not None and self.answers is not None:
             token_ids = self.answers.numpy().astype(np.int32)
-            rows = self.rows if self.counts is None else np.repeat(self.rows, self.counts)
+            if self.accept is not None:
+                token_ids, counts, scores = self.accept(token_ids)
+                rows = np.repeat(rows, counts)
             failed = tuple(rows[token_ids == NOT_FINITE].tolist())
-            for i, entry in (self.logprobs.fetch() if self.logprobs is not None else {}).items():
+            for i, entry in (scores.fetch() if scores is not None else {}).items():
                 row = int(rows[i])
                 logprobs[row] = (*logprobs.get(row, ()), entry)
         return StepResult(
             self.step,
             token_ids,
-            self.counts,
+            counts,
             failed,
             logprobs,
             {scores.row: scores.fetch() for scores in self.prompts},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -99,18 +100,19 @@ class DraftRecords:
 
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
         """Rows leave the batch, then slots move. The state of a row at a boundary may have become a checkpoint."""
-        for row in removed:
-            if self._pending[row] and self._end[row] % self._grid == 0:
-                self._fold(row)
-            self._pending[row] = 0
+        gone = np.asarray(list(removed), np.int64)
+        whole = gone[(self._pending[gone] > 0) & (self._end[gone] % self._grid == 0)]
+        if len(whole):
+            self._fold(whole)
+        self._pending[gone] = 0
         for move in moves:
             if move.kind is MoveKind.SLOT:
                 self._slot[self._slot == move.src] = move.dst
 
-    def _fold(self, row: int) -> None:
-        slot, line, pending, none = self._slot[[row]], self._line[[row]], self._pending[[row]], np.zeros(1, np.int32)
-        columns = (slot, slot, np.zeros(2, np.int32), pending, none, none, line, line)
-        index = VerifyIndex(*(self._platform.upload(column) for column in columns))
+    def _fold(self, rows: npt.NDArray[np.int64]) -> None:
+        slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
+        columns = (slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line)
+        index = VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
         for name, pool, records in self._states:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)

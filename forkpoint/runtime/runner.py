@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.model_drafts import ModelDrafts
-from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep
+from forkpoint.runtime.pending import NOT_FINITE, Accepted, FailedStep, PromptScores, RunningStep
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Sampled, Sampler
@@ -36,7 +37,7 @@ from forkpoint.runtime.step_inputs import (
     context_of,
 )
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import AddedRow, PendingStep, StepPlan
+from forkpoint.sched.plan import AddedRow, IntArray, PendingStep, StepPlan
 
 
 class ModelRunner:
@@ -156,17 +157,16 @@ class ModelRunner:
             slot_bytes_copied=copied,
             replayed=shape is not None,
         )
-        if outputs is None:
-            counts = None
-        else:
+        if outputs is not None:
             sampled = self._sample(plan, outputs, sampling, greedy, windows)
             answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
-            counts = sampled.counts
-            pending = replace(
-                pending, rows=plan.sampled_rows, answers=answers, counts=counts, logprobs=sampled.logprobs
-            )
+            pending = replace(pending, rows=plan.sampled_rows, answers=answers, logprobs=sampled.logprobs)
+            if windows is not None:
+                logits = outputs.logits[: len(sampling)]
+                accept = partial(self._accept, plan, windows, logits, sampling, sampled.token_ids)
+                return replace(pending, accept=accept)
         if self._records is not None:
-            self._records.confirm(plan, counts)
+            self._records.confirm(plan, None)
         return pending
 
     def _verifies(self, plan: StepPlan) -> bool:
@@ -210,8 +210,8 @@ class ModelRunner:
         greedy: bool,
         windows: Windows | None = None,
     ) -> Sampled:
-        """The next token of each sampled row, or those that count of its window; `sampling` has one for each row of the
-        logits."""
+        """The next token of each sampled row, or at each position of its window; `sampling` has one for each row of
+        the logits."""
         rows, count = plan.rows, len(sampling)
         if outputs.likeliest is not None and greedy:
             token_ids, finite = outputs.likeliest
@@ -223,14 +223,33 @@ class ModelRunner:
         likeliest = outputs.likeliest and (outputs.likeliest[0][:count], outputs.likeliest[1][:count])
         logits = outputs.logits[:count]
         sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, likeliest)
-        last, token_ids = plan.sampled_rows.astype(np.int64), sampled.token_ids
-        if sampled.counts is None:
-            places = self.platform.upload(last)
-        else:  # a row that failed has no id
-            newest = token_ids.numpy()[np.cumsum(sampled.counts) - 1].clip(0)
-            places, token_ids = self.platform.upload(np.stack([last, newest]))
-        self.batch.last_sampled.index_copy_(0, places, token_ids)
+        if windows is None:
+            last = self.platform.upload(plan.sampled_rows.astype(np.int64))
+            self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)
         return sampled
+
+    @torch.inference_mode()
+    def _accept(
+        self,
+        plan: StepPlan,
+        windows: Windows,
+        logits: Tensor,
+        sampling: list[RowSampling],
+        token_ids: Tensor,
+        known: IntArray,
+    ) -> Accepted:
+        """Settle what a step with drafts has sampled, which is known now; the next step is issued after this."""
+        assert self._records is not None
+        kept, counts = windows.confirm(known)
+        found = known[kept]
+        newest = found[np.cumsum(counts) - 1].clip(0)  # a row that failed has no id
+        rows, newest_ids = self.platform.upload(np.stack([plan.sampled_rows, newest]).astype(np.int64))
+        self.batch.last_sampled.index_copy_(0, rows, newest_ids)
+        self._records.confirm(plan, counts)
+        scores = self._sampler.accept(logits, sampling, token_ids, kept)
+        if scores is not None:
+            self.platform.mark().wait()
+        return Accepted(found, counts, scores)
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the

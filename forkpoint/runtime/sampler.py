@@ -15,7 +15,6 @@ from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.logprobs import RowScores, score
-from forkpoint.runtime.pending import NOT_FINITE
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, TokenMasks
@@ -24,12 +23,11 @@ from forkpoint.sched.plan import IntArray, TokenMasks
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """`token_ids[i]` for row `i` of the logits, meaningless where not `finite[i]`; `logprobs` by index, for rows
-    that asked. Of a step with drafts only the positions that count are there, `counts[r]` of row `r`, on the host."""
+    that asked. Of a step with drafts these are all positions, of which `accept` tells what counts."""
 
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
     logprobs: RowScores | None = None
-    counts: IntArray | None = None
 
 
 class UniformSource:
@@ -70,25 +68,27 @@ class Sampler:
     ) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
         rows by their index; `likeliest` is what `greedy` says of the logits, if that is known. Counts the sampled ids
-        for the rows that have penalties. With `windows`, which waits for the device, one row of the logits is a
-        position, and stands in `rows` and `positions` as one."""
+        for the rows that have penalties. With `windows` one row of the logits is a position, and stands in `rows` and
+        `positions` as one; to count and score what they accept is for `accept`."""
         if masks is None and all(row.is_plain_greedy for row in rows):
             token_ids, finite = likeliest or self._ops.greedy(logits)
         else:
             token_ids, finite = self._choose(logits, rows, positions, masks, windows)
-        if windows is None:
-            self._count(rows, token_ids)
-            return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
-        known = torch.where(finite, token_ids, NOT_FINITE).cpu()
-        kept, counts = windows.confirm(known.numpy().astype(np.int32))
-        scores = None
-        if any(row.counts is not None or row.params.logprobs is not None for row in rows):
-            rows, index = [rows[i] for i in kept.tolist()], self._platform.upload(kept.astype(np.int64))
-            logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-            self._count(rows, token_ids)
-            scores = self._score(logits, rows, token_ids)
-        found = known[torch.from_numpy(kept).long()]
-        return Sampled(found, found != NOT_FINITE, scores, counts)
+        if windows is not None:
+            return Sampled(token_ids, finite)
+        self._count(rows, token_ids)
+        return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
+
+    def accept(
+        self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor, kept: IntArray
+    ) -> RowScores | None:
+        """Count and score those of the positions sampled with windows that are kept."""
+        if all(row.counts is None and row.params.logprobs is None for row in rows):
+            return None
+        rows, index = [rows[i] for i in kept.tolist()], self._platform.upload(kept.astype(np.int64))
+        logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
+        self._count(rows, token_ids)
+        return self._score(logits, rows, token_ids)
 
     def _choose(
         self,

@@ -58,9 +58,6 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     model = _load(config, ops, platform, ranks)
     layout = CacheLayout.create(model.layer_specs)
     drafts = _max_num_drafts(config, layout, ops)
-    if drafts and sched.async_scheduling:
-        LOGGER.info("drafts wait for the tokens before them: steps are not planned ahead")
-        sched = replace(sched, async_scheduling=False)
     has_graphs = platform.has_graphs and not config.enforce_eager
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
