@@ -51,7 +51,8 @@ class Profiler:
             self._engine.advance()
         name = f"decode, {batch} rows of {prompt_len:,} tokens"
         profile = profile_steps(self._llm, name, self._engine.advance, NUM_STEPS)
-        self._engine.abort_all()
+        while self._engine.has_unfinished():
+            self._engine.advance()
         return profile
 
     def _prefill(self, name: str, prompt: Callable[[], Ids], repeats: int) -> Profile:

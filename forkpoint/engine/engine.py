@@ -70,12 +70,6 @@ class Engine:
                     self.log.write(completion.request, FinishReason.ABORT)
         return state.output()
 
-    def abort_all(self) -> list[RequestOutput]:
-        """End all open requests and wait for the steps in flight."""
-        outputs = [self.abort(request_id) for request_id in self._outputs.open_request_ids]
-        self.core.drain()
-        return [output for output in outputs if output is not None]
-
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that have news, each as far as it has come."""
         return [state.output() for state in self.advance()]

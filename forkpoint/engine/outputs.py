@@ -222,10 +222,6 @@ class OutputAssembler:
         self._states: dict[str, RequestState] = {}
         self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
 
-    @property
-    def open_request_ids(self) -> list[str]:
-        return list(self._states)
-
     def add(
         self,
         request_id: str,

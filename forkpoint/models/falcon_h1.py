@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from forkpoint.models.attention import AttentionConfig
+from forkpoint.models.bamba import Bamba
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
@@ -20,23 +21,9 @@ class FalconH1(Model):
     """`FalconH1ForCausalLM`."""
 
     architectures: ClassVar = ("FalconH1ForCausalLM",)
-    norms: ClassVar = ("input_layernorm", "pre_ff_layernorm")
-    defaults: ClassVar = {
-        "vocab_size": 128000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "mamba_d_ssm": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 2,
-    }
-    weight_names: ClassVar = (("model.final_layernorm", "model.norm"), (".feed_forward.", ".mlp."))
+    norms: ClassVar = Bamba.norms
+    defaults: ClassVar = {**Bamba.defaults, "max_position_embeddings": 8192, "mamba_d_ssm": 1024}
+    weight_names: ClassVar = Bamba.weight_names
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

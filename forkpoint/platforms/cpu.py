@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,18 +18,11 @@ from forkpoint.platforms.platform import DeviceTraits, Mark
 NUM_KEPT_PRODUCTS = 64  # shapes; layers of many rows come with about 24 numbers of them (ops/cpu/tiles.py)
 
 
-@dataclass(frozen=True, slots=True)
 class _PastMark:
     """Work on a CPU is done when the call that issues it returns."""
 
-    at_s: float
-
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Nothing to wait for."""
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _PastMark)
-        return self.at_s - earlier.at_s
 
 
 class CpuPlatform:
@@ -72,7 +63,7 @@ class CpuPlatform:
         return run
 
     def mark(self) -> Mark:
-        return _PastMark(time.perf_counter())
+        return _PastMark()
 
     def mirror(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)

@@ -27,11 +27,8 @@ class DeviceTraits:
 class Mark(Protocol):
     """A point in the order of work issued to the device."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return once all work issued before the mark is done."""
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """Time on the device between two marks that have both been waited for."""
 
 
 class Platform(Protocol):

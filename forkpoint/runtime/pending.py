@@ -55,7 +55,7 @@ class RunningStep:
 
     def result(self) -> StepResult:
         assert self.done is not None
-        self.done.wait()
+        self.done.synchronize()
         token_ids, failed, logprobs = np.empty(0, np.int32), (), dict[int, tuple[TokenLogprobs, ...]]()
         counts, scores, rows = None, self.logprobs, self.rows
         if rows is not None and self.answers is not None:

@@ -248,7 +248,7 @@ class ModelRunner:
         self._records.confirm(plan, counts)
         scores = self._sampler.accept(logits, sampling, token_ids, kept)
         if scores is not None:
-            self.platform.mark().wait()
+            self.platform.mark().synchronize()
         return Accepted(found, counts, scores)
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:

@@ -43,7 +43,7 @@ class InputRegion:
         self._turn = (self._turn + 1) % _NUM_STAGED
         mark = self._copied[self._turn]
         if mark is not None:
-            mark.wait()
+            mark.synchronize()
         view, end = self._views[self._turn], 0
         for array, offset in zip(arrays.values(), offsets, strict=True):
             end = offset + array.nbytes

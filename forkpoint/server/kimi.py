@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forkpoint.server.tool_call import Call, NotACallError, ObjectScan, strict_json
+from forkpoint.server.tool_call import Call, NotACallError, OneCallReader, strict_json
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -15,33 +15,18 @@ ID = re.compile(r"\s*(?:functions\.)?([^\s<>:]+):\d+\s*")
 ID_BEGUN = re.compile(r"\s*[^\s<>:]{0,256}(?::\d{0,9})?\s?")
 
 
-class KimiCallReader:
-    """Reads what follows the section's opening tag until one call is whole, or can no longer become one.
-
-    What follows that call in its section is handed back behind another opening tag.
-    """
+class KimiCallReader(OneCallReader):
+    """Of what follows the section's opening tag; what follows that call is handed back behind another one."""
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
-        self.text = ""
-        self._scan = ObjectScan()
-        self._name: str | None = None
-        self._position = 0  # in `text`: where the arguments begin
-
-    def feed(self, text: str, final: bool) -> tuple[Call, ...] | None:
-        """One call, once it is whole; see `notations.CallReader`."""
-        self.text += text
-        call = self._read(final)
-        if call is None and final:
-            raise NotACallError
-        return None if call is None else (call,)
+        super().__init__()
 
     def _read(self, final: bool) -> Call | None:
         if self._name is None:
             self._read_head()
             if self._name is None:
                 return None
-        while self.text[self._position : self._position + 1].isspace():
-            self._position += 1
+        self._skip_space()
         start, begun = self._position, self.text[self._position : self._position + len(CALL_END)]
         if begun.startswith("{"):
             end = self._scan.find_end(self.text, start)

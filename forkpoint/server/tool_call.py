@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -37,21 +38,14 @@ class Call:
     rest: str
 
 
-class FreeCallReader:
-    """Reads what follows `<tool_call>` until it is a whole call, or can no longer become one."""
+class OneCallReader(ABC):
+    """Reads what follows an opening tag until it is a whole call, or can no longer become one."""
 
-    parameter, parameter_tag, parameter_end = PARAMETER, PARAMETER_TAG, PARAMETER_END
-
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        """`tools`: parameter schemas by name of the function."""
+    def __init__(self) -> None:
         self.text = ""
-        self._tools = tools
         self._scan = ObjectScan()
         self._position = 0  # in `text`: where reading goes on
-        self._name: str | None = None  # of a call in the second notation, and its arguments so far
-        self._members: list[str] = []
-        self._sought = 0  # in `text`: where the end of a parameter has been looked for
-        self._closed = -1  # where a closing tag stands in that parameter
+        self._name: str | None = None  # of the function, where it has come by itself
 
     def feed(self, text: str, final: bool) -> tuple[Call, ...] | None:
         """One call, once it is whole; see `notations.CallReader`."""
@@ -60,6 +54,28 @@ class FreeCallReader:
         if call is None and final:
             raise NotACallError
         return None if call is None else (call,)
+
+    @abstractmethod
+    def _read(self, final: bool) -> Call | None:
+        """The call that `text` is, and what follows it; None while more may come. Raises NotACallError."""
+
+    def _skip_space(self) -> None:
+        while self._position < len(self.text) and self.text[self._position].isspace():
+            self._position += 1
+
+
+class FreeCallReader(OneCallReader):
+    """Of what follows `<tool_call>`."""
+
+    parameter, parameter_tag, parameter_end = PARAMETER, PARAMETER_TAG, PARAMETER_END
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        """`tools`: parameter schemas by name of the function."""
+        super().__init__()
+        self._tools = tools
+        self._members: list[str] = []  # arguments so far, in the second notation
+        self._sought = 0  # in `text`: where the end of a parameter has been looked for
+        self._closed = -1  # where a closing tag stands in that parameter
 
     def _read(self, final: bool) -> Call | None:
         if self._name is not None:
@@ -146,10 +162,6 @@ class FreeCallReader:
         if not CALL_END.startswith(behind):
             raise NotACallError
         return "" if final and not behind else None
-
-    def _skip_space(self) -> None:
-        while self._position < len(self.text) and self.text[self._position].isspace():
-            self._position += 1
 
 
 class ForcedCallReader:
