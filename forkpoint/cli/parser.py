@@ -55,17 +55,7 @@ def build_parser() -> Parser:
     server.add_argument("--model-name", metavar="TEXT", help="which of its models (default: the first)")
     add_sampling_options(complete, max_tokens=128)
 
-    text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to go on where it was stopped."
-    batch = add("run-batch", "run_batch:run_batch_command", "answer a file of requests", text)
-    batch.add_argument("-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines of requests")
-    batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="PATH", help="JSON lines of answers")
-    batch.add_argument(
-        "--max-concurrency", type=int, default=128, metavar="INT", help="requests in flight at most (default: 128)"
-    )
-    batch.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    _add_server(batch)
-    add_engine_options(batch)
-
+    _add_batch(add)
     _add_bench(commands)
 
     serve = add(
@@ -96,6 +86,19 @@ def build_parser() -> Parser:
     add("simulate", "simulate:simulate", "replay request traces without a model", text).fill = _fill_simulate
     add("collect-env", "env:collect_env", "print what a bug report needs")
     return parser
+
+
+def _add_batch(add: Callable[..., Any]) -> None:
+    text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to go on where it was stopped."
+    batch = add("run-batch", "run_batch:run_batch_command", "answer a file of requests", text)
+    batch.add_argument("-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines of requests")
+    batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="PATH", help="JSON lines of answers")
+    batch.add_argument(
+        "--max-concurrency", type=int, default=128, metavar="INT", help="requests in flight at most (default: 128)"
+    )
+    batch.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    _add_server(batch)
+    add_engine_options(batch)
 
 
 def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:

@@ -57,6 +57,11 @@ EXPECTED: dict[str, tuple[dict[str, int], int, int]] = {
         6 * 2 * 2 * 128 * 2,
         23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4),
     ),
+    "nemotron-h-8b": (
+        {"AttentionConfig": 4, "Mamba2Config": 24, "MLPConfig": 24},
+        4 * 2 * 8 * 128 * 2,
+        24 * (3 * 10240 * 2 + 128 * 64 * 128 * 4),
+    ),
     "granite-4.0-h-350m": (
         {"AttentionConfig": 4, "Mamba2Config": 28, "MLPConfig": 32},
         4 * 2 * 4 * 64 * 2,
