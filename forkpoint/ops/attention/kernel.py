@@ -124,6 +124,35 @@ class _Call:
         return {"GATED": self.gate is not None, **overlap(self.q.device, self.q.shape[0])}
 
 
+def _combine(
+    scratch: _Scratch,
+    part_ptr: Tensor,
+    num_rows: int,
+    out: Tensor,
+    gate: Tensor,
+    gate_token: int,
+    how: DecodeLaunch,
+    options: dict[str, Any],
+) -> None:
+    """Put the parts of `num_rows` decode rows together in `out[T, H, Dv]`."""
+    _, heads, value_dim = out.shape
+    combine_kernel[(num_rows * heads,)](
+        scratch.acc,
+        scratch.l_i,
+        scratch.m_i,
+        part_ptr,
+        out,
+        gate,
+        gate_token,
+        HEADS=heads,
+        DV=value_dim,
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
+        PARTS=how.parts,
+        **options,
+        num_warps=how.combine_warps,
+    )
+
+
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
@@ -220,22 +249,7 @@ class PagedAttention:
                     num_stages=1 if wide else 2,
                 )
         if index.num_decodes:
-            combine_kernel[(index.num_decodes * heads,)](
-                scratch.acc,
-                scratch.l_i,
-                scratch.m_i,
-                work.part_ptr,
-                out,
-                out,
-                0,
-                HEADS=heads,
-                DV=rank,
-                BLOCK_DV=triton.next_power_of_2(rank),
-                PARTS=FEW.parts,
-                GATED=False,
-                **options,
-                num_warps=FEW.combine_warps,
-            )
+            _combine(scratch, work.part_ptr, index.num_decodes, out, out, 0, FEW, {"GATED": False, **options})
         return out
 
     def _decode(self, call: _Call, index: AttentionIndex) -> None:
@@ -275,21 +289,7 @@ class PagedAttention:
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )
-        combine_kernel[(index.num_decodes * heads,)](
-            scratch.acc,
-            scratch.l_i,
-            scratch.m_i,
-            work.part_ptr,
-            call.out,
-            gate,
-            call.gate_token,
-            HEADS=heads,
-            DV=sizes["DV"],
-            BLOCK_DV=sizes["BLOCK_DV"],
-            PARTS=how.parts,
-            **call.options,
-            num_warps=how.combine_warps,
-        )
+        _combine(scratch, work.part_ptr, index.num_decodes, call.out, gate, call.gate_token, how, call.options)
 
     def _prefill(self, call: _Call, index: AttentionIndex) -> None:
         work, sizes, how, heads = index.work, call.sizes, self._prefill_launch, call.q.shape[1]

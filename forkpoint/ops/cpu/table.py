@@ -58,10 +58,7 @@ class _StateOperators:
     def conv_prefill(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
     ) -> Tensor:
-        taps, i = self._tap(weight, bias), index
-        out: Tensor = self._module.conv_prefill(
-            x, taps, pool, silu, i.cu_seqlens, i.src, i.dst, i.save_ptr, i.save_pos, i.save_dst
-        )
+        out: Tensor = self._module.conv_prefill(x, self._tap(weight, bias), pool, silu, *index.columns)
         return out
 
     def conv_update(
@@ -80,10 +77,8 @@ class _StateOperators:
         index: SegmentIndex,
         out: Tensor | None = None,
     ) -> Tensor:
-        layer, i = self._layer(params), index
-        result: Tensor = self._module.recurrence_prefill(
-            mixed, a, b, layer, pool, i.cu_seqlens, i.src, i.dst, i.save_ptr, i.save_pos, i.save_dst
-        )
+        layer = self._layer(params)
+        result: Tensor = self._module.recurrence_prefill(mixed, a, b, layer, pool, *index.columns)
         return result if out is None else out.copy_(result)
 
     def recurrence_decode(
@@ -147,10 +142,7 @@ class _ScanOperators:
     def scan_prefill(
         self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
     ) -> Tensor:
-        i = index
-        result: Tensor = self._module.scan_prefill(
-            list(inputs), self._layer(params), pool, i.cu_seqlens, i.src, i.dst, i.save_ptr, i.save_pos, i.save_dst
-        )
+        result: Tensor = self._module.scan_prefill(list(inputs), self._layer(params), pool, *index.columns)
         return result if out is None else out.copy_(result)
 
     def scan_decode(
