@@ -20,6 +20,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import ModelRunner
+from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
@@ -37,6 +38,8 @@ class LoadedModel:
     model: Model
     ops: OpTable
     platform: Platform = field(default_factory=CpuPlatform)
+    drafter: Drafter | None = None
+    max_num_drafts: int = 0  # of a row in a step
 
     @classmethod
     def load(
@@ -47,10 +50,11 @@ class LoadedModel:
         deterministic: bool = False,
         dtype: str = "auto",
         device: str = "cpu",
+        mtp: bool = False,
     ) -> LoadedModel:
         platform = resolve_platform(device)
         ops = select_table(platform.operators(cpu_ops), deterministic, False)
-        return cls(load_model(folder, ops=ops, dtype=dtype, device=platform.device), ops, platform)
+        return cls(load_model(folder, ops=ops, dtype=dtype, device=platform.device, mtp=mtp), ops, platform)
 
     @property
     def layout(self) -> CacheLayout:
@@ -85,6 +89,7 @@ class Rig:
             max_model_len=options.max_model_len,
             platform=loaded.platform,
             graph_shapes=graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS),
+            max_num_drafts=loaded.max_num_drafts,
         )
         runner.record_graphs()
         self.sched = Scheduler(
@@ -94,6 +99,7 @@ class Rig:
             config,
             max_model_len=options.max_model_len,
             deterministic=loaded.ops.deterministic,
+            drafter=loaded.drafter,
         )
         self.core = EngineCore(self.sched, runner)
         self.requests: dict[str, Request] = {}

@@ -4,7 +4,9 @@ outputs are those of an engine without a cache."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,10 @@ from benchmarks.rig import LoadedModel, Rig, RigOptions
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import CacheConfig
+from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.plan import TO_DRAFT, IntArray
+from forkpoint.sched.request import Request
+from tests.checkpoints import add_mtp
 
 TIGHT = [row for row in ROWS if row.tight_tokens]
 
@@ -64,3 +70,25 @@ def test_a_state_sensitive_model(model: LoadedModel, monkeypatch: pytest.MonkeyP
 
 def _forgetful(self: CacheManager, lease: Lease) -> int:
     return -1 if lease.read_from is not None or not lease.num_planned else lease.slot
+
+
+class Always(Drafter):
+    """Three drafts of the MTP layer for every row; random weights make nearly all of them wrong."""
+
+    def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        return np.full(min(most, 3), TO_DRAFT, np.int32)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = make_random_model(tmp_path_factory.mktemp("table-mtp"), TABLE_SPEC)
+    add_mtp(folder)
+    return replace(LoadedModel.load(folder, mtp=True), drafter=Always(), max_num_drafts=3)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith(("3,000", "900"))])
+def test_row_with_the_mtp_layer(model: LoadedModel, drafting: LoadedModel, row: Row) -> None:
+    """No fewer tokens are cached, and outputs are the same."""
+    plain, found = measure_row(model, row), measure_row(drafting, row)
+    assert found.cached >= plain.cached >= row.asked
+    assert found.identical and found.slot_bytes_copied == 0
