@@ -26,6 +26,13 @@ def decay(a, a_log, dt_bias, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
+def key_decay(a, a_log, dt_bias, BOUND: tl.constexpr):
+    """g of each key in fp32 of raw `a`."""
+    raw, rate = a.to(tl.float32) + dt_bias, tl.exp(a_log)
+    return -rate * softplus(raw) if BOUND == 0 else BOUND * sigmoid(rate * raw)
+
+
+@triton.jit
 def weight(b, DOUBLE_BETA: tl.constexpr):
     """beta in fp32 of raw `b`."""
     beta = sigmoid(b.to(tl.float32))
