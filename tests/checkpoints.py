@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -304,10 +305,13 @@ def write_checkpoint(
 ) -> Any:
     """Save a state-sensitive model of `family` and return transformers' own instance of it, in eval mode.
 
-    `shard_size` such as "100KB" writes several shards and an index.
+    `shard_size` such as "100KB" writes several shards and an index. Skips the test if transformers is too old.
     """
     torch.manual_seed(seed)
-    model = FAMILIES[family](**config).eval()
+    try:
+        model = FAMILIES[family](**config).eval()
+    except AttributeError as error:
+        pytest.skip(str(error))
     make_state_sensitive(model, seed)
     model.to(dtype)
     sharding = {"max_shard_size": shard_size} if shard_size else {}

@@ -25,10 +25,12 @@ class CudaPlatform(AcceleratorPlatform):
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
         is_nvidia = torch.version.cuda is not None
+        capability = torch.cuda.get_device_capability(device)
         return DeviceTraits(
             num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
-            overlaps_launches=is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0),
-            has_fp8=is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9),
+            overlaps_launches=is_nvidia and capability >= (9, 0),
+            has_fp8=is_nvidia and capability >= (8, 9),
+            multiplies_fp8=is_nvidia and capability == (9, 0),
             caps_registers=is_nvidia,
         )
 

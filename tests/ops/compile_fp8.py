@@ -15,9 +15,9 @@ from triton.compiler import ASTSource
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.inputs_kernel import _inputs_kernel
 from forkpoint.ops.attention.prefill_kernel import prefill_kernel
+from forkpoint.ops.linear import fp8_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
-from forkpoint.ops.linear import widen_kernel
-from forkpoint.ops.linear.tiles import Tile, scaled_row_tile, scaled_tile
+from forkpoint.ops.linear.tiles import Tile, scaled_tile
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 
@@ -43,7 +43,7 @@ POINTERS = {
     "out": "*bf16",
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size")
-FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "OVERLAP": False, "SQUARED": False}
+FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "OVERLAP": False, "SQUARED": False}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
@@ -76,10 +76,8 @@ def main() -> None:
         compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
         tile = _scaled_tiles(bf16, 128)[0 if gated else 1]
         compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), GATED=gated)
-        tile = scaled_row_tile(4096)
-        sizes = {"OUTPUTS": tile.outputs, "WIDTH": tile.width, "STAGES": tile.num_stages}
-        compiled("row", linear._row_kernel, tile, **sizes, GATED=gated, BIAS=not gated)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
+    compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)

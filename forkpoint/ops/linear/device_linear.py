@@ -8,23 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.gated_kernel import multiply_gated
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
+    FEW_SCALED,
     LARGEST,
     GatedTile,
     Tile,
     fastest_gated_tile,
     fastest_tile,
     fixed_gated_tile,
+    fixed_scaled_tile,
     fixed_tile,
-    scaled_row_tile,
     scaled_tile,
 )
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.table import SiluMul
+from forkpoint.platforms.table import traits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,21 @@ class DeviceLinear:
     @staticmethod
     def prepare(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
         """Both as loaded."""
-        return ScaledLinear(weight, bias) if isinstance(weight, ScaledMatrix) else PackedLinear(weight, bias)
+        if not isinstance(weight, ScaledMatrix):
+            return PackedLinear(weight, bias)
+        multiplies = traits_of(weight.codes.device).multiplies_fp8
+        return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
     def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
         """`x[T, K] -> y[T, N]` in x's dtype."""
         num_outputs, width = packed.weight.shape
         if isinstance(packed, ScaledLinear):
-            tile = self._scaled_tile(x, packed.weight, gated=False)
-            if tile is None:
-                return F.linear(x, widen(packed.weight), packed.bias)
-            return multiply(x, packed.weight, packed.bias, tile)
+            tile = self._scaled_tile(x, packed, gated=False)
+            if tile is not None:
+                return multiply(x, packed.weight, packed.bias, tile)
+            if packed.library_scales is not None:
+                return multiply_fp8(x, packed.weight, packed.library_scales, packed.bias)
+            return F.linear(x, widen(packed.weight), packed.bias)
         choose = fixed_tile if self.deterministic else fastest_tile
         tile = choose(x.shape[0], num_outputs, width, x.dtype)
         if tile is None:
@@ -56,7 +64,7 @@ class DeviceLinear:
     def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
         """`x[T, K] -> y[T, I]` for a `[2I, K]` weight, gate rows first, without bias."""
         if isinstance(packed, ScaledLinear):
-            scaled_tile = self._scaled_tile(x, packed.weight, gated=True)
+            scaled_tile = self._scaled_tile(x, packed, gated=True)
             if scaled_tile is None:
                 return self.silu_mul(self.linear(x, packed))
             return multiply(x, packed.weight, None, scaled_tile, gated=True)
@@ -78,12 +86,11 @@ class DeviceLinear:
             return torch.stack([self.linear(x[:, h], PackedLinear(own, None)) for h, own in enumerate(weight)], dim=1)
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
-    def _scaled_tile(self, x: Tensor, weight: ScaledMatrix, gated: bool) -> Tile | None:
-        """None: widen the weights and take the vendor's library, whose time is that of many rows."""
-        num_rows, num_outputs = x.shape[0], weight.shape[0] // (2 if gated else 1)
-        if not self.deterministic:
-            if num_rows == 1 and x.dtype == torch.bfloat16 and weight.by_one_row(gated):
-                return scaled_row_tile(num_outputs)
-            if num_rows > LARGEST:
-                return None
-        return scaled_tile(num_rows, num_outputs, gated, x.dtype)
+    def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
+        """None: more rows than pay here. The vendor's library takes them, in FP8 or the weights widened."""
+        num_outputs = packed.weight.shape[0] // (2 if gated else 1)
+        if self.deterministic:
+            return fixed_scaled_tile(x.shape[0], num_outputs, gated, x.dtype)
+        if x.shape[0] > (LARGEST if packed.library_scales is None else FEW_SCALED):
+            return None
+        return scaled_tile(x.shape[0], num_outputs, gated, x.dtype)

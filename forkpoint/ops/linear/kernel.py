@@ -14,6 +14,7 @@ from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.platforms.table import traits_of
 
 BLOCK = 1024  # outputs whose splits one program adds
 SCALE_WIDTH = tl.constexpr(SCALE_BLOCK)  # columns of a block, of which each has a scale
@@ -26,10 +27,43 @@ def scale_columns(width, BLOCKED: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, x_tile, w_tile, scale, TURNED: tl.constexpr, SCALED: tl.constexpr):
+def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Weights in `dtype`; e4m3 exactly. With BITS four at a time by way of bfloat16: sign, exponent and fraction are
+    put where it has them, and 2^120 makes up for its other bias."""
+    if BITS:
+        wide = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, rest, by;
+            mov.b32 by, 0x7B807B80;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            shr.b32 rest, low, 4;
+            and.b32 rest, rest, 0x07f007f0;
+            lop3.b32 low, low, 0x80008000, rest, 0xEA;
+            mul.rn.bf16x2 $0, low, by;
+            shr.b32 rest, high, 4;
+            and.b32 rest, rest, 0x07f007f0;
+            lop3.b32 high, high, 0x80008000, rest, 0xEA;
+            mul.rn.bf16x2 $1, high, by;
+            }
+            """,
+            "=r,=r,r",
+            [codes.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+        return wide.to(dtype)
+    else:
+        return codes.to(dtype)
+
+
+@triton.jit
+def _add_product(acc, x_tile, w_tile, scale, TURNED: tl.constexpr, SCALED: tl.constexpr, BITS: tl.constexpr):
     """`acc` and the product of two tiles. FP8 is exact in x's dtype, so that sums are scaled, not weights."""
     if SCALED:
-        wide = w_tile.to(x_tile.dtype)
+        wide = widened(w_tile, x_tile.dtype, BITS)
         if TURNED:
             acc += tl.dot(wide, tl.trans(x_tile), input_precision="ieee") * scale[:, None]
         else:
@@ -64,6 +98,7 @@ def accumulate(
     MASK_WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's rows at `x_offsets` with the rows of `weight`, and,
     if GATED, of `up_weight`. The steps of K are the same whatever the tile; float32 is not cut to tf32.
@@ -92,7 +127,7 @@ def accumulate(
                 w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
             else:
                 w_tile = tl.load(weight + w_at)
-        acc = _add_product(acc, x_tile, w_tile, scale, TURNED, SCALED)
+        acc = _add_product(acc, x_tile, w_tile, scale, TURNED, SCALED, BITS)
         if GATED:
             if MASK_WIDTH:
                 u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
@@ -101,7 +136,7 @@ def accumulate(
             else:
                 u_tile = tl.load(up_weight + w_at)
             up_scale = tl.load(scales + up_scale_at + block, mask=outputs_inside, other=0.0) if SCALED else 0.0
-            up = _add_product(up, x_tile, u_tile, up_scale, TURNED, SCALED)
+            up = _add_product(up, x_tile, u_tile, up_scale, TURNED, SCALED, BITS)
         x += WIDTH
         weight += WIDTH
         up_weight += WIDTH
@@ -143,6 +178,7 @@ def _linear_kernel(
     MASK_WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -189,6 +225,7 @@ def _linear_kernel(
         MASK_WIDTH,
         SCALE_ROWS > 0,
         BLOCKED,
+        BITS,
     )
     start_next(OVERLAP)
     inside = rows_inside[:, None] & outputs_inside[None, :]
@@ -209,26 +246,6 @@ def _linear_kernel(
 
 
 @triton.jit
-def block_scales(scales, row, columns, inside, width, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
-    """For products without the matrix units: of each of `columns`, for all rows of `row`'s block; 1 if a block is not
-    one of SCALE_WIDTH columns."""
-    if SCALE_ROWS and BLOCKED:
-        at = row // SCALE_ROWS * scale_columns(width, True) + columns // SCALE_WIDTH
-        return tl.load(scales + at, mask=inside, other=0.0)
-    else:
-        return 1.0
-
-
-@triton.jit
-def row_scales(scales, rows, inside, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
-    """Of each of `rows`; 1 if rows do not have one each."""
-    if SCALE_ROWS and not BLOCKED:
-        return tl.load(scales + rows, mask=inside, other=0.0)
-    else:
-        return 1.0
-
-
-@triton.jit
 def _row_kernel(
     x,
     weight,
@@ -236,14 +253,11 @@ def _row_kernel(
     out,
     num_outputs,
     width,
-    scales,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -260,18 +274,15 @@ def _row_kernel(
         left = columns < width - k
         valid = inside[:, None] & left[None, :]
         value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)
-        scaled = value * block_scales(scales, start, k + columns, left, width, SCALE_ROWS, BLOCKED)
-        acc += tl.load(w_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
+        acc += tl.load(w_at + k + at, mask=valid, other=0.0).to(tl.float32) * value[None, :]
         if GATED:
-            scaled = value * block_scales(scales, num_outputs + start, k + columns, left, width, SCALE_ROWS, BLOCKED)
-            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
+            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value[None, :]
     start_next(OVERLAP)
-    total = tl.sum(acc, 1) * row_scales(scales, start + outputs, inside, SCALE_ROWS, BLOCKED)
+    total = tl.sum(acc, 1)
     if BIAS:
         total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        total_up = tl.sum(up, 1) * row_scales(scales, num_outputs + start + outputs, inside, SCALE_ROWS, BLOCKED)
-        total = gate(total, total_up, out.dtype.element_ty)
+        total = gate(total, tl.sum(up, 1), out.dtype.element_ty)
     tl.store(out + start + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -322,15 +333,16 @@ def parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
 def scale_options(weight: Matrix) -> dict[str, Any]:
     """What kernels want to know of a matrix's scales."""
     if not isinstance(weight, ScaledMatrix):
-        return {"SCALE_ROWS": 0, "BLOCKED": False}
-    return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block}
+        return {"SCALE_ROWS": 0, "BLOCKED": False, "BITS": False}
+    bits = weight.dtype == torch.bfloat16 and traits_of(weight.codes.device).multiplies_fp8
+    return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block, "BITS": bits}
 
 
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
     """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride.
 
     With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
-    In FP8 a tile's width divides 128, and a tile of 1 row takes what `by_one_row` says.
+    In FP8 a tile's width divides 128, and a tile has more than 1 row.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width = x.shape
@@ -339,7 +351,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     if not num_rows:
         return out
     if tile.rows == 1:
-        assert num_rows == 1
+        assert num_rows == 1 and isinstance(weight, Tensor)
         _multiply_row(x, weight, bias, out, tile, gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
@@ -395,23 +407,20 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     return out
 
 
-def _multiply_row(x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
+def _multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
     num_outputs, width = out.shape[1], x.shape[1]
-    codes, scales = parts(weight)
     _row_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
-        codes,
+        weight,
         bias,
         out,
         num_outputs,
         width,
-        scales,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         STAGES=tile.num_stages,
         GATED=gated,
         BIAS=bias is not None,
-        **scale_options(weight),
         num_warps=tile.num_warps,
         **_options(x, tile),
     )

@@ -88,10 +88,11 @@ Matrix: TypeAlias = Tensor | ScaledMatrix
 
 
 class ScaledLinear(NamedTuple):
-    """A `[N, K]` weight in FP8 and its optional `[N]` bias."""
+    """A `[N, K]` weight in FP8, its optional `[N]` bias, and scales for products of FP8 by FP8, if there are any."""
 
     weight: ScaledMatrix
     bias: Tensor | None
+    library_scales: Tensor | None = None
 
 
 class ScaledExperts(NamedTuple):

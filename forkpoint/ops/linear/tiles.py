@@ -53,6 +53,7 @@ class GatedTile:
 
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
+FEW_SCALED = 32  # rows; above, its product of both sides in FP8 is
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +144,24 @@ def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | No
 
 
 def scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
-    """The tile for weights in FP8, of which each product adds up 128 of K before it is scaled, so that all tiles give a
-    row the same bits. The weights are the left operand, which may be widened in registers."""
+    """The tile for weights in FP8."""
+    tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
+    few = num_outputs <= FEW_OUTPUTS and not gated and dtype == torch.bfloat16
+    return replace(tile, splits=4) if few else tile
+
+
+def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
+    """The same without splits: each product adds up 128 of K before it is scaled, so that all such tiles give a row
+    the same bits."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
     if num_rows <= 16:
-        outputs = 32 if num_outputs <= FEW_OUTPUTS else 64
-        return Tile(16, outputs, 128, 4, 5, turned=outputs == 64, overlaps=num_rows <= 8)
+        return Tile(16, 32, 128, 4, 6 if num_outputs > FEW_OUTPUTS and not gated else 4, overlaps=num_rows <= 8)
+    if num_rows <= 32:
+        return Tile(32, 64, 128, 4, 4) if gated else Tile(32, 128, 128, 4, 4)
     if num_rows <= 64:
-        return Tile(32 if num_rows <= 32 else 64, 64, 128, 4, 4, turned=True)
-    return Tile(LARGEST, 64 if gated else 128, 128, 8, 3, turned=True)  # two sums of 128 by 128 would not fit registers
-
-
-def scaled_row_tile(num_outputs: int) -> Tile:
-    """The tile of a single row with weights in FP8."""
-    return Tile(1, 8 if num_outputs <= FEW_OUTPUTS else 16, 512, 4, 3, overlaps=True)
+        return Tile(64, 32, 128, 4, 3)
+    return Tile(LARGEST, 64, 128, 8 if gated else 4, 3, turned=True)
 
 
 def _choices(num_outputs: int, width: int) -> Choices[Tile]:

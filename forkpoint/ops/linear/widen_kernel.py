@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.linear.kernel import SCALE_WIDTH, scale_columns, scale_options
+from forkpoint.ops.linear.kernel import SCALE_WIDTH, scale_columns, scale_options, widened
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 
 ROWS = 64
@@ -24,6 +24,7 @@ def _widen_kernel(
     WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     pieces = (width + WIDTH - 1) // WIDTH
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
@@ -33,7 +34,7 @@ def _widen_kernel(
     scale = tl.load(scales + scale_at, mask=rows < num_rows, other=0.0)
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    value = tl.load(codes + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    value = widened(tl.load(codes + at, mask=inside, other=0.0), tl.float32, BITS) * scale[:, None]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.kernel import (
     accumulate,
-    block_scales,
     gate,
     parts,
-    row_scales,
     scale_columns,
     scale_options,
+    widened,
 )
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
@@ -63,6 +62,7 @@ def _grouped_kernel(
     MASK_WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -115,6 +115,7 @@ def _grouped_kernel(
             MASK_WIDTH,
             SCALE_ROWS > 0,
             BLOCKED,
+            BITS,
         )
         start_next(OVERLAP)
         if GATED:
@@ -140,6 +141,26 @@ def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.conste
 
 
 @triton.jit
+def _block_scales(scales, row, columns, inside, width, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
+    """For products without the matrix units: of each of `columns`, for all rows of `row`'s block; 1 if a block is not
+    one of SCALE_WIDTH columns."""
+    if SCALE_ROWS and BLOCKED:
+        at = row // SCALE_ROWS * scale_columns(width, True) + columns // SCALE_WIDTH
+        return tl.load(scales + at, mask=inside, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _row_scales(scales, rows, inside, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
+    """Of each of `rows`; 1 if rows do not have one each."""
+    if SCALE_ROWS and not BLOCKED:
+        return tl.load(scales + rows, mask=inside, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
 def _pair_in_kernel(
     x,
     gate_up,
@@ -157,6 +178,7 @@ def _pair_in_kernel(
     STAGES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -178,15 +200,15 @@ def _pair_in_kernel(
         left = columns < width - k
         valid = inside[:, None] & left[None, :]
         value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)
-        scaled = value * block_scales(scales, row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-        acc += tl.load(gate_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
+        scaled = value * _block_scales(scales, row, k + columns, left, width, SCALE_ROWS, BLOCKED)
+        acc += widened(tl.load(gate_at + k + at, mask=valid, other=0.0), tl.float32, BITS) * scaled[None, :]
         if GATED:
-            scaled = value * block_scales(scales, inner + row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
+            scaled = value * _block_scales(scales, inner + row, k + columns, left, width, SCALE_ROWS, BLOCKED)
+            up += widened(tl.load(up_at + k + at, mask=valid, other=0.0), tl.float32, BITS) * scaled[None, :]
     start_next(OVERLAP)
-    total = tl.sum(acc, 1) * row_scales(scales, row + outputs, inside, SCALE_ROWS, BLOCKED)
+    total = tl.sum(acc, 1) * _row_scales(scales, row + outputs, inside, SCALE_ROWS, BLOCKED)
     if GATED:
-        total_up = tl.sum(up, 1) * row_scales(scales, inner + row + outputs, inside, SCALE_ROWS, BLOCKED)
+        total_up = tl.sum(up, 1) * _row_scales(scales, inner + row + outputs, inside, SCALE_ROWS, BLOCKED)
         result = gate(total, total_up, out.dtype.element_ty)
     else:
         result = relu_squared(total, out.dtype.element_ty)
@@ -210,6 +232,7 @@ def _pair_out_kernel(
     WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -239,9 +262,9 @@ def _pair_out_kernel(
             value *= tl.load(scales + at, mask=chosen[:, None] & left[None, :], other=0.0)
         at = rows[:, :, None] * inner + k + columns[None, None, :]
         tile = tl.load(down + at, mask=valid[:, :, None] & left[None, None, :], other=0.0)
-        acc += tile.to(tl.float32) * value[:, None, :]
+        acc += widened(tile, tl.float32, BITS) * value[:, None, :]
     start_next(OVERLAP)
-    total = tl.sum(tl.sum(acc, 2) * row_scales(scales, rows, valid, SCALE_ROWS, BLOCKED), 0)
+    total = tl.sum(tl.sum(acc, 2) * _row_scales(scales, rows, valid, SCALE_ROWS, BLOCKED), 0)
     tl.store(out + token * size + start + outputs, total.to(out.dtype.element_ty), mask=outputs < size - start)
 
 
@@ -326,7 +349,7 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         x.stride(0),
         top_k,
         inner,
-        x.shape[1],
+        size,
         pieces,
         gate_up_scales,
         GATED=packed.gated,
