@@ -1,6 +1,6 @@
 """The delta rule with a decay for each key (KDA) in Triton; reference.py has the formulas.
 
-As in prefill_kernel.py chunks are made ready, by key_chunks.py, before a state is carried through them.
+As in prefill_kernel.py chunks are made ready, by key_chunk_kernel.py, before a state is carried through them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_decay, weight
-from forkpoint.ops.recurrence.key_chunks import ready_chunks
+from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
 from forkpoint.ops.table import RecurrenceParams
 

@@ -124,7 +124,7 @@ def _pair_kernel(
     shrunk = tl.exp(total - first[None, :])
     q_left, k_left = (q * shrunk).to(kind), (left * shrunk).to(kind)
     square = entry * (CHUNK * CHUNK) + row[:, None] * CHUNK + sub[None, :]
-    for earlier in range(0, BLOCKS):
+    for earlier in range(BLOCKS):
         score, system = tl.zeros((SUB, SUB), tl.float32), tl.zeros((SUB, SUB), tl.float32)
         if earlier < block:
             at = earlier * SUB + sub
@@ -136,7 +136,7 @@ def _pair_kernel(
             score = tl.dot(q_left, right, input_precision="ieee")
             system = tl.dot(k_left, right, input_precision="ieee")
         elif earlier == block:
-            for j in range(0, SUB):
+            for j in range(SUB):
                 real = in_k & (block * SUB + j < count)
                 key = tl.load(k_at + (start.to(tl.int64) + block * SUB + j) * mixed_stride, mask=real, other=0.0)
                 since = tl.load(total_at + (block * SUB + j) * K, mask=in_k, other=0.0)
@@ -192,9 +192,10 @@ def ready_chunks(
     entries, chunks = (mixed.shape[0] // TILE + len(index)) * heads, index.tiles.shape[0] * heads
     inverses, scores = mixed.new_empty(2, entries, TILE, TILE)
     keys = mixed.new_empty(entries, 3, TILE, dim)
-    wide = {"dtype": torch.float32, "device": mixed.device}
-    systems, totals = torch.empty(entries, TILE, TILE, **wide), torch.empty(entries, TILE, dim, **wide)
-    wholes = torch.empty(entries, dim, **wide)
+    systems, totals, wholes = (
+        torch.empty(entries, *shape, dtype=torch.float32, device=mixed.device)
+        for shape in ((TILE, TILE), (TILE, dim), (dim,))
+    )
     sizes = {"H": heads, "K": dim, "BLOCK_K": block_k, **overlap(mixed.device, mixed.shape[0]), "num_stages": 1}
     places = (index.tiles, index.cu_seqlens)
     _chunk_kernel[(chunks,)](
