@@ -1,9 +1,9 @@
-"""Llama and Mistral: attention only, without norms of queries and keys."""
+"""Llama, Mistral and Qwen3: attention only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig
@@ -16,6 +16,7 @@ class Llama(Model):
     """`LlamaForCausalLM`."""
 
     architectures: ClassVar = ("LlamaForCausalLM",)
+    qk_norm: ClassVar[Literal["head"] | None] = None
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -29,28 +30,57 @@ class Llama(Model):
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         fields.refuse("mlp_bias")
-        attention = AttentionConfig.read(fields, qk_norm=None, window=cls.window(fields))
-        layers = [(attention, MLPConfig.read(fields))] * fields.integer("num_hidden_layers")
-        return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim))
+        mlp, head_dim = MLPConfig.read(fields), AttentionConfig.read(fields).head_dim
+        attention = [AttentionConfig.read(fields, qk_norm=cls.qk_norm, window=width) for width in cls.windows(fields)]
+        return ModelConfig.of(fields, [(part, mlp) for part in attention], fields.rotary(head_dim))
 
-    @staticmethod
-    def window(fields: Fields) -> int | None:
-        """Of every layer."""
-        return None
+    @classmethod
+    def windows(cls, fields: Fields) -> list[int | None]:
+        """Of each layer."""
+        return [None] * fields.integer("num_hidden_layers")
 
 
 class Mistral(Llama):
     """`MistralForCausalLM`: all layers have a window, unless it is said to be null."""
 
     architectures: ClassVar = ("MistralForCausalLM",)
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults: ClassVar = {
         **Llama.defaults,
         "intermediate_size": 14336,
         "num_key_value_heads": 8,
         "max_position_embeddings": 4096 * 32,
     }
 
-    @staticmethod
-    def window(fields: Fields) -> int | None:
-        said = fields.values.get("sliding_window", 4096)
-        return None if said is None else fields.integer("sliding_window", 4096)
+    @classmethod
+    def windows(cls, fields: Fields) -> list[int | None]:
+        if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
+            return super().windows(fields)
+        return [fields.integer("sliding_window", 4096)] * fields.integer("num_hidden_layers")
+
+
+class Qwen3(Llama):
+    """`Qwen3ForCausalLM`: queries and keys are normalised, and the last layers may have a window."""
+
+    architectures: ClassVar = ("Qwen3ForCausalLM",)
+    qk_norm: ClassVar = "head"
+    defaults: ClassVar = {
+        **Llama.defaults,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "eos_token_id": [],
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    @classmethod
+    def windows(cls, fields: Fields) -> list[int | None]:
+        first = fields.integer("max_window_layers", low=0)
+        slides = fields.flag("use_sliding_window", False)
+        kinds = fields.layer_types(
+            ("full_attention", "sliding_attention"),
+            lambda i: "sliding_attention" if slides and i >= first else "full_attention",
+        )
+        return [fields.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds]

@@ -20,13 +20,12 @@ from forkpoint.models.granite_hybrid import GraniteHybrid
 from forkpoint.models.jamba import Jamba
 from forkpoint.models.kimi_linear import KimiLinear
 from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
-from forkpoint.models.llama import Llama, Mistral
+from forkpoint.models.llama import Llama, Mistral, Qwen3
 from forkpoint.models.mamba import FalconMamba, MambaModel
 from forkpoint.models.mamba2 import Mamba2
 from forkpoint.models.nemotron_h import NemotronH
 from forkpoint.models.olmo_hybrid import OlmoHybrid
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
-from forkpoint.models.qwen3 import Qwen3
 from forkpoint.models.qwen3_5 import Qwen35, Qwen35Moe
 from forkpoint.models.qwen3_next import Qwen3Next
 from forkpoint.models.shares import cut_model
