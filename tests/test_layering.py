@@ -36,12 +36,13 @@ ALLOWED: dict[str, set[str]] = {
     "grammar": {"sched.plan", "sched.request", "engine.tokenizer"} | VALUES,
     "worker": {"platforms", "sched", "cache.layout", "runtime", "models", "ops", "obs"} | VALUES,
     "engine": {"worker", "grammar", "sched", "cache", "models.registry", "obs", "routing.wire"} | VALUES,
-    "server": {"engine", "worker.child", "obs"} | VALUES,
+    "server": {"engine", "worker.child", "obs", "cache.hashing", "routing.wire"} | VALUES,
     "client": VALUES,
     "demo": {"engine"} | VALUES,
     "bench": {"client", "engine.hub", "engine.tokenizer", "sim"} | VALUES,
+    "fleet": {"routing", "server", "worker.child", "obs"} | VALUES,
     "cli": {"platforms.table", "client", "engine", "models", "demo", "server", "sim", "bench", "obs"}
-    | {"routing.router"}
+    | {"fleet", "routing.router"}
     | VALUES,
     "__init__": {"engine", "cache.policies", "models.registry", "ops.select"} | VALUES,
     "__main__": {"cli"},

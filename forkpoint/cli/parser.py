@@ -18,6 +18,7 @@ from forkpoint.cli.options import (
     option_values,
 )
 from forkpoint.cli.vllm_flags import add_vllm_flags
+from forkpoint.fleet.config import FleetConfig
 from forkpoint.version import installed_version
 
 MODEL_HELP: Final = "a model folder, or an id of the Hugging Face hub; default: the demo model of a checkout"
@@ -70,6 +71,19 @@ def build_parser() -> Parser:
     add_server_options(serve)
     add_engine_options(serve)
     add_vllm_flags(serve)
+
+    deploy = add(
+        "deploy",
+        "deploy:deploy",
+        "serve replicas of a model on Ray Serve",
+        usage="forkpoint deploy [MODEL] [options]",
+        epilog="pip install 'forkpoint[ray]'; docs/deploy.md has examples.",
+    )
+    deploy.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    add_config_flag(deploy)
+    add_option_group(deploy, "replica options", FleetConfig)
+    add_server_options(deploy)
+    add_engine_options(deploy)
 
     text = (
         "A chat, a shared system prompt and forks, with the cache on and off; exit code 1 if an answer differs. "

@@ -19,7 +19,7 @@ KEY_VARIABLE = "FORKPOINT_API_KEY"
 def serve(options: argparse.Namespace) -> int:
     """Serve the model over HTTP until Ctrl-C; 1 if the engine died."""
     engine = engine_options(options)
-    server = _server_config(options, options.model_tag or engine.get("model") or MODEL_NAME)
+    server = server_config(options, options.model_tag or engine.get("model") or MODEL_NAME)
     config = EngineConfig.from_flat(**with_model(engine, options.model_tag))
     announce(config.model, config.log_level)
     for line in told_lines(options):
@@ -29,7 +29,8 @@ def serve(options: argparse.Namespace) -> int:
     return run_server(config, server)
 
 
-def _server_config(options: argparse.Namespace, model_name: str) -> ServerConfig:
+def server_config(options: argparse.Namespace, model_name: str) -> ServerConfig:
+    """The server's options, with those that the command or the environment decides."""
     given = option_values(options, ServerConfig)
     given.setdefault("served_model_name", (model_name,))
     if "api_key" not in given and os.environ.get(KEY_VARIABLE):

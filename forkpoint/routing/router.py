@@ -48,13 +48,19 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """The replica that can restore most of the prompt, less what waiting there costs."""
+    """The replica that can restore most of the prompt, less what waiting there costs; of equal ones each in turn."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
 
     def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int:
-        def worth(index: int) -> tuple[int, int]:
+        turn = next(self._turns)
+
+        def worth(index: int) -> tuple[int, int, int]:
             replica = replicas[index]
             waiting = replica.num_unfinished()
-            return replica.restorable(request) - waiting * TOKENS_PER_WAITING_REQUEST, -waiting
+            lost = waiting * TOKENS_PER_WAITING_REQUEST
+            return replica.restorable(request) - lost, -waiting, (index - turn) % len(replicas)
 
         return max(range(len(replicas)), key=worth)
 

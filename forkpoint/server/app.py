@@ -30,6 +30,7 @@ from forkpoint.server.messages.endpoint import (
 from forkpoint.server.metrics import CONTENT_TYPE
 from forkpoint.server.middleware import Gate
 from forkpoint.server.page import add_page
+from forkpoint.server.prefix import add_prefix_route
 from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelList, VersionReply
 from forkpoint.server.responses.answer import DeletedReply, ResponseReply
 from forkpoint.server.responses.body import ResponsesBody
@@ -82,6 +83,8 @@ def create_app(service: Service) -> FastAPI:
     _add_model_routes(app, service)
     _add_operator_routes(app, service)
     add_page(app)
+    if service.engine.config.kv_events_config.is_on:
+        add_prefix_route(app, service)
     if service.config.enable_dev_endpoints:
         _add_dev_routes(app, service)
     return app

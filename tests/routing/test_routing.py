@@ -49,6 +49,8 @@ def test_the_prompt_goes_where_most_of_it_can_be_restored_unless_many_wait_there
     assert router.choose(hashes, [Known(short), Known(long, 2), Known(RestorableIndex())]) == 0
     assert router.choose(hashes[:39], [Known(short, 1), Known(long, 1), Known(RestorableIndex())]) == 2
     assert router.choose([7], [Known(RestorableIndex(), 3), Known(RestorableIndex(), 1)]) == 1
+    idle = [Known(RestorableIndex()) for _ in range(3)]
+    assert {router.choose([number], idle) for number in range(3)} == {0, 1, 2}
 
 
 def test_an_engine_that_tells_no_states_can_resume_after_any_block() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.server.running import RunningServer, start_server
 
 MAX_MODEL_LEN = 512
 REQUEST_LOG = "requests.jsonl"
+EVENTS = {"endpoint": "ipc://{}/events", "replay_endpoint": "ipc://{}/replay"}
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +29,8 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags = ["--served-model-name", "tiny", "alias", "--max-model-len", str(MAX_MODEL_LEN), "--seed", "7"]
     folder = tmp_path_factory.mktemp("server")
     flags += ["--enable-dev-endpoints", "--log-interval-s", "0.5", "--log-requests", str(folder / REQUEST_LOG)]
+    events = {name: endpoint.format(folder) for name, endpoint in EVENTS.items()}
+    flags += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
     running = start_server(tiny_model, folder, *flags)
     try:
         yield running.wait_ready()

@@ -1,0 +1,92 @@
+"""The application on Ray Serve: a gateway and replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+
+import forkpoint
+from forkpoint.config import EngineConfig
+from forkpoint.fleet.config import FleetConfig
+from forkpoint.fleet.gateway import Gateway
+from forkpoint.fleet.replica import Replica
+from forkpoint.fleet.router import RestorableRouter
+from forkpoint.obs.logs import LOGGER
+from forkpoint.server.config import ServerConfig
+
+NAME: Final = "forkpoint"
+MAX_WAITING: Final = 1 << 16  # requests that a gateway holds at once
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
+
+
+def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> Any:
+    """What `serve.run` takes. Ray is to be connected."""
+    drain_s = server.shutdown_timeout_s
+    resources = dict(fleet.ray_actor_options) or _one_device()
+    count: dict[str, Any] = (
+        {"autoscaling_config": dict(fleet.autoscaling_config)}
+        if fleet.autoscaling_config
+        else {"num_replicas": fleet.num_replicas}
+    )
+    replicas = serve.deployment(
+        Replica,
+        name="Replica",
+        ray_actor_options=resources,
+        max_ongoing_requests=fleet.max_ongoing_requests,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=drain_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=RestorableRouter, request_router_kwargs={"router": fleet.router}
+        ),
+        **count,
+    )
+    gateway = serve.deployment(
+        Gateway,
+        name="Gateway",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_WAITING,
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=drain_s,
+    )
+    return gateway.bind(replicas.bind(engine, server), fleet.router == "prefix-aware")
+
+
+def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:
+    """Start the application and, on a cluster of its own, serve until Ctrl-C or SIGTERM. On a running cluster it stays
+    there; deploying again replaces its replicas one after the other. Returns the exit code."""
+    root = str(Path(forkpoint.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    local: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    own = fleet.ray_address is None
+    ray.init(**local) if own else ray.init(address=fleet.ray_address)
+    try:
+        serve.start(http_options=HTTPOptions(host=server.host, port=server.port))
+        serve.run(application(engine, server, fleet), name=NAME, route_prefix=server.root_path or "/")
+        LOGGER.info("ready: replicas of %s on http://%s:%d", engine.model, server.host, server.port)
+        if own:
+            _wait_for_signal()
+    finally:
+        if own:
+            serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def _one_device() -> dict[str, Any]:
+    return {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
+
+
+def _wait_for_signal() -> None:
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    while not asked.wait(1.0):  # with a limit, or no signal is handled meanwhile
+        pass

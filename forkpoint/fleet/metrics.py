@@ -1,0 +1,27 @@
+"""The metrics of several replicas in one text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)")
+
+
+def joined_metrics(texts: Mapping[str, str]) -> str:
+    """Prometheus' texts by the name of their replica, as one: each sample with a label `replica`, and those of a
+    metric together, as the format wants them."""
+    described: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                name = line.split(" ", 3)[2]
+                lines = described.setdefault(name, [])
+                if line not in lines:
+                    lines.append(line)
+            elif found := SAMPLE.fullmatch(line):
+                labels = f'replica="{replica}"' + (f",{found[2]}" if found[2] else "")
+                samples.setdefault(name, []).append(f"{found[1]}{{{labels}}} {found[3]}")
+    return "".join(f"{line}\n" for name, lines in described.items() for line in lines + samples.get(name, []))

@@ -1,0 +1,85 @@
+"""Chooses a replica for each request, inside Ray Serve."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.fleet.messages import Route
+from forkpoint.routing.feed import EventFeed, EventSource
+from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.router import make_router
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a replica at this moment."""
+
+    index: RestorableIndex
+    num_requests: int
+
+    def restorable(self, block_hashes: Sequence[int]) -> int:
+        return self.index.restorable(block_hashes) * BLOCK_SIZE
+
+    def num_unfinished(self) -> int:
+        return self.num_requests
+
+
+class RestorableRouter(RequestRouter):
+    """Asks one of the simulator's routers. The first argument of every call to a replica is a Route."""
+
+    def initialize_state(self, router: str) -> None:
+        self._router = make_router(router)
+        self._feeds: dict[ReplicaID, EventFeed] = {}
+        self._open: dict[str, tuple[PendingRequest, ReplicaID]] = {}  # by Ray's id: requests that have not ended
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """These are the replicas from now on."""
+        super().update_replicas(replicas)
+        running = {replica.replica_id: replica for replica in replicas}
+        for gone in self._feeds.keys() - running.keys():
+            self._feeds.pop(gone).close()
+        for name in running.keys() - self._feeds.keys():
+            self._feeds[name] = EventFeed(EventSource(**running[name].replica_metadata))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        name = pending_request.metadata.internal_request_id
+        if name in self._open:
+            self._open[name] = (pending_request, replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._open.pop(internal_request_id, None)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The best replica, the others that have not been tried, and those that have; where any will do Ray takes the
+        one with the fewest requests."""
+        if pending_request is None or not pending_request.args:
+            return [candidate_replicas]
+        route: Route = pending_request.args[0]
+        fresh = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in route.tried]
+        tried = [replica for replica in candidate_replicas if replica not in fresh]
+        if not fresh or route.block_hashes is None:
+            return [fresh or tried]
+        num_requests = self._num_requests()
+        known = [Known(self._index(each.replica_id), num_requests[each.replica_id]) for each in fresh]
+        best = fresh.pop(self._router.choose(route.block_hashes, known))
+        self._open[pending_request.metadata.internal_request_id] = (pending_request, best.replica_id)
+        return [ranks for ranks in ([best], fresh, tried) if ranks]
+
+    def _num_requests(self) -> Counter[ReplicaID]:
+        """Of each replica, those that this process has sent and that have not ended; who left before that is not told
+        of by Ray."""
+        for name in [name for name, (request, _) in self._open.items() if request.future.cancelled()]:
+            del self._open[name]
+        return Counter(replica for _, replica in self._open.values())
+
+    def _index(self, name: ReplicaID) -> RestorableIndex:
+        feed = self._feeds.get(name)
+        return feed.index if feed is not None else RestorableIndex()

@@ -1,0 +1,42 @@
+"""The server of one replica, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import replace
+
+from forkpoint.config import EngineConfig, KVEventsConfig
+from forkpoint.server.config import ServerConfig
+from forkpoint.worker.child import begin_child
+
+LOOPBACK = "127.0.0.1"
+
+
+def run_server(engine: EngineConfig, server: ServerConfig) -> None:
+    """Serve until SIGTERM. Ends at once when the parent does; exit code 1 says that the engine died."""
+    begin_child()
+    from forkpoint.server.run import serve
+
+    raise SystemExit(serve(engine, server))
+
+
+def placed(
+    engine: EngineConfig, server: ServerConfig, ports: tuple[int, int, int]
+) -> tuple[EngineConfig, ServerConfig]:
+    """The same with their ports: the server's, which this machine alone reaches, and those of the events."""
+    http, live, replay = ports
+    events = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}"
+    )
+    return replace(engine, kv_events_config=events), replace(server, host=LOOPBACK, port=http, uds=None)
+
+
+def free_ports() -> tuple[int, int, int]:
+    """Three ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for each in sockets:
+            each.bind(("", 0))
+        first, second, third = (each.getsockname()[1] for each in sockets)
+    return first, second, third

@@ -1,0 +1,181 @@
+"""`forkpoint deploy` as people run it: two replicas on this machine, under load, some of them killed.
+
+Ray is no part of the development environment: `pip install 'forkpoint[ray]'` has these run, in one to two minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx2
+import pytest
+
+from benchmarks.random_model import make_random_model
+from tests.engine.conftest import TINY
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
+
+START_S = 240.0
+NUM_CLIENTS, LOAD_S = 8, 8.0
+
+
+@dataclass(frozen=True)
+class Deployed:
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    def pids(self, kind: str) -> list[int]:
+        """Processes of Ray's of that name, on this machine."""
+        found = subprocess.run(["ps", "-eo", "pid,args", "-ww"], capture_output=True, text=True, check=True).stdout
+        return [
+            int(line.split()[0]) for line in found.splitlines() if re.search(rf"ray::ServeReplica:\S+:{kind}", line)
+        ]
+
+    def engine_pid(self) -> int:
+        """The engine of one of the replicas."""
+        for replica in self.pids("Replica"):
+            for server in children(replica):
+                for engine in children(server):
+                    if "spawn_main" in Path(f"/proc/{engine}/cmdline").read_text():
+                        return engine
+        raise AssertionError("no replica has an engine")
+
+
+def children(pid: int) -> list[int]:
+    """Of all threads of a process."""
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    folder = tmp_path_factory.mktemp("fleet")
+    model = make_random_model(folder / "model", TINY)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [
+        "--num-replicas",
+        "2",
+        "--port",
+        str(port),
+        "--deterministic",
+        "--num-threads",
+        "1",
+        "--skip-tokenizer-init",
+    ]
+    flags += ["--ray-actor-options", '{"num_cpus": 0.1}', "--enable-dev-endpoints", "--max-model-len", "2048"]
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "forkpoint.cli.main", "deploy", str(model), *flags], stdout=out, stderr=out
+        )
+    found = Deployed(process, log, f"http://127.0.0.1:{port}")
+    try:
+        wait_for(lambda: "ready: replicas" in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield found
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+        assert not found.pids("Replica"), "a replica was left behind"
+
+
+def wait_for(holds: Any) -> None:
+    until = time.monotonic() + START_S
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert holds()
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 250), k=count)
+
+
+def test_turns_go_where_their_conversation_is(deployed: Deployed) -> None:
+    with httpx2.Client(base_url=deployed.url, timeout=120) as http:
+        histories = [ids(seed, 300) for seed in range(8)]
+        for history in histories:
+            answer = http.post("/v1/completions", json={"prompt": history, "max_tokens": 2}).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        time.sleep(1.0)  # for the last events
+        for history in histories:
+            answer = http.post("/v1/completions", json={"prompt": history + ids(99, 70), "max_tokens": 2}).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 256
+        metrics = http.get("/metrics").text
+        answered = re.findall(r'http_requests_total\{replica="(\w+)",handler="/v1/completions".* (\d+)\.0', metrics)
+        assert len(answered) == 2 and sum(int(count) for _, count in answered) == 16
+        assert all(int(count) >= 4 for _, count in answered), "one replica had nearly all"
+        assert http.post("/reset_prefix_cache").json() == {"done": True}
+        assert http.get("/v1/models").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "text"}).status_code == 400
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], *, stream: bool) -> tuple[str, list[int]]:
+    """How it ended, and the ids of the answer; a stream that ends in an error is told as `cut`."""
+    body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "stream": stream, "return_token_ids": True}
+    async with session.post(f"{url}/v1/completions", json={**body, "ignore_eos": True}) as response:
+        if response.status != 200:
+            return f"status {response.status}: {await response.text()}", []
+        if not stream:
+            return "whole", (await response.json())["choices"][0]["token_ids"]
+        found: list[int] = []
+        async for line in response.content:
+            if line.startswith(b"data: [DONE]"):
+                return "whole", found
+            if line.startswith(b"data: "):
+                data = json.loads(line[6:])
+                if "error" in data:
+                    return "cut", found
+                found += data["choices"][0]["token_ids"]
+        return "open", found
+
+
+async def load(deployed: Deployed, victim: int) -> Counter[str]:
+    """Greedy requests from several clients, one process killed meanwhile: how they ended."""
+    prompts = [ids(1000 + number, 150 + 40 * number) for number in range(8)]
+    ends: Counter[str] = Counter()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        expected = [(await ask(session, deployed.url, prompt, stream=False))[1] for prompt in prompts]
+        until = time.monotonic() + LOAD_S
+
+        async def client(number: int) -> None:
+            chosen = random.Random(number)
+            while time.monotonic() < until:
+                index, stream = chosen.randrange(len(prompts)), chosen.random() < 0.5
+                end, found = await ask(session, deployed.url, prompts[index], stream=stream)
+                right = found == expected[index] if end == "whole" else found == expected[index][: len(found)]
+                ends[end if right else "wrong"] += 1
+
+        async def killer() -> None:
+            await asyncio.sleep(LOAD_S / 4)
+            os.kill(victim, signal.SIGKILL)
+
+        await asyncio.gather(killer(), *map(client, range(NUM_CLIENTS)))
+    return ends
+
+
+@pytest.mark.parametrize("kind", ["engine", "replica"])
+def test_what_is_killed_costs_no_request_that_had_streamed_nothing(deployed: Deployed, kind: str) -> None:
+    wait_for(lambda: len(deployed.pids("Replica")) == 2)
+    victim = deployed.engine_pid() if kind == "engine" else deployed.pids("Replica")[0]
+    ends = asyncio.run(load(deployed, victim))
+    assert ends["whole"] > NUM_CLIENTS and not ends.keys() - {"whole", "cut"}, ends
+    assert ends["cut"] <= NUM_CLIENTS

@@ -1,0 +1,66 @@
+"""What holds of a fleet without Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from forkpoint.errors import ConfigError
+from forkpoint.fleet.config import FleetConfig
+from forkpoint.fleet.metrics import joined_metrics
+
+METRICS = """# HELP requests_total Answers.
+# TYPE requests_total counter
+requests_total{method="GET",path="a\\"}b"} 3.0
+# HELP wait_s Waiting.
+# TYPE wait_s histogram
+wait_s_bucket{le="1.0"} 1.0
+wait_s_bucket{le="+Inf"} 2.0
+wait_s_count 2.0
+wait_s_sum 4.5
+# HELP open Now open.
+# TYPE open gauge
+open 7.0
+"""
+
+
+def test_metrics_of_replicas_are_told_together() -> None:
+    """What a scraper reads: the samples of each, with the replica's name."""
+    joined = joined_metrics({"a": METRICS, "b": METRICS.replace("7.0", "8.0")})
+    found = list(text_string_to_metric_families(joined))
+    assert [family.name for family in found] == ["requests", "wait_s", "open"]
+    for replica, text in (("a", METRICS), ("b", METRICS.replace("7.0", "8.0"))):
+        own = [
+            (sample.name, {k: v for k, v in sample.labels.items() if k != "replica"}, sample.value)
+            for family in found
+            for sample in family.samples
+            if sample.labels["replica"] == replica
+        ]
+        alone = text_string_to_metric_families(text)
+        assert own == [(sample.name, sample.labels, sample.value) for family in alone for sample in family.samples]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_replicas": 0}, "num_replicas=0"),
+        ({"max_ongoing_requests": 0}, "max_ongoing_requests=0"),
+        ({"autoscaling_config": "[1]"}, "autoscaling_config"),
+        ({"autoscaling_config": '{"max_replicas": 3}', "num_replicas": 2}, "num_replicas=2"),
+        ({"ray_actor_options": "gpu"}, "ray_actor_options"),
+    ],
+)
+def test_wrong_options_are_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        FleetConfig(**given)
+
+
+def test_without_ray_the_command_says_what_to_install() -> None:
+    hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'ray' else f(n, *a)"
+    code = f"{hide}\nimport sys; from forkpoint.cli.main import main; sys.exit(main(['deploy']))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 2 and "pip install 'forkpoint[ray]'" in shown.stderr
