@@ -24,6 +24,7 @@ LENGTHS = {"torch": 41, "cpp": 41, "triton": 41 if ON_GPU else 10}  # tokens of 
 NUM_ROWS = 3
 SHAPES = [
     Recurrence(1, 2, 128, 32),
+    Recurrence(2, 4, 64, 20),
     Recurrence(2, 2, 96, 192, double_beta=True),
     Recurrence(1, 3, 24, 40),
     Recurrence(1, 2, 16, 16, delta=False),
