@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def by_the_training_code(text: list[int]) -> Tensor:
 
 
 def by_the_engine(text: list[int], step: int = 1) -> dict[int, list[int]]:
-    """At places of what the model said, which hits and prefill lead to, the drafts behind one token."""
+    """At places of what the model said, which hits and prefill lead to, the drafts behind one token; with step 0 in
+    one run, at the places where its steps begin."""
     found: dict[int, list[int]] = {}
     with LLM(
         str(DEMO_MODEL),
@@ -134,10 +136,11 @@ def by_the_engine(text: list[int], step: int = 1) -> dict[int, list[int]]:
         core: Any = llm._engine.core
         core.scheduler._drafting._drafter = Always()
         with noting(core._runner._drafts) as noted:
-            for place in range(PROMPT, len(text) - DEPTH - 1, step):
-                params = SamplingParams(temperature=0.0, max_tokens=DEPTH + 2, ignore_eos=True)
+            for place in range(PROMPT, len(text) - DEPTH - 1, step or len(text)):
+                count = DEPTH + 2 if step else len(text) - place
+                params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
                 llm.generate({"prompt_token_ids": text[:place]}, params, use_tqdm=False)
-                found[place] = noted[0, place]
+                found |= {at: ids for (_, at), ids in noted.items() if at == place or not step}
                 noted.clear()
     return found
 
@@ -164,6 +167,13 @@ def test_acceptance_is_that_of_the_training_code(text: list[int], right: dict[in
     other = {place: want[:, place - 1].tolist() for place in got}
     assert accepted(got, text) == accepted(other, text) > len(got) // 2
     assert [ids[0] for ids in got.values()] == [ids[0] for ids in other.values()]
+
+
+def test_steps_that_fold_what_was_accepted_draft_the_same(text: list[int], right: dict[int, list[int]]) -> None:
+    found = by_the_engine(text, 0)
+    places = sorted(right.keys() & found.keys())
+    assert len(places) > 10 and any(b - a > 1 for a, b in pairwise(places))
+    assert [found[place] for place in places] == [right[place] for place in places]
 
 
 def swapped(self: MTPHead, embedded: Tensor, hidden: Tensor) -> Tensor:
