@@ -225,16 +225,18 @@ class AttentionIndex:
         slot_mapping: Tensor,
         num_decodes: int = 0,
         table_rows: Sequence[int] | None = None,
-        splits: KeySplits = KeySplits(),
+        splits: KeySplits | None = KeySplits(),
         first_key: int = 0,
     ) -> AttentionIndex:
-        """From host lists, on the block table's device; line `r` of the table is row `r`'s if not said otherwise."""
+        """From host lists, on the block table's device; line `r` of the table is row `r`'s if not said otherwise.
+        Without `splits` it is for operators on the host."""
         device = block_table.device
         queries, keys = np.asarray(query_lens, np.int32), np.asarray(kv_lens, np.int32)
         lines = np.arange(len(keys)) if table_rows is None else np.asarray(table_rows)
-        parts, part_ptr = splits.table(keys[:num_decodes])
-        arrays = [tile_table(queries[num_decodes:], num_decodes), parts, part_ptr]
-        work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
+        work = None
+        if splits is not None:
+            arrays = [tile_table(queries[num_decodes:], num_decodes), *splits.table(keys[:num_decodes])]
+            work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
         return cls(
             num_decodes,
             torch.from_numpy(running_total(queries)).to(device),

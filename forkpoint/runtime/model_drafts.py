@@ -12,7 +12,6 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, KeySplits, running_total
-from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.records import DraftRecords
@@ -23,10 +22,10 @@ class ModelDrafts:
     """Fills in the drafts that a plan leaves to the runner. The layer's keys of the drafts go where the step's own will
     be written: the row has these blocks already, and what is wrong there is overwritten."""
 
-    def __init__(self, model: Model, ops: OpTable, batch: Batch, records: DraftRecords, platform: Platform) -> None:
-        self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
+    def __init__(self, model: Model, batch: Batch, records: DraftRecords, platform: Platform) -> None:
+        self._model, self._batch, self._records, self._platform = model, batch, records, platform
         self._layer = len(model.config.layers)
-        self._splits = KeySplits(batch.table.block_size)
+        self._splits = None if platform.shares_memory else KeySplits(batch.table.block_size)
 
     def filled(self, plan: StepPlan) -> StepPlan:
         """The plan with ids for all drafts."""
@@ -43,11 +42,14 @@ class ModelDrafts:
         last = self._batch.last_sampled[self._platform.upload(row.astype(np.int64))]
         ids = torch.where(known < 0, last, known)
         hidden = self._records.newest(self._layer, "conv", row, rows.read_slot[chosen])
-        tokens = rows.tokens.copy()
+        drafted, places = list[Tensor](), list[IntArray]()
         for i in range(int(counts[0])):
             count = int((counts > i).sum())
             ids, hidden = self._next(ids[:count], hidden[:count], row[:count], start[:count] + i)
-            tokens[first[:count] + 1 + i] = ids.cpu().numpy()
+            drafted.append(ids)
+            places.append(first[:count] + 1 + i)
+        tokens = rows.tokens.copy()
+        tokens[np.concatenate(places)] = torch.cat(drafted).cpu().numpy()
         return replace(plan, rows=replace(rows, tokens=tokens))
 
     def _next(self, ids: Tensor, hidden: Tensor, row: IntArray, position: IntArray) -> tuple[Tensor, Tensor]:
@@ -66,4 +68,4 @@ class ModelDrafts:
         )
         at = self._platform.upload(position.astype(np.int64) - 1)
         hidden = self._model.draft(ids, hidden, ForwardContext(at, count, index, {}, {}, self._records.layers))
-        return self._ops.greedy(self._model.logits(hidden))[0], hidden
+        return self._model.logits(hidden).argmax(dim=-1), hidden

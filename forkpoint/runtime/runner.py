@@ -78,7 +78,7 @@ class ModelRunner:
             self._records = DraftRecords(self.arena, ops, max_num_rows, 1 + max_num_drafts, self.platform)
         self._drafts: ModelDrafts | None = None
         if self._records is not None and model.config.draft_layer:
-            self._drafts = ModelDrafts(model, ops, self.batch, self._records, self.platform)
+            self._drafts = ModelDrafts(model, self.batch, self._records, self.platform)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, self._states.copies, self._records)
         self._graphs: StepGraphs | None = None
         if graph_shapes and self.platform.has_graphs:
