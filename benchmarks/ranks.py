@@ -1,13 +1,14 @@
 """One model on several devices beside one: `python -m benchmarks.ranks PART`.
 
 bits: with --deterministic, ids and log-probabilities of a trained model on one device and on several, compared; then a
-rank is killed under load. speed: the 9B shape with dummy weights, by the protocol of `benchmarks.gpu_9b`.
+rank is killed under load. speed: the 9B shape, or another, with dummy weights, by the protocol of `benchmarks.gpu_9b`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -29,6 +30,7 @@ from forkpoint.worker.remote import RemoteRunner
 SHARED = "The town by the river keeps a catalogue of all its maps, by year and by shelf. " * 30
 NUM_PROMPTS = 24
 MAX_SEQS = 128
+NUM_IDS = 32_000  # of which prompts are made; every measured vocabulary has as many
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=str(repository_root() / "demo_model"), help="bits: a model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
+    parser.add_argument("--config", type=Path, help="speed: the config.json of another shape")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
@@ -103,9 +106,12 @@ def measure_speed(args: argparse.Namespace, folder: Path) -> None:
         "max_num_seqs": MAX_SEQS,
     }
     began = time.perf_counter()
-    with LLM(str(write_config(folder, SHAPE_9B)), **options) as llm:
+    model = write_config(folder, SHAPE_9B)
+    if args.config is not None:
+        shutil.copy(args.config, model / "config.json")
+    with LLM(str(model), **options) as llm:
         print(f"{args.tensor_parallel_size} devices, started in {time.perf_counter() - began:.1f} s", flush=True)
-        client = Client(llm, SHAPE_9B.vocab_size)
+        client = Client(llm, NUM_IDS)
         client.ask([client.ids(sizes.prompt)], 1)
         for batch in sizes.decode_batches:
             client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)

@@ -18,11 +18,9 @@ from tests.models.test_backends import logits
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def on_device(folder: Path, dtype: str) -> Tensor:
-    device = torch.device("cuda")
-    return logits(
-        Driver(load_model(folder, ops=select_table("triton", False, False), dtype=dtype, device=device), device=device)
-    )
+def on_device(folder: Path, dtype: str, deterministic: bool = False) -> Tensor:
+    device, ops = torch.device("cuda"), select_table("triton", deterministic, False)
+    return logits(Driver(load_model(folder, ops=ops, dtype=dtype, device=device), device=device))
 
 
 def on_cpu(folder: Path, dtype: str) -> Tensor:
@@ -38,11 +36,14 @@ def test_logits_are_those_of_torch(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_is_no_worse_than_torch_in_bfloat16(family: str, tmp_path: Path) -> None:
+    """Where activations are rounded to FP8 too, errors may be a few times as large."""
     write_checkpoint(tmp_path / "widened", family)
     put_in_fp8(tmp_path / "widened", tmp_path / "fp8", "block")
     want = on_cpu(tmp_path / "fp8", "float32").log_softmax(-1)
-    ours, theirs = (
-        (made.log_softmax(-1) - want).abs().mean()
-        for made in (on_device(tmp_path / "fp8", "bfloat16"), on_cpu(tmp_path / "fp8", "bfloat16"))
-    )
-    assert ours <= 1.15 * theirs
+
+    def error(made: Tensor) -> float:
+        return float((made.log_softmax(-1) - want).abs().mean())
+
+    theirs = error(on_cpu(tmp_path / "fp8", "bfloat16"))
+    assert error(on_device(tmp_path / "fp8", "bfloat16", deterministic=True)) <= 1.15 * theirs
+    assert error(on_device(tmp_path / "fp8", "bfloat16")) <= 4 * theirs
