@@ -193,8 +193,8 @@ class TestRefusals:
         assert not hub.requests
 
     def test_a_model_that_cannot_run_is_told_before_its_weights_come(self, hub: Hub) -> None:
-        hub.repos[ID].revisions["main"]["config.json"] = b'{"architectures": ["LlamaForCausalLM"]}'
-        assert "LlamaForCausalLM" in fetched()
+        hub.repos[ID].revisions["main"]["config.json"] = b'{"architectures": ["RwkvForCausalLM"]}'
+        assert "RwkvForCausalLM" in fetched()
         assert not any(name.endswith(".safetensors") for name in hub.fetched())
 
     def test_other_options_are_looked_at_first(self, hub: Hub) -> None:
