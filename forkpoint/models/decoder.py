@@ -114,13 +114,13 @@ class Model(ABC):
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""
-        x = embedded = self._embed(token_ids)
+        x = self._embed(token_ids)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
         hidden = self._norm.add(x, residual)[0]
         if self._drafts is not None:
-            self._drafts.keep(embedded, hidden, ctx)
+            self._drafts.keep(self._embed(token_ids), hidden, ctx)  # norms may have added to the first ones in place
         return hidden
 
     def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:

@@ -27,7 +27,7 @@ class ModelDrafts:
         self._layer = len(model.config.layers)
         self._splits = None if platform.shares_memory else KeySplits(batch.table.block_size)
 
-    def filled(self, plan: StepPlan) -> StepPlan:
+    def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
         """The plan with ids for all drafts."""
         rows = plan.rows
         if not (rows.tokens == TO_DRAFT).any():
@@ -51,6 +51,9 @@ class ModelDrafts:
         tokens = rows.tokens.copy()
         tokens[np.concatenate(places)] = torch.cat(drafted).cpu().numpy()
         return replace(plan, rows=replace(rows, tokens=tokens))
+
+    def ahead(self, plan: StepPlan) -> None:
+        """All drafts are known."""
 
     def _next(self, ids: Tensor, hidden: Tensor, row: IntArray, position: IntArray) -> tuple[Tensor, Tensor]:
         """The likeliest ids behind `ids`, which stand at these positions, and what says so."""

@@ -76,12 +76,19 @@ class DraftRecords:
     def newest(self, layer: int, name: str, rows: IntArray, slots: IntArray) -> Tensor:
         """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
         that of the row's slot."""
+        columns = (slots, *self.newest_lines(rows))
+        return self.newest_of(layer, name, *(self._platform.upload(column).long() for column in columns))
+
+    def newest_lines(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """The lines that the rows' next step reads, and how many tokens of each are pending."""
+        return self._line[rows], self._pending[rows]
+
+    def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
+        """`newest` from those on the device, `[N]` int64."""
         own = next(spec for spec in _tensors(self._specs[layer]) if spec.name == name)
-        kept, lines = self.layers[layer][name], self.layers[layer][own.records[0].name]
-        pending, upload = self._pending[rows], self._platform.upload
-        of_line = lines[upload(self._line[rows]).long(), upload(np.maximum(pending - 1, 0)).long()]
-        is_pending = upload(pending > 0).unsqueeze(1)
-        return torch.where(is_pending, of_line, kept[upload(slots).long(), -1])
+        kept, records = self.layers[layer][name], self.layers[layer][own.records[0].name]
+        of_line = records[lines, (pending - 1).clamp(min=0)]
+        return torch.where((pending > 0).unsqueeze(1), of_line, kept[slots, -1])
 
     def confirm(self, plan: StepPlan, counts: IntArray | None) -> None:
         """The step is done. Of a sampled row with drafts `counts` tokens count; what rows without drafts computed is in

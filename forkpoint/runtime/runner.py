@@ -21,6 +21,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
+from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.model_drafts import ModelDrafts
@@ -37,7 +38,7 @@ from forkpoint.runtime.step_inputs import (
     context_of,
 )
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import AddedRow, IntArray, PendingStep, StepPlan
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, PendingStep, StepPlan
 
 
 class ModelRunner:
@@ -76,10 +77,17 @@ class ModelRunner:
         self._records: DraftRecords | None = None
         if max_num_drafts:
             self._records = DraftRecords(self.arena, ops, max_num_rows, 1 + max_num_drafts, self.platform)
-        self._drafts: ModelDrafts | None = None
+        self._drafts: ModelDrafts | DraftGraphs | None = None
         if self._records is not None and model.config.draft_layer:
-            self._drafts = ModelDrafts(model, self.batch, self._records, self.platform)
-        self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, self._states.copies, self._records)
+            parts = (model, self.batch, self._records, self.platform)
+            self._drafts = (
+                ModelDrafts(*parts)
+                if self.platform.shares_memory
+                else DraftGraphs(*parts, ops, max_num_drafts, graph_shapes)
+            )
+        on_device = max_num_drafts if isinstance(self._drafts, DraftGraphs) else 0
+        kept = (self._states.copies, self._records, on_device)
+        self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         self._graphs: StepGraphs | None = None
         if graph_shapes and self.platform.has_graphs:
             self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
@@ -90,6 +98,8 @@ class ModelRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.record(progress)
+                if isinstance(self._drafts, DraftGraphs):
+                    self._drafts.record()
             self.platform.synchronize()
 
     def submit(self, plan: StepPlan) -> PendingStep:
@@ -126,9 +136,9 @@ class ModelRunner:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
             return RunningStep(plan.step)
-        if self._drafts is not None:
-            plan = self._drafts.filled(plan)
         sampling = self.batch.sampling(plan.sampled_rows)
+        if self._drafts is not None:  # penalties count drafts
+            plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
         windows = Windows.of(plan.rows) if plan.rows.num_drafts.any() else None
         if windows is not None:
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
@@ -162,8 +172,9 @@ class ModelRunner:
             answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             pending = replace(pending, rows=plan.sampled_rows, answers=answers, logprobs=sampled.logprobs)
             if windows is not None:
+                drafted = self._drafts.ahead(plan) if self._drafts is not None else None
                 logits = outputs.logits[: len(sampling)]
-                accept = partial(self._accept, plan, windows, logits, sampling, sampled.token_ids)
+                accept = partial(self._accept, plan, drafted, logits, sampling, sampled.token_ids)
                 return replace(pending, accept=accept)
         if self._records is not None:
             self._records.confirm(plan, None)
@@ -190,7 +201,10 @@ class ModelRunner:
         ids, count = tensors["token_ids"], shape.num_decodes
         if count:  # ids that only the device knows are taken from there
             last = self.batch.last_sampled[tensors["token_rows"]]
-            ids = torch.cat([torch.where(ids[:count] < 0, last, ids[:count]), ids[count:]])
+            own = ids[:count]
+            if "draft_at" in tensors and isinstance(self._drafts, DraftGraphs):
+                own = torch.where(own == TO_DRAFT, self._drafts.drafted.view(-1)[tensors["draft_at"]], own)
+            ids = torch.cat([torch.where(own < 0, last, own), ids[count:]])
         return self._model.forward(ids, context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
@@ -232,7 +246,7 @@ class ModelRunner:
     def _accept(
         self,
         plan: StepPlan,
-        windows: Windows,
+        drafted: Tensor | None,
         logits: Tensor,
         sampling: list[RowSampling],
         token_ids: Tensor,
@@ -240,6 +254,9 @@ class ModelRunner:
     ) -> Accepted:
         """Settle what a step with drafts has sampled, which is known now; the next step is issued after this."""
         assert self._records is not None
+        if drafted is not None:
+            plan = DraftGraphs.told(plan, drafted)
+        windows = Windows.of(plan.rows)
         kept, counts = windows.confirm(known)
         found = known[kept]
         newest = found[np.cumsum(counts) - 1].clip(0)  # a row that failed has no id

@@ -24,7 +24,7 @@ from forkpoint.ops.metadata import (
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan, StepRows
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 Arrays = dict[str, npt.NDArray[Any]]
 Tensors = dict[str, Tensor]
@@ -67,7 +67,7 @@ class StepBuilder:
     Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
     samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
     kernels on a device run over; None makes none. `copies` is whether some operators find states copied, `records` is
-    asked where drafts are verified.
+    asked where drafts are verified. `most_drafts` of a row are found on the device (DraftGraphs); 0: none are.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class StepBuilder:
         splits: KeySplits | None,
         copies: bool = False,
         records: DraftRecords | None = None,
+        most_drafts: int = 0,
     ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
-        self._records = records
+        self._records, self._most_drafts = records, most_drafts
 
     def most_parts(self, num_decodes: int) -> int:
         """Entries of `parts` that a step of so many decode rows can need."""
@@ -113,6 +114,10 @@ class StepBuilder:
                 if fill is None:  # where each row's tokens begin, and the last's end
                     count, fill = count + 1, int(column[-1])
                 arrays[f"verify_{name}"] = _padded(column.astype(np.int32), count, fill)
+            if self._most_drafts:
+                at, row, number = draft_places(plan)
+                arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
+                arrays["draft_at"][at] = row * self._most_drafts + number
         # To attention each token of a decode row is a row of its own.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -171,6 +176,14 @@ def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
     if len(last) == int(counts.sum()):
         return last
     return np.repeat(last + 1 - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
+
+
+def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:
+    """The drafts that a plan leaves to the runner: which of its tokens, of which rows, which of their drafts."""
+    at = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
+    offsets = running_total(plan.rows.num_tokens)
+    owner = np.searchsorted(offsets, at, side="right") - 1
+    return at, plan.rows.row[owner], (at - offsets[owner] - 1).astype(np.int32)
 
 
 def context_of(

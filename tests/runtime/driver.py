@@ -35,6 +35,7 @@ def tiny_hybrid(
     num_recurrent: int = 3,
     num_groups: int = 2,
     device: torch.device | None = None,
+    mtp: bool = False,
 ) -> Model:
     """A Qwen3.5 of recurrent layers and one attention layer, two heads a group, fp32, with made-up weights."""
     config = transformers.Qwen3_5TextConfig(
@@ -55,7 +56,8 @@ def tiny_hybrid(
         architectures=["Qwen3_5ForCausalLM"],
     )
     config.save_pretrained(folder)
-    return load_model(folder, ops=ops or torch_table(), load_format="dummy", device=device or torch.device("cpu"))
+    options = {"device": device or torch.device("cpu"), "mtp": mtp}
+    return load_model(folder, ops=ops or torch_table(), load_format="dummy", **options)
 
 
 def tokens(count: int, seed: int = 0) -> IntArray:

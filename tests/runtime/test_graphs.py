@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from forkpoint.ops.select import torch_table
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import ShapeTable, graph_shapes
+from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
+from forkpoint.sched.plan import TO_DRAFT, StepPlan
 from tests.ops.triton_cases import ON_GPU, triton_ops
 from tests.plans import Row, decode, plan_of
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
@@ -243,3 +247,36 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
             ends[r] += len(found[r])
     assert [driver.outputs[r] for r in range(2)] == [want[0] + driver.outputs[0][6:], want[1][:4]]
     assert len(driver.outputs[0]) == 7
+
+
+@pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs the interpreter; tests/gpu has real graphs")
+def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of the MTP layer's drafts, one row with fewer, one whose penalties have to know them."""
+    prompts, found, seen = (tokens(5, 1), tokens(3, 2)), [], list[StepPlan]()
+    filled = ModelDrafts.filled
+    monkeypatch.setattr(ModelDrafts, "filled", lambda *given: seen.append(filled(*given)) or seen[-1])
+    shapes = [StepShape(6, 0, 0, 2)]
+    sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, repetition_penalty=1.2))
+    for ops, platform, recorded in ((torch_table(), CpuPlatform(), []), (triton_ops(), RecordingPlatform(), shapes)):
+        model = tiny_hybrid(tmp_path, ops, 1, 1, mtp=True)
+        driver = Driver.create(model, ops, platform=platform, graph_shapes=recorded, max_num_drafts=2)
+        driver.runner.record_graphs()
+        slots, ends = [driver.slot(), driver.slot()], [len(ids) for ids in prompts]
+        chunks = [driver.chunk(i, 0, len(ids), -1, slots[i], samples=True) for i, ids in enumerate(prompts)]
+        driver.run(chunks, added=[driver.added(i, ids, sampling[i]) for i, ids in enumerate(prompts)])
+        outputs: list[Any] = [dict(driver.outputs)]
+        for counts in ((2,), (1, 2)):
+            rows = [
+                Row(r, ends[r], [-1] + [TO_DRAFT] * count, slots[r], slots[r], num_drafts=count, decodes=True)
+                for r, count in enumerate(counts)
+            ]
+            plan = plan_of(driver.step, rows)
+            driver.step += 1
+            result = driver.runner.submit(plan).result()
+            assert result.counts is not None
+            drafts = driver.runner._drafts
+            told = drafts.told(plan, drafts.drafted) if isinstance(drafts, DraftGraphs) else seen[-1]
+            outputs.append((result.token_ids.tolist(), result.counts.tolist(), told.rows.tokens.tolist()))
+            ends = [end + count for end, count in zip(ends, [*result.counts.tolist(), 0], strict=False)]
+        found.append(outputs)
+    assert found[0] == found[1]
