@@ -53,7 +53,7 @@ class GatedTile:
 
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
-FEW_SCALED = 32  # rows; above, its product of both sides in FP8 is
+FEW_SCALED = 16  # rows; above, its product of both sides in FP8 is
 
 
 @dataclass(frozen=True, slots=True)
