@@ -50,6 +50,11 @@ def overlap(device: torch.device, num_rows: int) -> dict[str, Any]:
     return {"OVERLAP": True, "launch_pdl": True}
 
 
+def straight(device: torch.device) -> dict[str, Any]:
+    """For a kernel with a second form, in which the rows of each masked load are a straight line."""
+    return {"STRAIGHT": not traits_of(device).masks_gathers}
+
+
 def capped_registers(device: torch.device, per_thread: int) -> dict[str, Any]:
     """Launch options for a kernel whose programs should leave room for more of them on a processor."""
     return {"maxnreg": per_thread} if traits_of(device).caps_registers else {}

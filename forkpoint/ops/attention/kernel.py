@@ -19,7 +19,7 @@ from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
 from forkpoint.ops.attention.latent_kernel import latent_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
-from forkpoint.ops.launch import overlap
+from forkpoint.ops.launch import overlap, straight
 from forkpoint.ops.metadata import TILE, AttentionIndex
 from forkpoint.ops.table import KVScales
 from forkpoint.platforms.table import traits_of
@@ -296,7 +296,9 @@ class PagedAttention:
         assert work is not None
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
         block_m = max(16, min(how.rows // (1 + wide), triton.next_power_of_2(TILE * group)))
-        queries = min(TILE, block_m // group)
+        form = straight(call.q.device)
+        heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
+        queries = min(TILE, block_m // heads_wide)
         subs = triton.cdiv(TILE, queries)
         programs = num_tiles * subs * sizes["HEADS"]
         at_once = how.programs or traits_of(call.q.device).num_processors
@@ -328,6 +330,7 @@ class PagedAttention:
             call.window or 0,
             **sizes,
             **shared,
+            **form,
             BLOCK_M=block_m,
             SUBS=subs,
             SPLIT=splits > 1,

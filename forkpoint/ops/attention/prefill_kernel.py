@@ -41,6 +41,13 @@ def _place(
     return row, first, last, start, before, low, (before + last - 1) // BLOCK + 1
 
 
+@triton.jit
+def _spots(token, token_stride, head, head_stride, at, QUERIES: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets `[QUERIES, WIDE, columns]` of queries from `token` on and heads from `head` on: straight lines."""
+    tokens, heads = token + tl.arange(0, QUERIES), head + tl.arange(0, WIDE)
+    return tokens[:, None, None] * token_stride + (heads * head_stride)[None, :, None] + at[None, None, :]
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_splits", "table_stride", "gate_token"])
 def prefill_kernel(
     q,
@@ -85,6 +92,7 @@ def prefill_kernel(
     HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """QUERIES queries of one tile, all heads of one key head, over all their keys or (SPLIT) an even share of them.
@@ -109,12 +117,21 @@ def prefill_kernel(
         end = tl.minimum(end, low + size)
     if (first < last) & (low < end):
         m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        query, head = first + m // GROUP, kv_head * GROUP + m % GROUP
-        present = m < (last - first) * GROUP
-        token = (start + query).to(tl.int64)
-        q_at = q + token[:, None] * q_token + head[:, None] * q_head + at[None, :]
-        rows = tl.load(q_at, mask=present[:, None] & (at < D)[None, :], other=0.0)
-        position = before + query
+        WIDE: tl.constexpr = BLOCK_M // QUERIES  # heads and, with STRAIGHT, those that make them a power of two
+        if STRAIGHT:
+            head, token = kv_head * GROUP, (start + first).to(tl.int64)
+            present = (tl.arange(0, QUERIES) < last - first)[:, None] & (tl.arange(0, WIDE) < GROUP)[None, :]
+            q_at = q + _spots(token, q_token, head, q_head, at, QUERIES, WIDE)
+            rows = tl.load(q_at, mask=present[:, :, None] & (at < D)[None, None, :], other=0.0)
+            rows = tl.reshape(rows, (BLOCK_M, BLOCK_D))
+            position = before + first + m // WIDE
+        else:
+            query, head = first + m // GROUP, kv_head * GROUP + m % GROUP
+            present = m < (last - first) * GROUP
+            token = (start + query).to(tl.int64)
+            q_at = q + token[:, None] * q_token + head[:, None] * q_head + at[None, :]
+            rows = tl.load(q_at, mask=present[:, None] & (at < D)[None, :], other=0.0)
+            position = before + query
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -154,14 +171,33 @@ def prefill_kernel(
                     masked,
                     HAS_WINDOW,
                 )
-        inside = present[:, None] & (at_v < DV)[None, :]
+        if STRAIGHT:
+            inside = present[:, :, None] & (at_v < DV)[None, None, :]
+        else:
+            inside = present[:, None] & (at_v < DV)[None, :]
         if alone:
             answer = acc / l_i[:, None]
+            if STRAIGHT:
+                answer = tl.reshape(answer, (QUERIES, WIDE, BLOCK_DV))
             if GATED:
-                gate_at = gate + token[:, None] * gate_token + head[:, None] * DV + at_v[None, :]
+                if STRAIGHT:
+                    gate_at = gate + _spots(token, gate_token, head, DV, at_v, QUERIES, WIDE)
+                else:
+                    gate_at = gate + token[:, None] * gate_token + head[:, None] * DV + at_v[None, :]
                 answer = gated(answer, tl.load(gate_at, mask=inside, other=0.0))
-            out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+            if STRAIGHT:
+                out_at = out + _spots(token, HEADS * GROUP * DV, head, DV, at_v, QUERIES, WIDE)
+            else:
+                out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
             tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
+        elif STRAIGHT:
+            within, each = (tile * TOKENS + sub * QUERIES).to(tl.int64), num_splits * (HEADS * GROUP)
+            entry = within * each + share * (HEADS * GROUP) + head
+            spots = entry + tl.arange(0, QUERIES)[:, None] * each + tl.arange(0, WIDE)[None, :]
+            acc_at = acc_ptr + entry * DV + _spots(0, each * DV, 0, DV, at_v, QUERIES, WIDE)
+            tl.store(acc_at, tl.reshape(acc, (QUERIES, WIDE, BLOCK_DV)), mask=inside)
+            tl.store(l_ptr + spots, tl.reshape(l_i, (QUERIES, WIDE)), mask=present)
+            tl.store(m_ptr + spots, tl.reshape(m_i, (QUERIES, WIDE)), mask=present)
         else:
             within = tile * TOKENS + sub * QUERIES + m // GROUP
             entry = (within.to(tl.int64) * num_splits + share) * (HEADS * GROUP) + head

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
@@ -47,6 +47,17 @@ def load_rows(first, stride, mask, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _before(here, old, x_stride, row_stride, offset, length, source, present, BACK: tl.constexpr, W: tl.constexpr):
+    """The input BACK tokens before a part's first one: of the segment, or of the window that it starts from."""
+    value = tl.zeros(present.shape, here.dtype.element_ty)
+    if offset > 0:
+        value = tl.load(here - BACK * x_stride, mask=present & (offset < length), other=0.0)
+    elif source >= 0:
+        value = tl.load(old + (W - 1 - BACK) * row_stride, mask=present, other=0.0).to(here.dtype.element_ty)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def _prefill_kernel(
     x,
     weight,
@@ -72,6 +83,7 @@ def _prefill_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """TOKENS tokens of a tile one after another, BLOCK channels, the last inputs kept in registers.
@@ -93,31 +105,45 @@ def _prefill_kernel(
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
     here = first + offset.to(tl.int64) * x_stride + channel
-    taps, window = load_rows(weight + channel * w_channel, w_tap, present, W), ()
-    for j in tl.static_range(W - 1):
-        # Parts are longer than a window: it lies before the segment, or inside.
-        value = tl.zeros((BLOCK,), x.dtype.element_ty)
-        if offset > 0:
-            value = tl.load(here - (W - 1 - j) * x_stride, mask=present & (offset < length), other=0.0)
-        elif source >= 0:
-            old = pool + source.to(tl.int64) * slot_stride + j * row_stride + channel
-            value = tl.load(old, mask=present, other=0.0).to(x.dtype.element_ty)
-        window += (value.to(tl.float32),)  # type: ignore[assignment]
+    if STRAIGHT:  # the compiler for NPUs knows no tuples
+        old = pool + source.to(tl.int64) * slot_stride + channel
+    else:
+        taps, window = load_rows(weight + channel * w_channel, w_tap, present, W), ()
+        for j in tl.static_range(W - 1):
+            # Parts are longer than a window: it lies before the segment, or inside.
+            value = tl.zeros((BLOCK,), x.dtype.element_ty)
+            if offset > 0:
+                value = tl.load(here - (W - 1 - j) * x_stride, mask=present & (offset < length), other=0.0)
+            elif source >= 0:
+                old = pool + source.to(tl.int64) * slot_stride + j * row_stride + channel
+                value = tl.load(old, mask=present, other=0.0).to(x.dtype.element_ty)
+            window += (value.to(tl.float32),)  # type: ignore[assignment]
     shift = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     place = out + (start + offset).to(tl.int64) * D + channel
     for t in tl.static_range(TOKENS):
         inside = present & (offset + t < length)
-        window += (tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-        total = window[0] * taps[0].to(tl.float32)  # type: ignore[misc]
-        for j in tl.static_range(1, W):
-            total += window[j] * taps[j].to(tl.float32)
+        if STRAIGHT:
+            total = tl.zeros((BLOCK,), tl.float32)
+            for j in tl.static_range(W):
+                tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0).to(tl.float32)
+                if t + j >= W - 1:
+                    value = tl.load(here + (t + j - (W - 1)) * x_stride, mask=inside, other=0.0).to(tl.float32)
+                else:
+                    value = _before(here, old, x_stride, row_stride, offset, length, source, present, W - 1 - t - j, W)
+                total += value * tap
+        else:
+            newest = tl.load(here + t * x_stride, mask=inside, other=0.0).to(tl.float32)
+            window += (newest,)  # type: ignore[assignment]
+            total = window[0] * taps[0].to(tl.float32)  # type: ignore[misc]
+            for j in tl.static_range(1, W):
+                total += window[j] * taps[j].to(tl.float32)
+            window = window[1:]
         total += shift
         if SILU:
             total = silu_fp32(total)
         tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
-        window = window[1:]
     if offset == 0:
         # The segment may write the slot that it reads: every warp has read the old window by now.
         tl.debug_barrier()
@@ -152,6 +178,7 @@ def _update_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_inputs(OVERLAP)
@@ -163,16 +190,24 @@ def _update_kernel(
     # Without branches all loads are under way at once.
     seen, kept = present & (source >= 0), present & (target >= 0)
     old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
-    taps = load_rows(weight + channel * w_channel, w_tap, present, W)
-    window = load_rows(old, row_stride, seen, W - 1)
+    taps_at = weight + channel * w_channel
+    if not STRAIGHT:
+        taps = load_rows(taps_at, w_tap, present, W)
+        window = load_rows(old, row_stride, seen, W - 1)
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
-        total += window[j].to(x.dtype.element_ty).to(tl.float32) * taps[j].to(tl.float32)
+        if STRAIGHT:
+            value = tl.load(old + j * row_stride, mask=seen, other=0.0)
+            tap = tl.load(taps_at + j * w_tap, mask=present, other=0.0)
+        else:
+            value, tap = window[j], taps[j]
+        total += value.to(x.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
         if j > 0:
             # Row j - 1 has been read already, by this very program.
-            tl.store(new + (j - 1) * row_stride, window[j], mask=kept)
-    total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)
+            tl.store(new + (j - 1) * row_stride, value, mask=kept)
+    tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0) if STRAIGHT else taps[W - 1]
+    total += newest.to(tl.float32) * tap.to(tl.float32)
     tl.store(new + (W - 2) * row_stride, newest.to(pool.dtype.element_ty), mask=kept)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
@@ -218,6 +253,7 @@ def conv_prefill(
         TOKENS=tokens,
         BLOCK=CHANNELS,
         PIECES=pieces,
+        **straight(x.device),
         **overlap(x.device, x.shape[0]),
         num_warps=2,
     )
@@ -248,6 +284,7 @@ def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, in
         SILU=silu,
         BLOCK=UPDATE_CHANNELS,
         PIECES=pieces,
+        **straight(x.device),
         **overlap(x.device, x.shape[0]),
         num_warps=1,
     )

@@ -12,7 +12,7 @@ from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.gated_kernel import multiply_gated
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
-from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
+from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import (
     FEW_SCALED,
     LARGEST,
@@ -39,9 +39,9 @@ class DeviceLinear:
 
     @staticmethod
     def prepare(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
-        """Both as loaded."""
-        if not isinstance(weight, ScaledMatrix):
-            return PackedLinear(weight, bias)
+        """Both as loaded; weights in FP8 are widened where kernels cannot."""
+        if not isinstance(weight, ScaledMatrix) or not traits_of(weight.codes.device).has_fp8:
+            return PackedLinear(dense(weight), bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
@@ -70,7 +70,7 @@ class DeviceLinear:
             return multiply(x, packed.weight, None, scaled_tile, gated=True)
         choose = fixed_gated_tile if self.deterministic else fastest_gated_tile
         tile = choose(x.shape[0], x.dtype)
-        if tile is None:
+        if tile is None or (isinstance(tile, GatedTile) and not traits_of(x.device).masks_gathers):
             return self.silu_mul(self.linear(x, packed))
         if isinstance(tile, GatedTile):
             return multiply_gated(x, packed.weight, tile)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
-from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.moe.kernel import PAIR_OUT, grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.platforms.table import traits_of
 
+FEWEST_COLUMNS = 16  # of a step of a product
 MAX_PAIRED = 72  # (token, choice) pairs: up to here most experts are read by one pair
 
 
@@ -23,20 +26,29 @@ class DeviceExperts:
 
     @staticmethod
     def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts:
-        """Both as loaded."""
-        if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
+        """Both as loaded; weights in FP8 are widened where kernels cannot."""
+        if (
+            isinstance(gate_up, ScaledMatrix)
+            and isinstance(down, ScaledMatrix)
+            and traits_of(down.codes.device).has_fp8
+        ):
             return ScaledExperts(gate_up, down)
         return PackedExperts(dense(gate_up), dense(down))
 
     def __call__(self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
         """See `table.Experts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
-        apart, choose = True, _tiles
+        size, inner = packed.down.shape[1:]
+        masks = traits_of(x.device).masks_gathers  # else rows that are gathered take whole steps of columns
+        apart, choose = masks or inner % PAIR_OUT.width == 0, _tiles
         if isinstance(packed, ScaledExperts):
             apart, choose = packed.by_pairs, _scaled_tiles
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids)
-        return grouped_experts(x, packed, weights, ids, *choose(x.dtype, ids.numel() / packed.down.shape[0]))
+        into, out_of = choose(x.dtype, ids.numel() / packed.down.shape[0])
+        if not masks:
+            into = replace(into, width=max(FEWEST_COLUMNS, math.gcd(size, into.width)))
+        return grouped_experts(x, packed, weights, ids, into, out_of)
 
 
 def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:

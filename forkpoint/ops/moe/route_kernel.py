@@ -8,8 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.table import RouteRule
+
+
+@triton.jit
+def _one_of(best, count, STRAIGHT: tl.constexpr):
+    """The largest of numbers that are not may be behind the last, and on an NPU before the first."""
+    best = tl.minimum(best, count - 1)
+    return tl.maximum(best, 0) if STRAIGHT else best
 
 
 @triton.jit
@@ -24,6 +31,7 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_inputs(OVERLAP)
@@ -38,7 +46,7 @@ def _route_kernel(
         best = tl.argmax(share, 0)
         weight = tl.where(choices == choice, tl.max(share, 0), weight)
         # Shares that are not numbers must not name an expert that is not there.
-        chosen = tl.where(choices == choice, tl.minimum(best, num_experts - 1), chosen)
+        chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
         share = tl.where(experts == best, -1.0, share)
     if NORMALISE:
         weight = weight / tl.sum(weight, 0)
@@ -71,6 +79,7 @@ def _ruled_kernel(
     GROUPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_inputs(OVERLAP)
@@ -107,7 +116,7 @@ def _ruled_kernel(
     for choice in range(top_k):
         best = tl.argmax(rank, 0)
         weight = tl.where(choices == choice, tl.sum(tl.where(experts == best, share, 0.0), 0), weight)
-        chosen = tl.where(choices == choice, tl.minimum(best, num_experts - 1), chosen)
+        chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
         rank = tl.where(experts == best, nothing, rank)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + eps)
@@ -136,6 +145,7 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
         "EXPERTS": triton.next_power_of_2(num_experts),
         "CHOICES": triton.next_power_of_2(num_choices),
         "num_warps": 1,
+        **straight(scores.device),
         **overlap(scores.device, num_tokens),
     }
     shape = (scores.stride(0), num_experts, rule.top_k, num_choices)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid as sigmoid_of
 from forkpoint.ops.activation.kernel import silu
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, overlap, straight
 
 TILE = 1024  # elements of a program, unless one row is wider
 
@@ -35,14 +35,22 @@ def _norm_kernel(
     SIGMOID: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     ADD: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
     than x, so that they can be read while the launch that writes x is still at work."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK_D)
-    inside = (row < num_rows)[:, None] & (at < D)[None, :]
-    token, head = (row // heads).to(tl.int64), row % heads
+    if STRAIGHT:  # rows of one token
+        parts = tl.cdiv(heads, ROWS)
+        head, at = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        inside = (head < heads)[:, None] & (at < D)[None, :]
+        token = (tl.program_id(0) // parts).to(tl.int64)
+        row = token * heads + head
+    else:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        at = tl.arange(0, BLOCK_D)
+        inside = (row < num_rows)[:, None] & (at < D)[None, :]
+        token, head = (row // heads).to(tl.int64), row % heads
     beside = other + (token * other_token + head * other_head)[:, None] + at[None, :]
     if OWN_WEIGHTS:
         factor = tl.load(weight + (head * D)[:, None] + at[None, :], mask=inside, other=0.0)
@@ -82,12 +90,16 @@ def _norm(
     sigmoid: bool = False,
 ) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    form = straight(x.device)
+    if form["STRAIGHT"] and x.dim() == 2:  # the rows of a matrix are heads of one token
+        x, other = x[None], None if other is None else other[None]
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     num_rows = x.shape[0] * heads
     if num_rows:
         block = triton.next_power_of_2(size)
         rows = max(1, TILE // block)
-        _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        programs = x.shape[0] * triton.cdiv(heads, rows) if form["STRAIGHT"] else triton.cdiv(num_rows, rows)
+        _norm_kernel[(programs,)](
             x,
             x if other is None else other,
             weight,
@@ -105,7 +117,8 @@ def _norm(
             SIGMOID=sigmoid,
             OWN_WEIGHTS=weight.dim() == 2,
             ADD=add,
-            **overlap(x.device, x.shape[0]),
+            **form,
+            **overlap(x.device, num_rows // heads),
             num_warps=8 if block > 2048 else 4,
         )
     return out

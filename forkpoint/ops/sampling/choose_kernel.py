@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import straight
 from forkpoint.ops.sampling.columns import SamplingColumns
 from forkpoint.ops.sampling.kernel import dense_rows
 
@@ -71,9 +72,18 @@ def _load_tiles(line, tiles, vocab, TILE: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(line, tile, vocab, TILE: tl.constexpr):
+    """The same of one tile."""
+    at = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    return at, x, at < vocab
+
+
+@triton.jit
 def _gather_candidates(
-    line, low, hits, list_at, few_x, few_id, vocab, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr
-):
+    line, low, hits, list_at, few_x, few_id, vocab,
+    TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
+):  # fmt: skip
     """Store the tokens with logits of `low` or more, in the order of ids, up to FEW of them; returns how many."""
     tile_at = tl.arange(0, hits.shape[0])
     tl.store(list_at + tl.cumsum(hits, axis=0) - 1, tile_at, mask=hits > 0)
@@ -82,9 +92,13 @@ def _gather_candidates(
     count = 0
     for first in range(0, num_hits, GROUP):
         entry = first + tl.arange(0, GROUP)
-        at, x, inside = _load_tiles(line, tl.load(list_at + entry, mask=entry < num_hits, other=-1), vocab, TILE)
-        flat_x, flat_at = tl.reshape(x, (GROUP * TILE,)), tl.reshape(at, (GROUP * TILE,))
-        take = tl.reshape((inside & (x >= low)).to(tl.int32), (GROUP * TILE,))
+        if STRAIGHT:  # a tile at a time
+            flat_at, flat_x, there = _load_tile(line, tl.load(list_at + first), vocab, TILE)
+            take = (there & (flat_x >= low)).to(tl.int32)
+        else:
+            at, x, inside = _load_tiles(line, tl.load(list_at + entry, mask=entry < num_hits, other=-1), vocab, TILE)
+            flat_x, flat_at = tl.reshape(x, (GROUP * TILE,)), tl.reshape(at, (GROUP * TILE,))
+            take = tl.reshape((inside & (x >= low)).to(tl.int32), (GROUP * TILE,))
         place = count + tl.cumsum(take, axis=0) - 1
         tl.store(few_x + place, flat_x, mask=(take > 0) & (place < FEW))
         tl.store(few_id + place, flat_at, mask=(take > 0) & (place < FEW))
@@ -124,12 +138,12 @@ def _few_threshold(key, weight, low_key, top_key, total, k, p, CLOSED: tl.conste
 @triton.jit
 def _choose_few(
     line, tile_top, low, closed, top, scale, k, p, share, total, list_at, few_x, few_id, vocab,
-    SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     """A token among those with logits of `low` or more; -1 if they are too many, or do not settle what is kept: what
     is kept lies among them if `closed`, or if they have the share `p` of the row's weight `total`."""
     hits = (tile_top >= low).to(tl.int32)
-    count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW)
+    count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW, STRAIGHT)
     chosen = -1
     if count <= FEW:
         at = tl.arange(0, FEW)
@@ -209,7 +223,7 @@ def _choose_kernel(
     logits, temperature, reach, top_k, top_p, uniform, tops, masses, lists, few_x, few_id, token_ids, finite,
     stride, vocab, num_tiles,
     SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
@@ -241,7 +255,7 @@ def _choose_kernel(
         if low > float("-inf"):
             chosen = _choose_few(
                 line, tile_top, low, closed, top, scale, k, p, share, tl.sum(mass), lists + row * TILES,
-                few_x + row * FEW, few_id + row * FEW, vocab, SHIFT, TILE, GROUP, FEW,
+                few_x + row * FEW, few_id + row * FEW, vocab, SHIFT, TILE, GROUP, FEW, STRAIGHT,
             )  # fmt: skip
     if searching & (chosen < 0):
         # The first key whose logits are not below `floor`, which need not be a value of their dtype.
@@ -252,13 +266,19 @@ def _choose_kernel(
         )  # fmt: skip
         for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
             tiles = first + tl.arange(0, GROUP)
-            at, x, inside = _load_tiles(line, tl.where(tiles < num_tiles, tiles, -1), vocab, TILE)
+            if STRAIGHT:
+                at, x, inside = _load_tile(line, first, vocab, TILE)
+            else:
+                at, x, inside = _load_tiles(line, tl.where(tiles < num_tiles, tiles, -1), vocab, TILE)
             kept = tl.where(inside & (_key(x, SHIFT) >= threshold.to(tl.int32)), _weights(x, top, scale), 0.0)
-            tl.store(masses + row * num_tiles + tiles, tl.sum(kept, axis=1), mask=tiles < num_tiles)
+            if STRAIGHT:
+                tl.store(masses + row * num_tiles + first, tl.sum(kept))
+            else:
+                tl.store(masses + row * num_tiles + tiles, tl.sum(kept, axis=1), mask=tiles < num_tiles)
         tl.debug_barrier()
         mass = tl.load(masses + row * num_tiles + tile_at, mask=tile_at < num_tiles, other=0.0)
     if at_random & (chosen < 0):
-        exact = mass.to(tl.float64)
+        exact = mass if STRAIGHT else mass.to(tl.float64)  # NPUs have no fp64
         target = share * tl.sum(exact)
         tile = _invert(exact, target, tile_at)
         rest = tl.maximum(target - tl.sum(tl.where(tile_at < tile, exact, 0.0)), 0.0).to(tl.float32)
@@ -291,14 +311,15 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
     lists = torch.empty(num_rows * tiles, dtype=torch.int32, device=device)
     few_x = torch.empty(num_rows * FEW, dtype=torch.float32, device=device)
     few_id = torch.empty(num_rows * FEW, dtype=torch.int32, device=device)
-    c, stride = columns, dense_rows(logits)
+    c, stride, form = columns, dense_rows(logits), straight(device)
+    uniform = c.uniform.float() if form["STRAIGHT"] else c.uniform
     _tile_mass_kernel[(num_rows * num_tiles,)](
         logits, c.temperature, tops, masses, stride, vocab, num_tiles, TILE=TILE, num_warps=4
     )
     _choose_kernel[(num_rows,)](
-        logits, c.temperature, c.reach, c.top_k, c.top_p, c.uniform, tops, masses, lists, few_x, few_id, token_ids,
+        logits, c.temperature, c.reach, c.top_k, c.top_p, uniform, tops, masses, lists, few_x, few_id, token_ids,
         finite, stride, vocab, num_tiles,
-        SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=GROUP, FEW=FEW, WIDE=WIDE,
-        BLOCK=BLOCK, STAGES=STAGES, num_warps=WARPS,
+        SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=1 if form["STRAIGHT"] else GROUP,
+        FEW=FEW, WIDE=WIDE, BLOCK=BLOCK, STAGES=STAGES, **form, num_warps=WARPS,
     )  # fmt: skip
     return token_ids, finite

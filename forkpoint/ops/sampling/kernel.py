@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
@@ -100,10 +100,17 @@ def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> 
 
 
 @triton.jit
-def _bitmask_kernel(logits, rows, bits, stride, vocab, num_words, num_tiles, TILE: tl.constexpr):
+def _bitmask_kernel(
+    logits, rows, bits, stride, vocab, num_words, num_tiles, TILE: tl.constexpr, STRAIGHT: tl.constexpr
+):  # fmt: skip
     entry, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     at = tile * TILE + tl.arange(0, TILE)
-    word = tl.load(bits + entry * num_words + at // 32, mask=at < vocab, other=-1)
+    if STRAIGHT:
+        words = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+        word = tl.load(bits + entry * num_words + words, mask=words < num_words, other=-1)
+        word = tl.reshape(tl.broadcast_to(word[:, None], (TILE // 32, 32)), (TILE,))
+    else:
+        word = tl.load(bits + entry * num_words + at // 32, mask=at < vocab, other=-1)
     place = logits + tl.load(rows + entry) * stride + at
     x = tl.load(place, mask=at < vocab, other=0.0)
     tl.store(place, tl.where(((word >> (at % 32)) & 1) == 0, float("-inf"), x), mask=at < vocab)
@@ -122,6 +129,7 @@ def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         bits.shape[1],
         num_tiles,
         TILE=ELEMENTWISE_TILE,
+        **straight(logits.device),
         num_warps=4,
     )
 
