@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs wheel bench clean
+.PHONY: demo test lint docs wheel bench ascend clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m forkpoint demo
@@ -28,8 +28,13 @@ bench: $(INSTALLED)
 	$(PYTHON) -m benchmarks.cpu_peers $(BENCH_OPTIONS)
 	$(PYTHON) -m benchmarks.engine
 
+ascend: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/ascend
+	scripts/ascend_env.sh $(PYTHON)
+	scripts/ascend.sh
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .ascend build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp comes last, so that an installation that broke off is done again.
 $(INSTALLED): pyproject.toml

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the servers that tests start need not compile us each time
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,6 +21,7 @@ from forkpoint.platforms.npu import NpuPlatform
 from forkpoint.platforms.table import PLATFORMS, resolve_platform
 from forkpoint.runtime.step_inputs import StepShape
 from tests.ascend import fake_npu
+from tests.ascend.operators import STEP_OPERATORS
 from tests.ops.triton_cases import triton_ops
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
 
@@ -103,6 +104,8 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     got = _prefill_and_decode(driver)
     counts = fake_npu.counted()
     assert "scalar read" not in counts
+    operators = {name for name in counts if name.startswith("aten::")}
+    assert operators <= STEP_OPERATORS, operators - STEP_OPERATORS
     assert counts["to host"] == driver.step == 4
     assert [result.replayed for result in driver.results] == [False, True, False, True]
     assert got == _prefill_and_decode(Driver.create(tiny_hybrid(tmp_path, torch_table(), 1, 1)))

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What can be shown of Ascend NPUs without one (docs/ascend.md), in the environment of scripts/ascend_env.sh: kernels
+# lowered (B), their IR run on this machine between guard pages (C), names against torch_npu's wheel (D). `quick` is
+# what .ci/run has time for: one model's kernels, the small operators, the names.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=.ascend/venv/bin/python
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD TRITON_INTERPRET=0
+tests() { "$python" -m pytest -q -p no:cacheprovider "$@"; }
+
+.venv/bin/python -m pytest -q -p no:cacheprovider tests/ascend/test_names.py -rs
+if [ ! -e .ascend/venv/complete ]; then
+    echo "ascend: tiers B and C are skipped: there is no triton-ascend"
+    exit 0
+fi
+if [ "${1:-}" = quick ]; then
+    tests tests/ascend/test_lowering.py -k "(shipped and not deterministic) or refused or straight"
+else
+    tests tests/ascend/test_lowering.py
+fi
+if [ ! -e .ascend/mlir/usr ]; then
+    echo "ascend: tier C is skipped: there is no MLIR 19"
+    exit 0
+fi
+lowered=(-p tests.ascend.lowered_plugin)
+if [ "${1:-}" = quick ]; then
+    GUARD=right tests "${lowered[@]}" tests/ops/test_triton_elementwise.py
+    echo "ascend: skipped here, and run by make ascend: the other models' kernels, the other operators, other guards"
+    exit 0
+fi
+operators=(attention attention_inputs conv1d elementwise linear moe recurrence sampling)
+files=("${operators[@]/#/tests/ops/test_triton_}")
+for way in "GUARD=right" "GUARD=left" "ORDER=reverse"; do
+    env "$way" "$python" -m pytest -q -p no:cacheprovider "${lowered[@]}" "${files[@]/%/.py}"
+done
+tests "${lowered[@]}" tests/ascend/test_engine_lowered.py

@@ -1,0 +1,136 @@
+"""Launches of Triton kernels lowered for an Ascend 910B by triton-ascend, up to the IR that Huawei's compiler gets.
+
+Importing this replaces what a launch does in the Triton that is here, which must be triton-ascend 3.2.0.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.backends.ascend.compiler as ascend
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction
+
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.platform import DeviceTraits
+
+TARGET = GPUTarget("npu", "Ascend910B2", 0)
+BACKEND = make_backend(TARGET)
+SIGNALS = (-6, -11, 134, 139)  # the adapter crashes at random; the same text is lowered the next time
+TRIES = 4
+
+
+class NotLowered(Exception):
+    """A kernel that triton-ascend refuses: its diagnostics."""
+
+
+@dataclass
+class Lowered:
+    """One specialisation of a kernel. `calls` are those of the tests that met it, by grid."""
+
+    name: str
+    ttir: str
+    linalg: str
+    mode: str  # aiv: vector cores alone; mix: matrix units too
+    calls: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+
+    @property
+    def scalar_loops(self) -> int:
+        """Loads and stores that became loops over rows, because their index is not affine."""
+        return len(re.findall("ExtractedLoadOrStore", self.linalg))
+
+
+@dataclass
+class Launches:
+    """What was launched. `run` gets each launch: (specialisation, (name, value) of its arguments, grid)."""
+
+    seen: dict[str, Lowered] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    crashes: int = 0
+    run: Callable[[Lowered, list[tuple[str, Any]], tuple[int, int, int]], None] | None = None
+    keep_going: bool = False  # with a kernel that is refused
+
+
+LAUNCHES = Launches()
+
+
+def lower(fn: JITFunction, signature: dict[str, str], constants: dict[str, Any], attrs: Any, opts: Any) -> Lowered:
+    """Raises NotLowered."""
+    known = {name: value for name, value in opts.items() if name in ascend.NPUOptions.__dataclass_fields__}
+    options = BACKEND.parse_options(known)
+    metadata = {"target": TARGET, **options.__dict__}
+    context = ir.context()
+    ir.load_dialects(context)
+    BACKEND.load_dialects(context)
+    try:
+        source = ASTSource(fn, signature, constants, attrs)
+        module = source.make_ir(options, BACKEND.get_codegen_implementation(), BACKEND.get_module_map(), context)
+        module = ascend.make_ttir(module, metadata, options)
+    except Exception as error:
+        raise NotLowered(f"{type(error).__name__}: {error}") from error
+    ttir = str(module)
+    for turn in range(TRIES):
+        try:
+            text = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
+            break
+        except subprocess.CalledProcessError as error:
+            if error.returncode not in SIGNALS or turn == TRIES - 1:
+                raise NotLowered(f"rc {error.returncode}: {error.stderr.decode(errors='replace')}") from error
+            LAUNCHES.crashes += 1
+    linalg, metadata = ascend._parse_linalg_metadata(text, metadata)
+    return Lowered(fn.__name__, ttir, linalg, metadata["mix_mode"])
+
+
+def _launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    if self.binder is None:
+        self.create_binder(BACKEND)
+    bound, specialised, constexprs, _, excess = self.binder(*args, **kwargs)
+    names = [self.params[i].name for i in self.non_constexpr_indices]  # their kinds, then what is known of values
+    signature = {name: "*i8" if kind == "none" else kind for name, kind in zip(names, specialised, strict=False)}
+    grid = tuple(grid(bound) if callable(grid) else grid)
+    grid += (1,) * (3 - len(grid))
+    key = repr((self.fn.__module__, self.fn.__name__, specialised, constexprs))
+    values = tuple(bound.values())
+    attrs = BACKEND.get_attrs_descriptor(self.params, values)
+    folded = attrs.get_constants()
+    constants = {
+        parameter.name: value
+        for value, parameter in zip(values, self.params, strict=True)
+        if parameter.is_constexpr or parameter.num in folded or value is None
+    }
+    if key in LAUNCHES.refused:
+        return
+    if key not in LAUNCHES.seen:
+        try:
+            LAUNCHES.seen[key] = lower(self, signature, constants, attrs, excess)
+        except NotLowered as error:
+            if not LAUNCHES.keep_going:
+                raise NotLowered(f"{self.fn.__name__}: {error}") from error
+            LAUNCHES.refused[key] = f"{self.fn.__name__}: {error}"
+            return
+    lowered = LAUNCHES.seen[key]
+    lowered.calls[grid] += 1
+    if LAUNCHES.run is not None:
+        given = [(p.name, v) for p, v in zip(self.params, values, strict=True) if p.name not in constants]
+        LAUNCHES.run(lowered, given, grid)
+
+
+@classmethod  # type: ignore[misc]
+def _traits(cls: type[CpuPlatform], device: torch.device) -> DeviceTraits:
+    """The kernels' forms for an NPU, of tensors on the host."""
+    return NPU
+
+
+assert triton.__version__ == "3.2.0", "the Triton here is not triton-ascend's"
+NPU = DeviceTraits(num_processors=24, has_fp8=False, masks_gathers=False)
+CpuPlatform.traits = _traits
+JITFunction.run = _launch

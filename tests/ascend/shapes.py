@@ -1,0 +1,232 @@
+"""Calls of every Triton operator at the shapes of models, for what watches launches; no number is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.linear.gated_kernel import multiply_gated
+from forkpoint.ops.linear.kernel import multiply
+from forkpoint.ops.linear.reference import PackedLinear
+from forkpoint.ops.linear.tiles import GatedTile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex
+from forkpoint.ops.moe.device_experts import _tiles
+from forkpoint.ops.moe.kernel import grouped_experts
+from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
+from forkpoint.ops.select import torch_table
+from forkpoint.ops.table import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.triton_table import triton_table
+
+SPLITS = KeySplits(64, 32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one model. `experts` are (number, of a token, inner, hidden)."""
+
+    name: str
+    dtype: torch.dtype
+    hidden: int
+    inner: int
+    recurrence: Recurrence
+    heads: int
+    kv_heads: int
+    dim: int
+    rotated: int
+    vocab: int
+    experts: tuple[int, int, int, int] | None = None
+    latent: tuple[int, int] | None = None  # ranks of the latent and of its rotated part
+    scan: tuple[int, int] | None = None  # channels and values of a selective scan
+
+    def empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(*sizes, dtype=dtype or self.dtype)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SMALL = Recurrence(2, 4, 64, 64)
+DENSE = Shape("9B", BF16, 4096, 12288, Recurrence(16, 32, 128, 128), 16, 4, 256, 64, 151936)
+MIXTURE = Shape("35B-A3B", BF16, 2048, 512, Recurrence(16, 32, 128, 128), 16, 2, 256, 64, 151936, (256, 8, 512, 2048))
+SHIPPED = Shape("shipped", BF16, 256, 768, SMALL, 4, 2, 64, 16, 1536, (16, 4, 64, 128))
+ODD = Shape(
+    "odd",
+    FP32,
+    72,
+    104,
+    Recurrence(1, 3, 24, 40, double_beta=True),
+    6,
+    2,
+    40,
+    12,
+    1003,
+    (6, 2, 40, 72),
+    (40, 12),
+    (70, 16),
+)
+KEYED = Shape("kda", BF16, 256, 768, Recurrence(4, 4, 64, 64, per_key=True), 16, 1, 64, 16, 1536, None, (512, 64))
+SSD = Shape("ssd", BF16, 256, 768, Recurrence(1, 8, 128, 64, delta=False), 4, 2, 64, 16, 1536, None, None, (256, 16))
+SHAPES = (DENSE, MIXTURE, SHIPPED, ODD, KEYED, SSD)
+
+
+def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def calls(shape: Shape, deterministic: bool = False) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(what, the call) of every operator, for few rows and many."""
+    ops = triton_table(torch_table(deterministic))
+    yield from _elementwise(shape, ops)
+    yield from _attention(shape, ops)
+    yield from _recurrence(shape, ops)
+    yield from _products(shape, ops, deterministic)
+    yield from _sampling(shape, ops)
+
+
+def _elementwise(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    weight, heads, size = s.empty(s.hidden, dtype=FP32), s.recurrence.num_v_heads, s.recurrence.value_dim
+    for rows in (1, 300):
+        x = s.empty(rows, s.hidden)
+        yield f"rmsnorm {rows}", lambda x=x: ops.rmsnorm(x, weight, 1e-6)
+        yield f"add_rmsnorm {rows}", lambda x=x: ops.add_rmsnorm(x, x.clone(), weight, 1e-6)
+        head = s.empty(rows, heads, size)
+        own = s.empty(heads, size, dtype=FP32)
+        yield f"gated_rmsnorm {rows}", lambda h=head, w=own: ops.gated_rmsnorm(h, h, w[0], 1e-6)
+        yield f"gated_rmsnorm of groups {rows}", lambda h=head, w=own: ops.gated_rmsnorm(h, h, w, 1e-6, True, True)
+        yield f"silu_mul {rows}", lambda rows=rows: ops.silu_mul(s.empty(rows, 2 * s.inner))
+    pools = [s.empty(6, 3, s.recurrence.mixed_dim), s.empty(6, heads, size, s.recurrence.key_dim, dtype=FP32)]
+    yield "state_copy", lambda: ops.state_copy(pools, ints(0, -1), ints(1, 2))
+
+
+def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    table = torch.zeros(40, 40, dtype=torch.int32)
+    keys = s.empty(41, s.kv_heads, 64, s.dim)
+    slots, positions = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    q, k = s.empty(3, s.heads, s.dim), s.empty(3, s.kv_heads, s.dim)
+    norm = QKNorm(s.empty(s.dim, dtype=FP32), s.empty(s.dim, dtype=FP32), 1e-6)
+    angles = s.empty(4096, s.rotated, dtype=FP32)
+    for own, turn in ((norm, angles), (None, angles), (norm, None)):
+        yield "inputs", lambda n=own, c=turn: ops.qk_norm_rope_write(q, k, k, n, c, positions, keys, keys, slots)
+    cases = {
+        "decode 3": ([1] * 3, [100, 500, 900], 3, None, True),
+        "decode 20": ([1] * 20, [200] * 20, 20, None, True),
+        "decode in a window": ([1] * 3, [100, 500, 900], 3, 128, False),
+        "prefill, shared keys": ([200], [700], 0, None, True),
+        "prefill": ([640] * 4, [640] * 4, 0, None, True),
+        "prefill in a window": ([200], [700], 0, 128, True),
+    }
+    for name, (lens, kv_lens, decodes, window, gated) in cases.items():
+        count = sum(lens)
+        index = AttentionIndex.create(lens, kv_lens, table, positions.repeat(count), decodes, splits=SPLITS)
+        queries, gate = s.empty(count, s.heads, s.dim), s.empty(count, s.heads * s.dim) if gated else None
+        yield (
+            f"attention {name}",
+            lambda i=index, w=window, q=queries, g=gate: ops.paged_attention(q, keys, keys, i, 0.1, w, g),
+        )
+        if s.latent is not None and window is None:
+            rank, turned = s.latent
+            cache, wide = s.empty(41, 1, 64, rank + turned), s.empty(count, s.heads, rank + turned)
+            yield (
+                f"latent attention {name}",
+                lambda i=index, c=cache, q=wide, r=rank: ops.paged_attention(q, c, c[..., :r], i, 0.1, None),
+            )
+    if s.latent is not None:
+        rank, turned = s.latent
+        latent, rope = s.empty(3, rank + turned), s.empty(3, s.heads, turned)
+        weight, turn, cache = (
+            s.empty(rank, dtype=FP32),
+            s.empty(64, turned, dtype=FP32),
+            s.empty(8, 1, 64, rank + turned),
+        )
+        for c in (turn, None):
+            yield "latent_write", lambda c=c: ops.latent_write(rope, latent, weight, 1e-6, c, positions, cache, slots)
+
+
+def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    spec, two = s.recurrence, DecodeIndex(ints(0, 1), ints(0, 3))
+    dim, heads = spec.mixed_dim, spec.num_v_heads
+    weight, pool = s.empty(4, dim).t(), s.empty(6, 3, dim)
+    states = s.empty(6, heads, spec.value_dim, spec.key_dim, dtype=FP32)
+    decays = s.empty(spec.num_decays, dtype=FP32)
+    skip = None if spec.delta else s.empty(heads, dtype=FP32)
+    params = RecurrenceParams(spec, s.empty(heads, dtype=FP32), decays, skip)
+    saves = SegmentIndex.create([100, 64], [0, -1], [2, 3], [[(64, 4)], []])
+    long, many = SegmentIndex.create([600], [0], [2]), SegmentIndex.create([64] * 12, [0] * 12, [1] * 12)
+    for name, index, count in (("with saves", saves, 164), ("long", long, 600), ("many", many, 768)):
+        x, bias, beta = s.empty(count, dim), s.empty(dim), s.empty(count, heads) if spec.delta else None
+        a = s.empty(count, spec.num_decays)
+        yield f"conv_prefill {name}", lambda x=x, i=index: ops.conv_prefill(x, weight, None, pool, i, True)
+        yield f"conv_prefill {name} bias", lambda x=x, b=bias, i=index: ops.conv_prefill(x, weight, b, pool, i, False)
+        yield (
+            f"recurrence_prefill {name}",
+            lambda x=x, a=a, b=beta, i=index: ops.recurrence_prefill(x, a, b, params, states, i),
+        )
+    x, a, beta = s.empty(2, dim), s.empty(2, spec.num_decays), s.empty(2, heads) if spec.delta else None
+    yield "conv_update", lambda: ops.conv_update(x, weight, None, pool, two, True)
+    yield "recurrence_decode", lambda: ops.recurrence_decode(x, a, beta, params, states, two)
+    if s.scan is None:
+        return
+    channels, values = s.scan
+    scanned = ScanParams(*(s.empty(*sizes, dtype=FP32) for sizes in ((channels, values), (channels,), (channels,))))
+    state = s.empty(6, channels, values, dtype=FP32)
+
+    def inputs(count: int) -> ScanInputs:
+        wide, narrow = s.empty(count, channels), s.empty(count, values)
+        return ScanInputs(wide, wide, narrow, narrow, wide)
+
+    yield "scan_prefill", lambda: ops.scan_prefill(inputs(164), scanned, state, saves)
+    yield "scan_decode", lambda: ops.scan_decode(inputs(2), scanned, state, two)
+
+
+def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    choose = fixed_tile if deterministic else fastest_tile
+    choose_gated = fixed_gated_tile if deterministic else fastest_gated_tile
+    for rows in (1, 8, 16, 32, 64, 128, 600):
+        for outputs, width in ((s.hidden, s.hidden), (s.recurrence.mixed_dim, s.hidden), (s.hidden, s.inner)):
+            tile = choose(rows, outputs, width, s.dtype)
+            if tile is not None:
+                x, weight = s.empty(rows, width), s.empty(outputs, width)
+                yield f"linear {rows} {tile}", lambda x=x, w=weight, t=tile: multiply(x, w, None, t)
+        gated = choose_gated(rows, s.dtype)
+        x, weight = s.empty(rows, s.hidden), s.empty(2 * s.inner, s.hidden)
+        if isinstance(gated, GatedTile):
+            yield f"gated {rows} {gated}", lambda x=x, w=weight, t=gated: multiply_gated(x, w, t)
+        elif gated is not None:
+            yield f"gated {rows} {gated}", lambda x=x, w=weight, t=gated: multiply(x, w, None, t, gated=True)
+    bias = PackedLinear(s.empty(s.hidden, s.hidden), s.empty(s.hidden))
+    yield "linear with bias", lambda: ops.linear(s.empty(8, s.hidden), bias)
+    if s.experts is None:
+        return
+    number, top, inner, hidden = s.experts
+    packed = PackedExperts(s.empty(number + 1, 2 * inner, hidden), s.empty(number + 1, hidden, inner))
+    weights, ids = s.empty(40, top + 1, dtype=FP32), torch.zeros(40, top + 1, dtype=torch.int32)
+    few = s.empty(2, hidden)
+    yield "experts of pairs", lambda: ops.experts(few, packed, weights[:2], ids[:2])
+    for mean in (5, 50, 500):
+        tiles = _tiles(s.dtype, mean)
+        yield (
+            f"experts {mean}",
+            lambda t=tiles: grouped_experts(s.empty(40, hidden), packed, weights, ids, *t),
+        )
+    yield "route", lambda: ops.route(s.empty(3, number + 1), RouteRule(top_k=top, num_shared=1, shared="gated"))
+    rule = RouteRule(top_k=top, score="sigmoid", groups=2, top_groups=1)
+    yield "route in groups", lambda: ops.route(s.empty(3, number), rule, s.empty(number, dtype=FP32))
+
+
+def _sampling(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def reals(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=FP32)
+
+    uniform = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    columns = SamplingColumns(reals(1, 1, 0.5), reals(-1, -2, -3), ints(0, 5, 0), reals(1, 1, 0.9), uniform)
+    for dtype in (s.dtype, FP32):
+        yield f"greedy {dtype}", lambda d=dtype: ops.greedy(s.empty(3, s.vocab, dtype=d))
+        yield f"sample_rows {dtype}", lambda d=dtype: ops.sample_rows(s.empty(3, s.vocab, dtype=d), columns)
+    logits, rows = s.empty(3, s.vocab, dtype=FP32), ints(1, dtype=torch.int64)
+    penalties = PenaltyColumns(rows, rows, reals(1.1), reals(0.5), reals(0.1))
+    counts, bits = torch.zeros(2, s.vocab, dtype=torch.int32), torch.zeros(1, -(-s.vocab // 32), dtype=torch.int32)
+    yield "apply_penalties", lambda: ops.apply_penalties(logits, counts, penalties)
+    yield "apply_bitmasks", lambda: ops.apply_bitmasks(logits, rows, bits)

@@ -1,0 +1,82 @@
+"""Every Triton kernel, at the shapes of models, is lowered for an Ascend 910B; what must not be in its IR is not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.__version__ != "3.2.0":
+    pytest.skip("needs triton-ascend's environment: make ascend", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+from tests.ascend.lowering import LAUNCHES, Lowered, NotLowered  # noqa: E402
+from tests.ascend.shapes import SHAPES, Shape, calls  # noqa: E402
+
+MOST_PROGRAMS = 65_535  # of a launch; more take turns (TRITON_ALL_BLOCKS_PARALLEL)
+# Kernels with loads or stores whose rows are no straight line, and how many of them at most: each becomes a loop over
+# rows. What these load is in range by itself.
+ROW_LOOPS = {"_order_kernel": 1, "_pair_out_kernel": 1, "_grouped_kernel": 1, "_choose_kernel": 2, "latent_kernel": 3}
+
+
+def of_shape(shape: Shape, deterministic: bool) -> list[Lowered]:
+    LAUNCHES.seen.clear()
+    for _, call in calls(shape, deterministic):
+        call()
+    return list(LAUNCHES.seen.values())
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_every_kernel_is_lowered(shape: Shape, deterministic: bool) -> None:
+    found = of_shape(shape, deterministic)
+    assert len(found) > 30
+    assert not {f"{kernel.name}: {kernel.ttir}" for kernel in found if re.search(r"\bf64\b", kernel.linalg)}
+    loops = {kernel.name: kernel.scalar_loops for kernel in found if kernel.scalar_loops}
+    assert not {name: count for name, count in loops.items() if count > ROW_LOOPS.get(name, 0)}
+    assert max(x * y * z for kernel in found for x, y, z in kernel.calls) <= MOST_PROGRAMS
+
+
+@triton.jit
+def _tuples(x, out):
+    rows = ()
+    for i in tl.static_range(2):
+        rows += (tl.load(x + i),)
+    tl.store(out, rows[0])
+
+
+@triton.jit
+def _vector_of_addresses(table, out):
+    at = tl.arange(0, 16)
+    tl.store(out + at, tl.load((tl.load(table) + at).to(tl.pointer_type(tl.uint8))))
+
+
+@triton.jit
+def _three_terms(x, out):
+    if tl.load(x) > 0 and tl.load(x + 1) > 0 and tl.load(x + 2) > 0:
+        tl.store(out, 1)
+
+
+@triton.jit
+def _gathered(x, out, n):
+    row, at = tl.arange(0, 16) // 2, tl.arange(0, 16)
+    tl.store(out + at, tl.sum(tl.load(x + row[:, None] * n + at[None, :], mask=(at < n)[None, :], other=0), axis=1))
+
+
+@pytest.mark.parametrize("kernel", [_tuples, _vector_of_addresses, _three_terms], ids=lambda k: k.fn.__name__)
+def test_forms_that_are_refused_still_are(kernel: Any) -> None:
+    """A version that takes them lets kernels be simpler."""
+    values = [torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)]
+    with pytest.raises(NotLowered):
+        kernel[(1,)](*values)
+
+
+def test_a_load_of_rows_that_are_no_straight_line_still_is_a_loop() -> None:
+    LAUNCHES.seen.clear()
+    _gathered[(1,)](torch.zeros(200), torch.zeros(16), 11)
+    (lowered,) = LAUNCHES.seen.values()
+    assert lowered.scalar_loops
