@@ -73,7 +73,9 @@ class SyntheticWindows(Windows):
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:
     """In place of the one that the options name."""
-    llm._engine.core.scheduler._drafting._drafter = drafter
+    drafting = llm._engine.core.scheduler._drafting
+    assert drafting is not None, "the options name no drafter"
+    drafting._drafter = drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Filing:
         self._store = store
         self._layout = store.layout
         self._holdings = holdings
-        self._filed: list[Node | Checkpoint] = []  # since the last plan was issued
+        self.filed: list[Node | Checkpoint] = []  # since the last plan was issued
 
     def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> None:
         """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree.
@@ -80,7 +80,7 @@ class Filing:
 
     def _note_filed(self, lease: Lease, items: Sequence[Node | Checkpoint]) -> None:
         lease.made += items
-        self._filed += items
+        self.filed += items
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
         checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.note)
@@ -100,5 +100,5 @@ class Filing:
 
     def drain(self) -> list[Node | Checkpoint]:
         """What was filed since the last call: it is computed by the plan now issued, or by earlier ones."""
-        filed, self._filed = self._filed, []
+        filed, self.filed = self.filed, []
         return filed

@@ -269,7 +269,7 @@ class CacheManager:
             self.saves.clear()
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        return moves, self.filing.drain()
+        return moves, self.filing.drain() if self.filing.filed else []
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """One reader of a checkpoint's slot is done."""

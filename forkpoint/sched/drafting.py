@@ -16,23 +16,19 @@ from forkpoint.sched.stats import DraftStats
 
 
 class DraftPlanner:
-    """Asks the drafter for rows that decode. `drafter` None: nobody drafts."""
+    """Asks the drafter for rows that decode."""
 
-    def __init__(self, drafter: Drafter | None, cache: CacheManager, clock: Callable[[], float]) -> None:
+    def __init__(self, drafter: Drafter, cache: CacheManager, clock: Callable[[], float]) -> None:
         self._drafter, self._cache, self._clock = drafter, cache, clock
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position
-
-    @property
-    def is_on(self) -> bool:
-        return self._drafter is not None
 
     def plan(self, builder: PlanBuilder, entry: Entry, num_running: int) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Guesses of what follows the row's newest token, for which there are blocks, and what its grammar allows
         after each; None: none. They leave budget for every other row and for a chunk of a prompt, and do not come as
         far as the block after the next."""
         request, start, layout = entry.request, entry.lease.num_planned, self._cache.layout
-        if self._drafter is None or start + 1 != request.num_tokens:
+        if start + 1 != request.num_tokens:
             return None, ()
         spare = builder.budget - num_running - layout.checkpoint_grid
         most = min(spare, entry.last - start - 1, layout.block_size - 1)
@@ -49,12 +45,10 @@ class DraftPlanner:
 
     def begin(self, issued: IssuedStep) -> None:
         """A step has been planned."""
-        issued.started_s = self._clock() if self._drafter is not None else 0.0
+        issued.started_s = self._clock()
 
     def settle(self, issued: IssuedStep, result: StepResult) -> None:
         """The result of a step is known: count what was accepted of its drafts, and how long it took."""
-        if self._drafter is None:
-            return
         counts = result.counts.tolist() if result.counts is not None else []
         for index, num_drafts in issued.drafting:
             num_accepted = counts[index] - 1
@@ -69,8 +63,7 @@ class DraftPlanner:
             self._drafter.stepped(result.num_tokens, len(result.token_ids), self._clock() - issued.started_s)
 
     def forget(self, request: Request) -> None:
-        if self._drafter is not None:
-            self._drafter.forget(request)
+        self._drafter.forget(request)
 
     def stats(self) -> DraftStats:
         per_position = {str(position): count for position, count in sorted(self._accepted.items())}

@@ -26,7 +26,7 @@ from forkpoint.sched.plan import NO_ROW, StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestStatus, RequestUpdate, follow
 from forkpoint.sched.running import RunningSet
-from forkpoint.sched.stats import SchedulerStats
+from forkpoint.sched.stats import DraftStats, SchedulerStats
 
 
 class Scheduler:
@@ -61,7 +61,7 @@ class Scheduler:
         capture = capture or CAPTURE.find(cache.capture_policy)()
         interval = layout.capture_interval(cache.checkpoint_interval)
         self._chunks = ChunkPlanner(self.cache, self._waiting, capture, interval, deterministic=deterministic)
-        self._drafting = DraftPlanner(drafter, self.cache, clock)
+        self._drafting = DraftPlanner(drafter, self.cache, clock) if drafter is not None else None
         self._admission = Admission(self.cache, self._chunks, self._waiting, self._running, clock)
         self._entries: dict[str, Entry] = {}
         self._suspects: deque[Entry] = deque()  # of failed steps, each to be tried alone
@@ -84,7 +84,7 @@ class Scheduler:
         lease = self.cache.new_lease(
             request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
         )
-        entry = Entry(request, lease, (request.priority, next(self._arrivals)), waits=self._drafting.is_on)
+        entry = Entry(request, lease, (request.priority, next(self._arrivals)), waits=self._drafting is not None)
         self._wait(entry)
         self._entries[request.id] = entry
 
@@ -127,7 +127,7 @@ class Scheduler:
             blocks_per_page=self.layout.blocks_per_page,
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.stats(),
-            drafts=self._drafting.stats(),
+            drafts=self._drafting.stats() if self._drafting is not None else DraftStats(),
         )
 
     def check_integrity(self) -> None:
@@ -156,7 +156,8 @@ class Scheduler:
             )
             return None
         plan, issued = builder.finish(self._running.drain_removed() if self._running.removed_rows else ())
-        self._drafting.begin(issued)
+        if self._drafting is not None:
+            self._drafting.begin(issued)
         self._issued.append(issued)
         self._num_steps += 1
         return plan
@@ -220,7 +221,8 @@ class Scheduler:
         while not self.cache.ensure_blocks(lease, start + 1):
             if not self._make_room(entry, builder, may_preempt_itself=True):
                 return
-        drafts, masks = self._drafting.plan(builder, entry, len(self._running.entries))
+        num_running = len(self._running.entries)
+        drafts, masks = self._drafting.plan(builder, entry, num_running) if self._drafting is not None else (None, ())
         if start % self.layout.block_size < lease.num_last:
             self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start))
             self._drop_duplicates(builder, entry)
@@ -289,7 +291,8 @@ class Scheduler:
         if entry is None:
             return False
         entry.request.status = RequestStatus.FINISHED
-        self._drafting.forget(entry.request)
+        if self._drafting is not None:
+            self._drafting.forget(entry.request)
         if entry.leaving is not None:
             entry.leaving = Leaving.FINISHED
         elif entry.row == NO_ROW:
@@ -330,7 +333,8 @@ class Scheduler:
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = self._confirm(issued, result)
-        self._drafting.settle(issued, result)
+        if self._drafting is not None:
+            self._drafting.settle(issued, result)
         updates = self._take_prompt_logprobs(issued, result) if result.prompt_logprobs else []
         if result.failed_rows:
             failed = set(result.failed_rows)

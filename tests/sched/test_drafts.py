@@ -18,6 +18,7 @@ class Drafting(Harness, Drafter):
     right = 4
 
     def __post_init__(self) -> None:
+        self.most_drafts = 1
         super().__post_init__()
         self.sched._drafting._drafter = self
 
