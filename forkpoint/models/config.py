@@ -11,11 +11,12 @@ from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, keys_in_fp8
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import WHOLE, Shares
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
 from forkpoint.models.weights import WeightSource
-from forkpoint.ops.ranks import ALONE, Ranks
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
 # `x[T, H] -> [T, H]`, reading and writing the caches that the context names.
@@ -124,4 +125,8 @@ class Build:
     weights: WeightSource
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
-    ranks: Ranks = ALONE
+    shares: Shares = WHOLE
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.shares.ranks

@@ -63,8 +63,8 @@ class Part:
                 return ScaledMatrix(codes, scales, rows, codes.shape[-1], dtype)
             if start % columns or (end % columns and end != width):
                 raise ConfigError(
-                    f"tensor_parallel_size cuts a matrix of {width} columns at {start}, within a block of {columns} "
-                    "that has one scale; give a smaller size, or --deterministic, which cuts no columns"
+                    f"tensor_parallel_size cuts a matrix of {width} columns into pieces of {end - start}, within "
+                    f"blocks of {columns} that have one scale; give a smaller size, or --deterministic, which cuts none"
                 )
             return ScaledMatrix(codes, scales[..., start // columns : -(-end // columns)], rows, columns, dtype)
         inner = [bound % rows and bound != num_rows for span in self.spans for bound in span]
@@ -80,7 +80,7 @@ class Shares:
     and then by their last words; what is not there is whole on every rank."""
 
     ranks: Ranks = ALONE
-    layers: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, Cut | None]] = field(default_factory=dict)
     head: Cut | None = None
 
     def part(self, name: str, shape: Sequence[int]) -> Part | None:
@@ -93,7 +93,7 @@ class Shares:
         length, spans, start = sum(units * elements for units, elements in sections), list[tuple[int, int]](), 0
         for units, elements in sections:
             first, last = padded_span(units, self.ranks) if cut.padded else unit_span(units, self.ranks)
-            spans.append((start + first * elements, start + min(last, units) * elements))
+            spans.append((start + min(first, units) * elements, start + min(last, units) * elements))
             start += units * elements
         own = shape[axis] if cut.padded else sum(end - first for first, end in spans)
         return Part((*shape[:axis], length, *shape[axis + 1 :]), axis, tuple(spans), own)
@@ -119,7 +119,7 @@ class Shares:
             return None
         cuts, is_bias = self.layers[found[1]], name.endswith(".bias")
         words = [word for word in found[2].split(".") if not word.isdigit() and word not in ("weight", "bias")]
-        cut = cuts.get(".".join(words[-2:])) or cuts.get(words[-1])
+        cut = cuts.get(".".join(words[-2:]), cuts.get(words[-1]))
         return None if cut is not None and is_bias and cut.axis != 0 else cut
 
 
@@ -137,4 +137,4 @@ def padded_span(units: int, ranks: Ranks) -> tuple[int, int]:
     if ranks.size == 1:
         return 0, units
     length = -(-units // (VOCABULARY_UNIT * ranks.size)) * VOCABULARY_UNIT
-    return min(units, ranks.rank * length), (ranks.rank + 1) * length
+    return ranks.rank * length, (ranks.rank + 1) * length

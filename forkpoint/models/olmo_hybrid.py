@@ -39,12 +39,13 @@ def _read_conv(build: Build, name: str, config: GDNConfig) -> Tensor:
         stored = source.shape(f"{name}.{part}_conv1d.weight") or ()
         parts.append(source.get(f"{name}.{part}_conv1d.weight", (*stored[:1], 1, config.conv_width)))
     weight = torch.cat(parts).squeeze(1)
-    if weight.shape[0] != shape.mixed_dim:
+    own = build.shares.part(f"{name}.conv1d.weight", (shape.mixed_dim, config.conv_width))
+    channels = own.whole[0] if own else shape.mixed_dim
+    if weight.shape[0] != channels:
         raise ModelFolderError(
-            f"the convolutions of {name} have {weight.shape[0]} channels together; "
-            f"config.json asks for {shape.mixed_dim}"
+            f"the convolutions of {name} have {weight.shape[0]} channels together; config.json asks for {channels}"
         )
-    return weight
+    return own.of(weight) if own else weight
 
 
 def _norm(build: Build, *names: str) -> RMSNorm:

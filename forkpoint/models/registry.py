@@ -13,6 +13,7 @@ from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.bailing_hybrid import BailingHybrid
 from forkpoint.models.bamba import Bamba
 from forkpoint.models.config import Build, ModelConfig
+from forkpoint.models.cuts import Shares
 from forkpoint.models.decoder import Model
 from forkpoint.models.falcon_h1 import FalconH1
 from forkpoint.models.fields import Fields, read_json
@@ -197,14 +198,14 @@ def load_model(
     device = device or torch.get_default_device()
     config, shares = cut_model(config, ranks)
     if load_format == "dummy":
-        return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization, shares), ops, ranks)
+        return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization, shares), ops, shares)
     names = MODELS.find(config.architecture).weight_names
     source = FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization, mtp, shares)
     with closing(source) as weights:
         if mtp and not weights.has(MTP_WEIGHT):
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
-        model = _build(config, weights, ops, ranks)
+        model = _build(config, weights, ops, shares)
         ends = len(config.layers)
         spare = tuple(f"model.layers.{ends + i}." for i in range(config.num_draft_layers))
         spare += ("lm_head.weight",) if config.tie_word_embeddings else ()
@@ -217,10 +218,10 @@ def load_model(
         return model
 
 
-def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, ranks: Ranks) -> Model:
+def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, shares: Shares) -> Model:
     table = None
     if config.rotary.dim:
         # Made on the CPU, so that all devices have the same bits.
         table = config.rotary.table(config.max_model_len).to(weights.device)
     with weights.device:  # for what the families make themselves
-        return MODELS.find(config.architecture)(Build(config, weights, ops, table, ranks))
+        return MODELS.find(config.architecture)(Build(config, weights, ops, table, shares))

@@ -25,14 +25,14 @@ from forkpoint.models.parallel import ParallelConfig
 from forkpoint.models.short_conv import ShortConvConfig
 from forkpoint.ops.ranks import Ranks
 
-Cuts: TypeAlias = dict[str, Cut]
+Cuts: TypeAlias = dict[str, Cut | None]  # by the last words of names; None: whole on every rank
 
 
 def cut_model(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Shares]:
     """What one rank builds, and out of which parts of the weights. Raises ConfigError for what cannot be cut."""
     if ranks.size == 1:
         return config, Shares()
-    cuts = dict[str, Mapping[str, Cut]]()
+    cuts = dict[str, Mapping[str, Cut | None]]()
 
     def cut_layer(parts: Sequence[PartConfig], name: str) -> tuple[PartConfig, ...]:
         found = [cut_part(part, ranks, config.hidden_size) for part in parts]
@@ -87,8 +87,8 @@ def _delta_net(part: GDNConfig, ranks: Ranks, hidden_size: int) -> tuple[PartCon
         "in_proj_qkvz": _rows((shape.num_k_heads, 2 * (shape.key_dim + group * shape.value_dim))),
         "in_proj_ba": _rows((shape.num_k_heads, 2 * group)),
         **dict.fromkeys(("in_proj_qkv", "conv1d"), mixed),
-        **dict.fromkeys(("q_proj", "k_proj", "q_conv1d", "k_conv1d"), _rows(keys)),
-        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj", "v_conv1d"), _rows(values)),
+        **dict.fromkeys(("q_proj", "k_proj"), _rows(keys)),
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), _rows(values)),
         **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), _rows(heads)),
     }
     num_keys = _share(shape.num_k_heads, "linear key heads", ranks)
@@ -165,11 +165,11 @@ def _experts(part: MoEConfig, ranks: Ranks, hidden_size: int) -> tuple[PartConfi
     kinds = {"experts": part.intermediate_size, part.shared_name: part.shared_intermediate_size}
     cuts = Cuts()
     for name, size in kinds.items():
-        for leaf, cut in _inward("down_proj", part.latent_size or hidden_size, ranks).items():
-            cuts[f"{name}.{leaf}"] = replace(cut, axis=-2) if cut.axis == 0 else cut
-        if not ranks.gathers:
-            cuts |= dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), Cut(-2, ((size, 1),)))
-            cuts[f"{name}.gate_up_proj"] = Cut(-2, ((size, 1), (size, 1)))
+        given = ranks.cuts_rows(part.latent_size or hidden_size)
+        cuts[f"{name}.down_proj"] = (Cut(-2) if given else None) if ranks.gathers else Cut(-1)
+        features = None if ranks.gathers else Cut(-2, ((size, 1),))
+        cuts |= dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), features)
+        cuts[f"{name}.gate_up_proj"] = None if ranks.gathers else Cut(-2, ((size, 1), (size, 1)))
     if ranks.gathers:
         return part, cuts
     inner, shared = (_share(size, "features of an expert", ranks) if size else 0 for size in kinds.values())

@@ -53,16 +53,22 @@ def answers(llm: LLM) -> tuple[list[Any], dict[str, Any]]:
 
 
 def told(outputs: list[RequestOutput]) -> list[Any]:
-    """All but the times."""
-    return [replace(output, metrics=None, request_id="") for output in outputs]  # type: ignore[arg-type]
+    """All but the times, and how many tokens were drafted, which depends on them, as then do preemptions."""
+    cleared: dict[str, Any] = {"metrics": None, "request_id": "", "num_preemptions": 0}
+    cleared |= {"num_draft_tokens": 0, "num_accepted_tokens": 0}
+    return [replace(output, **cleared) for output in outputs]
 
 
 def test_two_ranks_that_gather_give_the_bits_of_one(folder: Path) -> None:
-    found = []
+    """With drafts, and keys and values in 8 bits."""
+    found, drafts = [], {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     for size in (1, 2):
-        with start(folder, size, deterministic=True) as llm:
+        options = {"deterministic": True, "kv_cache_dtype": "fp8", "speculative_config": drafts}
+        options["kv_cache_memory_bytes"] = (3 << 18) // size
+        with start(folder, size, **options) as llm:
             found.append(answers(llm))
-    assert found[0] == found[1]
+    assert found[0][0] == found[1][0]
+    assert found[1][1]["num_draft_tokens"] > 0
 
 
 def test_two_ranks_that_add_up_give_the_tokens_of_one(folder: Path) -> None:

@@ -78,9 +78,8 @@ ExpertWeights collect_experts(int64_t count, const Pack& pack_one) {
 
 void check_experts(const Tensor& gate_up, const Tensor& down) {
   TORCH_CHECK(gate_up.dim() == 3 && down.dim() == 3 && gate_up.size(0) == down.size(0) &&
-                  (gate_up.size(1) == 2 * down.size(2) || gate_up.size(1) == down.size(2)) &&
-                  gate_up.size(2) == down.size(1),
-              "experts take gate_up [E, 2I, H] or [E, I, H] and down [E, H, I], not ", gate_up.sizes(), " and ", down.sizes());
+                  (gate_up.size(1) == 2 * down.size(2) || gate_up.size(1) == down.size(2)),
+              "experts take gate_up [E, 2I, H] or [E, I, H] and down [E, N, I], not ", gate_up.sizes(), " and ", down.sizes());
 }
 
 ExpertWeights pack_experts(const Tensor& gate_up, const Tensor& down) {
