@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from forkpoint.cli.options import engine_options
+from forkpoint.cli.parser import build_parser
+from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.metrics import joined_metrics
 
+PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 METRICS = """# HELP requests_total Answers.
 # TYPE requests_total counter
 requests_total{method="GET",path="a\\"}b"} 3.0
@@ -64,3 +71,11 @@ def test_without_ray_the_command_says_what_to_install() -> None:
     code = f"{hide}\nimport sys; from forkpoint.cli.main import main; sys.exit(main(['deploy']))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert shown.returncode == 2 and "pip install 'forkpoint[ray]'" in shown.stderr
+
+
+def test_the_pod_of_the_page_starts_with_flags_that_there_are() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    options = build_parser().parse_args(container["args"])
+    assert options.metrics_prefix == "vllm:"
+    assert EngineConfig.from_flat(**engine_options(options)).kv_events_config.replay_endpoint == "tcp://*:5558"
