@@ -53,8 +53,8 @@ def noting(drafts: ModelDrafts) -> Iterator[dict[tuple[int, int], list[int]]]:
     found: dict[tuple[int, int], list[int]] = {}
     fill = drafts.filled
 
-    def filled(plan: StepPlan) -> StepPlan:
-        plan = fill(plan)
+    def filled(plan: StepPlan, must_know: bool) -> StepPlan:
+        plan = fill(plan, must_know)
         rows, end = plan.rows, np.cumsum(plan.rows.num_tokens)
         for i in np.flatnonzero(rows.num_drafts):
             key = int(rows.row[i]), int(rows.start[i])
