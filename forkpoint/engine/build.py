@@ -60,6 +60,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
         async_scheduling=facts.scheduler.async_scheduling,
         drafts=config.speculative_config is not None,
         on_close=worker.release,
+        check=worker.check,
         events=_publisher(config.kv_events_config, scheduler),
     )
     inputs = InputProcessor(

@@ -34,7 +34,8 @@ class EngineCore:
     With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied; with `drafts`,
     which depend on that result, before what it says is told. The requests of a step that raises are tried again one at
     a time; one whose own step raises ends with the error, and all others go on as if nothing had happened. `on_close`
-    is called once the runner has been closed and let go.
+    is called once the runner has been closed and let go; `check` raises EngineStoppedError where it is gone, which
+    without steps nobody sees.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class EngineCore:
         async_scheduling: bool = False,
         drafts: bool = False,
         on_close: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
         events: Publisher | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner: Runner | None = runner
-        self._on_close = on_close
+        self._on_close, self.check = on_close, check
         self._events = events
         self._depth = LOOK_AHEAD if async_scheduling and not drafts else 1
         self._submits_early = async_scheduling and drafts

@@ -32,6 +32,7 @@ from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 
 MAX_TAKING_S = 0.01  # for commands between two steps: thousands that come at once are taken over several
+IDLE_POLL_MS = 1000  # how often an idle engine looks whether its worker's processes are there
 STARTING_POLL_MS = 2  # how often an idle engine looks whether a grammar has been compiled
 
 
@@ -99,8 +100,9 @@ class EngineLoop:
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it if there is nothing else to do; False: stop."""
-        if not self._core.has_unfinished() and not self._refused:
-            self._inbox.poll(STARTING_POLL_MS if self._starting else None)
+        is_idle = not self._core.has_unfinished() and not self._refused
+        if is_idle and not self._inbox.poll(STARTING_POLL_MS if self._starting else IDLE_POLL_MS):
+            self._core.check()
         until = time.perf_counter() + MAX_TAKING_S
         while not self._core.has_unfinished() or time.perf_counter() < until:
             try:

@@ -79,7 +79,7 @@ def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    return Worker(facts, runner, lambda: None)
+    return Worker(facts, runner, lambda: None, runner.check)
 
 
 class RemoteRunner:

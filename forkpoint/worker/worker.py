@@ -25,8 +25,10 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`release` gives memory back once the runner was closed and let go."""
+    """`release` gives memory back once the runner was closed and let go; `check` raises EngineStoppedError where a
+    process of it is gone."""
 
     facts: WorkerFacts
     runner: Runner
     release: Callable[[], None]
+    check: Callable[[], None] = lambda: None

@@ -162,6 +162,19 @@ def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
     assert "the engine process was killed by SIGKILL" in running.log and "Traceback" not in running.log
 
 
+def test_a_rank_is_killed_while_nobody_asks(tiny_model: Path, tmp_path: Path) -> None:
+    running = start_server(tiny_model, tmp_path, "-tp", "2", "--device", "cpu").wait_ready()
+    with running.client() as http:
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4}).json()
+        assert answer["usage"]["completion_tokens"] > 0
+    ranks = [pid for pid in children(running.engine_pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert running.process.wait(120) == 1
+    assert "the rank 1 process was killed by SIGKILL" in running.log and "Traceback" not in running.log
+    assert gone(ranks[0])
+
+
 def test_a_full_disk_for_the_log_and_a_killed_server(tiny_model: Path) -> None:
     """Requests are served, and the metrics tell that lines were lost. The engine ends with its server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
