@@ -139,7 +139,8 @@ class Sampler:
             lines = [rows[i].line for i in penalised]
             table = counts.table
             if windows is not None:  # a position has seen the drafts before it
-                table, lines = counts.ahead(lines, *windows.ahead(penalised)), list(range(len(lines)))
+                seen = (upload(column.numpy()) for column in windows.ahead(penalised))
+                table, lines = counts.ahead(lines, *seen), list(range(len(lines)))
             self._ops.apply_penalties(adjusted, table, self._penalties(rows, penalised, lines))
         if masks is not None:
             self._ops.apply_bitmasks(adjusted, upload(masks.rows.astype(np.int64)), upload(masks.bits))

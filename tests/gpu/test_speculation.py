@@ -25,9 +25,18 @@ MIXES: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "top_p": 0.9, "logprobs": 0},
     {"temperature": 0.0},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logprobs": 3},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logprobs": 2},
     {"min_p": 0.02, "top_k": 9, "logit_bias": {7: 2.0, 9: -3.0}},
 ]
+
+
+def check(found: list[RequestOutput], want: list[RequestOutput]) -> None:
+    """Ids first, then log-probabilities, told by the first that differs."""
+    for i, (mine, other) in enumerate(zip(found, want, strict=True)):
+        ours, theirs = mine.outputs[0], other.outputs[0]
+        assert ours.error is None and ours.token_ids == theirs.token_ids, f"row {i}"
+        for at, pair in enumerate(zip(ours.logprobs or (), theirs.logprobs or (), strict=True)):
+            assert pair[0] == pair[1], f"row {i}, output {at}"
 
 
 def ask(llm: LLM) -> list[RequestOutput]:
@@ -42,18 +51,17 @@ def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_p
     write_checkpoint(tmp_path, family_name)
     options = {"deterministic": True, "dtype": dtype}
     with start(tmp_path, **options) as llm:
-        want = [output.outputs for output in ask(llm)]
-        greedy = want[MIXES.index({"temperature": 0.0})][0].token_ids
+        want = ask(llm)
+        greedy = want[MIXES.index({"temperature": 0.0})].outputs[0].token_ids
     known = {tuple(prompt(63, 63)): greedy}
     for eager in (False, True):
         with start(tmp_path, **options, speculative_config=CONFIG, enforce_eager=eager) as llm:
-            assert [output.outputs for output in ask(llm)] == want
+            check(ask(llm), want)
             for drafter in (RandomDrafter(1, 3, VOCAB), SyntheticDrafter((0.9, 0.8, 0.7), VOCAB, known)):
                 assert llm.reset_prefix_cache()
                 set_drafter(llm, drafter)
-                assert [output.outputs for output in ask(llm)] == want
-            again = [output.outputs for output in ask(llm)]  # now they hit
-            assert again == want
+                check(ask(llm), want)
+            check(ask(llm), want)  # now they hit
             metrics = llm.get_metrics()
             assert metrics["num_accepted_tokens"] > 20 and metrics["slot_bytes_copied"] == 0
             assert (metrics["num_replayed_steps"] > metrics["num_steps"] // 2) != eager

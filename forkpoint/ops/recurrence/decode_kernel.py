@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_decode
 from forkpoint.ops.table import RecurrenceParams
 
@@ -154,7 +154,7 @@ def recurrence_decode(
         pool.stride(0),
         shape.key_dim**-0.5,
         **sizes(shape),
-        BLOCK_K=triton.next_power_of_2(shape.key_dim),
+        BLOCK_K=key_block(shape),
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         **modes(shape),

@@ -44,6 +44,12 @@ def sizes(spec: Recurrence) -> dict[str, int]:
     return {"H": spec.num_k_heads, "HV": spec.num_v_heads, "K": spec.key_dim, "V": spec.value_dim}
 
 
+def key_block(spec: Recurrence) -> int:
+    """Keys of a block of the steps' kernels. Each lane of a warp gets two or more: of a sum over one for each lane the
+    last bits would differ from lane to lane, and what a draft leaves behind holds those of one."""
+    return max(64, int(triton.next_power_of_2(spec.key_dim)))
+
+
 def modes(spec: Recurrence) -> dict[str, Any]:
     """How gates are made; a HIGH of 0 is no limit."""
     limited = spec.step_limit != (0.0, math.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.recurrence.decode_kernel import VALUES, normed, read_state, token_inputs, update
-from forkpoint.ops.recurrence.gates import checked, modes, sizes
+from forkpoint.ops.recurrence.gates import checked, key_block, modes, sizes
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
 
@@ -171,7 +171,7 @@ def _launch(
         spec.key_dim**-0.5,
         **sizes(spec),
         MOST=records[0].shape[1],
-        BLOCK_K=triton.next_power_of_2(spec.key_dim),
+        BLOCK_K=key_block(spec),
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         **modes(spec),
