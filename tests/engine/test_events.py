@@ -104,6 +104,31 @@ def test_a_state_that_goes_takes_the_blocks_above_it_along() -> None:
     assert cache.lookup(cache.new_lease("x", "", prompt), 700).kv_num_tokens == 640
 
 
+def test_what_is_condemned_while_somebody_reads_it_is_told_at_once() -> None:
+    harness = Harness()
+    cache, listener = harness.sched.cache, Listener(harness.sched.cache)
+    prompt = tokens(1, 300)
+    harness.add("a", prompt)
+    harness.run()
+    reader = cache.new_lease("b", "", prompt)
+    cache.attach(reader, hit := cache.lookup(reader, len(prompt)))
+    listener.check([prompt])
+    cache.condemn([hit.path[1]])
+    listener.check([prompt])
+    assert listener.index.restorable(sent_hashes(prompt, SIZE)) == 0
+    cache.release(reader)
+    listener.check([prompt])
+
+
+def test_what_a_salt_hides_is_not_told() -> None:
+    harness = Harness()
+    listener = Listener(harness.sched.cache)
+    harness.add("a", tokens(1, 300), cache_salt="mine")
+    harness.run()
+    listener.check([tokens(1, 300)])
+    assert harness.sched.stats().cache.num_checkpoints and not listener.batches
+
+
 def test_the_router_of_dynamo_counts_what_can_be_restored() -> None:
     core = pytest.importorskip("dynamo._core", reason="ai-dynamo-runtime is not installed")
     tree = core.RadixTree()
