@@ -14,10 +14,10 @@ worth more than a new one.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from itertools import chain
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -33,6 +33,7 @@ NUM_BINS: Final = len(EDGES) - 1
 ROUNDING: Final = 1e-6  # an age this close to an edge is beyond it
 MOST_USES: Final = 5  # entries of so many uses, and of more, are one class
 NUM_TRACKED: Final = 4096  # entries of a kind whose next use is waited for
+NOBODY: Final = -1  # in place of a number of uses
 UPDATE_EVERY: Final = 1 / 8  # arenas
 HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
 
@@ -69,7 +70,10 @@ class KindHazards:
         self._assumed_time: FloatArray = prior.num_entries * unused * _WIDTH
         self._uses: list[list[float]] = np.zeros_like(in_bin).tolist()  # lists: single entries are added all the time
         self._time: list[list[float]] = np.zeros_like(in_bin).tolist()  # at risk, of entries that no longer wait
-        self._waiting: OrderedDict[BlockHash, tuple[float, int]] = OrderedDict()  # -> last use, uses so far
+        self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> its place in what follows
+        self._last_used = array("d", bytes(8 * NUM_TRACKED))  # arrays: read one by one, and all at once by numpy
+        self._uses_so_far = array("q", [NOBODY]) * NUM_TRACKED
+        self._free = list(range(NUM_TRACKED))
         self._seen = 0.0
         self.earnings: list[list[float]] = []  # Gittins indices, in uses an arena of new data
         self.update(0.0)
@@ -80,16 +84,21 @@ class KindHazards:
         if len(self._waiting) == NUM_TRACKED:
             oldest = next(iter(self._waiting))
             self.end(oldest, last_used)
-        self._waiting[block_hash] = last_used, min(uses, MOST_USES)
+        self._waiting[block_hash] = place = self._free.pop()
+        self._last_used[place], self._uses_so_far[place] = last_used, min(uses, MOST_USES)
         return oldest
 
     def discard(self, block_hash: BlockHash) -> None:
         """An entry no longer waits, and was never at risk."""
-        del self._waiting[block_hash]
+        place = self._waiting.pop(block_hash)
+        self._uses_so_far[place] = NOBODY
+        self._free.append(place)
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
         """An entry no longer waits: until `now` it was not used. Returns its age, and its uses so far."""
-        last_used, uses = self._waiting.pop(block_hash)
+        place = self._waiting[block_hash]
+        last_used, uses = self._last_used[place], self._uses_so_far[place]
+        self.discard(block_hash)
         age = max(now - last_used, 0.0)
         time = self._time[uses]
         for index in range(age_bin(age) + 1):
@@ -116,11 +125,12 @@ class KindHazards:
 
     def _time_of_waiting(self, now: float) -> FloatArray:
         """Time at risk of the entries that wait: of thousands, so by the bin that each has reached."""
-        both = np.fromiter(chain.from_iterable(self._waiting.values()), np.float64, 2 * len(self._waiting))
-        ages = np.maximum(now - both[::2], 0.0)
+        uses = np.frombuffer(self._uses_so_far, np.int64)
+        waiting = uses != NOBODY
+        ages = np.maximum(now - np.frombuffer(self._last_used)[waiting], 0.0)
         bins = np.searchsorted(EDGES[1:-1], ages, side="right")
         shape = MOST_USES + 1, NUM_BINS
-        places, size = both[1::2].astype(np.int64) * NUM_BINS + bins, (MOST_USES + 1) * NUM_BINS
+        places, size = uses[waiting] * NUM_BINS + bins, (MOST_USES + 1) * NUM_BINS
         reached = np.bincount(places, minlength=size).reshape(shape)
         within = np.bincount(places, np.minimum(ages - _LOW[bins], _WIDTH[bins]), size).reshape(shape)
         passed = np.cumsum(reached[:, ::-1], axis=1)[:, ::-1] - reached
