@@ -30,7 +30,7 @@ bench: $(INSTALLED)
 
 ascend: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/ascend
-	scripts/ascend_env.sh $(PYTHON)
+	scripts/ascend_env.sh
 	scripts/ascend.sh
 
 clean:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes .ascend/: an environment with triton-ascend (which takes Triton's name, and so wants one of its own) beside the
 # packages of the usual one, and MLIR 19, which turns what it makes into code for this machine. Nothing is installed
-# outside that folder. What cannot be had is said, and skipped by what needs it.
+# outside that folder. What cannot be had is said, and skipped by what needs it; `quick` leaves MLIR out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=${1:-.venv/bin/python}
+python=.venv/bin/python
 mkdir -p .ascend
 if [ ! -e .ascend/venv/complete ]; then
     "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
@@ -17,7 +17,7 @@ if [ ! -e .ascend/venv/complete ]; then
     "$python" -c 'import site; print(site.getsitepackages()[0])' > "$(echo .ascend/venv/lib/python3*/site-packages)/zz.pth"
     touch .ascend/venv/complete
 fi
-if [ ! -e .ascend/mlir/usr ] && command -v apt-get > /dev/null; then
+if [ "${1:-}" != quick ] && [ ! -e .ascend/mlir/usr ] && command -v apt-get > /dev/null; then
     mkdir -p .ascend/debs
     (cd .ascend/debs && apt-get download mlir-19-tools llvm-19 libmlir-19 libllvm19 > /dev/null 2>&1) ||
         { echo "ascend: no packages of MLIR 19 from apt-get"; exit 0; }

@@ -17,8 +17,8 @@ from tests.ascend import fake_npu  # noqa: E402
 from tests.ascend.execution import RAN  # noqa: E402
 
 MODEL = Path(__file__).parents[2] / "demo_model"
-TEXT = "My name is Nora. My lucky number is 42. " * 4
-PROMPTS = [TEXT, TEXT + "What is", TEXT[:100]]
+TEXT = "My name is Nora. My lucky number is 42. " * 7
+PROMPTS = [TEXT, TEXT + "What is", TEXT[:250]]
 
 
 def _answers(device: str, **options: Any) -> list[tuple[int, tuple[int, ...], Any]]:
@@ -35,7 +35,7 @@ def _card(card: fake_npu.FakeModule) -> None: ...
 
 def test_tokens_are_those_of_the_cpu() -> None:
     there, here = _answers("npu"), _answers("cpu", cpu_ops="torch")
-    assert len(RAN.launches) > 15
+    assert len(RAN.launches) > 12
     assert [(hit, ids) for hit, ids, _ in there] == [(hit, ids) for hit, ids, _ in here]
     assert there[1][0] >= 64
 
