@@ -71,6 +71,11 @@ def test_an_engine_on_an_npu_answers_as_the_host_does(
     assert options or there[-1].num_cached_tokens >= 64
 
 
+def test_drafts_are_refused(tiny_model: Path, card: fake_npu.FakeModule) -> None:
+    with pytest.raises(ConfigError, match="speculative-config is not possible on npu:0"):
+        _answers(tiny_model, "npu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+
+
 @pytest.fixture
 def interpreted(card: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch) -> fake_npu.FakeModule:
     """Launches reach the interpreter with the same memory as the host's, and are part of graphs."""
