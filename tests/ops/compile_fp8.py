@@ -71,7 +71,7 @@ def of_tile(tile: Tile) -> dict[str, Any]:
 def main() -> None:
     bf16 = torch.bfloat16
     for gated in (False, True):
-        tile = scaled_tile(128, 4096, gated, bf16)
+        tile = scaled_tile(128, 4096, 4096, gated, bf16)
         flags = {"GATED": gated, "BIAS": not gated, "SPLIT": False}
         compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
         tile = _scaled_tiles(bf16, 128)[0 if gated else 1]

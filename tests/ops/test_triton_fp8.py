@@ -140,7 +140,7 @@ def test_choices() -> None:
         for gated in (False, True):
             tile = fixed_scaled_tile(rows, 4096, gated, torch.bfloat16)
             assert tile.width == 128 and tile.splits == 1 and (rows <= tile.rows or rows > LARGEST)
-            assert replace(scaled_tile(rows, 4096, gated, torch.bfloat16), splits=1) == tile
+            assert replace(scaled_tile(rows, 4096, 4096, gated, torch.bfloat16), splits=1) == tile
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -88,9 +88,9 @@ class DeviceLinear:
 
     def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
         """None: more rows than pay here. The vendor's library takes them, in FP8 or the weights widened."""
-        num_outputs = packed.weight.shape[0] // (2 if gated else 1)
+        num_outputs, width = packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
         if self.deterministic:
             return fixed_scaled_tile(x.shape[0], num_outputs, gated, x.dtype)
         if x.shape[0] > (LARGEST if packed.library_scales is None else FEW_SCALED):
             return None
-        return scaled_tile(x.shape[0], num_outputs, gated, x.dtype)
+        return scaled_tile(x.shape[0], num_outputs, width, gated, x.dtype)

@@ -333,9 +333,15 @@ def parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
 def scale_options(weight: Matrix) -> dict[str, Any]:
     """What kernels want to know of a matrix's scales."""
     if not isinstance(weight, ScaledMatrix):
-        return {"SCALE_ROWS": 0, "BLOCKED": False, "BITS": False}
-    bits = weight.dtype == torch.bfloat16 and traits_of(weight.codes.device).multiplies_fp8
-    return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block, "BITS": bits}
+        return {"SCALE_ROWS": 0, "BLOCKED": False}
+    return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block}
+
+
+def by_bits(weight: Matrix) -> bool:
+    """Whether kernels that put weights into the matrix units widen them by their bits."""
+    if not isinstance(weight, ScaledMatrix) or weight.dtype != torch.bfloat16:
+        return False
+    return traits_of(weight.codes.device).multiplies_fp8
 
 
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
@@ -385,6 +391,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
         **scale_options(weight),
+        BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **_options(x, tile),

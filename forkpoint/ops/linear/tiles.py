@@ -53,6 +53,7 @@ class GatedTile:
 
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
+WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 FEW_SCALED = 16  # rows; above, its product of both sides in FP8 is
 
 
@@ -143,10 +144,10 @@ def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | No
     return _fixed(_GATED, num_rows) if dtype == torch.bfloat16 else None
 
 
-def scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
+def scaled_tile(num_rows: int, num_outputs: int, width: int, gated: bool, dtype: torch.dtype) -> Tile:
     """The tile for weights in FP8."""
     tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
-    few = num_outputs <= FEW_OUTPUTS and not gated and dtype == torch.bfloat16
+    few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
     return replace(tile, splits=4) if few else tile
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.linear.kernel import SCALE_WIDTH, scale_columns, scale_options, widened
+from forkpoint.ops.linear.kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 
 ROWS = 64
@@ -43,6 +43,6 @@ def widen(matrix: ScaledMatrix) -> Tensor:
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.codes.device)
     programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(width, BLOCK)
-    options = scale_options(matrix)
+    options = {**scale_options(matrix), "BITS": by_bits(matrix)}
     _widen_kernel[(programs,)](matrix.codes, matrix.scales, out, num_rows, width, ROWS=ROWS, WIDTH=BLOCK, **options)
     return out

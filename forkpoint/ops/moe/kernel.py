@@ -12,11 +12,11 @@ from torch import Tensor
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.kernel import (
     accumulate,
+    by_bits,
     gate,
     parts,
     scale_columns,
     scale_options,
-    widened,
 )
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
@@ -178,7 +178,6 @@ def _pair_in_kernel(
     STAGES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
-    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -201,10 +200,10 @@ def _pair_in_kernel(
         valid = inside[:, None] & left[None, :]
         value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)
         scaled = value * _block_scales(scales, row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-        acc += widened(tl.load(gate_at + k + at, mask=valid, other=0.0), tl.float32, BITS) * scaled[None, :]
+        acc += tl.load(gate_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
         if GATED:
             scaled = value * _block_scales(scales, inner + row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-            up += widened(tl.load(up_at + k + at, mask=valid, other=0.0), tl.float32, BITS) * scaled[None, :]
+            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
     start_next(OVERLAP)
     total = tl.sum(acc, 1) * _row_scales(scales, row + outputs, inside, SCALE_ROWS, BLOCKED)
     if GATED:
@@ -232,7 +231,6 @@ def _pair_out_kernel(
     WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
-    BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_before(OVERLAP)
@@ -262,7 +260,7 @@ def _pair_out_kernel(
             value *= tl.load(scales + at, mask=chosen[:, None] & left[None, :], other=0.0)
         at = rows[:, :, None] * inner + k + columns[None, None, :]
         tile = tl.load(down + at, mask=valid[:, :, None] & left[None, None, :], other=0.0)
-        acc += widened(tile, tl.float32, BITS) * value[:, None, :]
+        acc += tile.to(tl.float32) * value[:, None, :]
     start_next(OVERLAP)
     total = tl.sum(tl.sum(acc, 2) * _row_scales(scales, rows, valid, SCALE_ROWS, BLOCKED), 0)
     tl.store(out + token * size + start + outputs, total.to(out.dtype.element_ty), mask=outputs < size - start)
@@ -326,6 +324,7 @@ def _grouped_product(
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
         **scale_options(weight),
+        BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **overlap(x.device, x.shape[0]),
