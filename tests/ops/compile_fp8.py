@@ -43,7 +43,7 @@ POINTERS = {
     "out": "*bf16",
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size")
-FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "OVERLAP": False, "SQUARED": False}
+FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
