@@ -21,7 +21,7 @@ from forkpoint.worker.child import how_it_ended, start_child
 POLL_S: Final = 0.1
 STOP_S: Final = 5.0  # for a server that has nothing open any more
 # Of one connection, not of the request; the body comes as it is.
-HOP_HEADERS: Final = frozenset({"host", "connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"})
+HOP_HEADERS: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"})
 GONE: Final = {
     "error": {"message": "the replica's server has stopped", "type": "server_error", "code": "engine_stopped"}
 }

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from forkpoint.config import EngineConfig, KVEventsConfig
 from forkpoint.server.config import ServerConfig
+from forkpoint.server.middleware import is_loopback
 from forkpoint.worker.child import begin_child
 
 LOOPBACK = "127.0.0.1"
@@ -29,7 +30,9 @@ def placed(
     events = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}"
     )
-    return replace(engine, kv_events_config=events), replace(server, host=LOOPBACK, port=http, uds=None)
+    # Requests come with the Host header that the gateway was given; what it may say depends on the gateway's address.
+    hosts = (*server.allowed_hosts, server.host) if server.allowed_hosts else () if is_loopback(server.host) else ("*",)
+    return replace(engine, kv_events_config=events), replace(server, host=LOOPBACK, port=http, allowed_hosts=hosts)
 
 
 def free_ports() -> tuple[int, int, int]:

@@ -125,7 +125,7 @@ class Hosts:
 
     def __init__(self, config: ServerConfig) -> None:
         self._names = {config.host.lower(), *map(str.lower, config.allowed_hosts)}
-        pages_reach_it = config.uds is None and _is_loopback(config.host)  # no page can name a Unix socket
+        pages_reach_it = config.uds is None and is_loopback(config.host)  # no page can name a Unix socket
         is_guarded = bool(config.allowed_hosts) or (not config.api_key and pages_reach_it)
         self._any = not is_guarded or "*" in self._names
 
@@ -134,7 +134,7 @@ class Hosts:
         if self._any or given is None:
             return
         name = _without_port(given.decode("latin-1").lower())
-        if name not in self._names and not _is_loopback(name):
+        if name not in self._names and not is_loopback(name):
             raise HTTPError(
                 403,
                 f"this server does not answer for the host {name[:MAX_REQUEST_ID_LENGTH]!r}; name it with "
@@ -150,7 +150,8 @@ def _without_port(host: str) -> str:
     return host if host.count(":") > 1 else host.partition(":")[0]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine alone."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

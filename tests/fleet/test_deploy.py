@@ -47,6 +47,12 @@ class Deployed:
             int(line.split()[0]) for line in found.splitlines() if re.search(rf"ray::ServeReplica:\S+:{kind}", line)
         ]
 
+    def is_whole(self) -> bool:
+        """Both replicas answer, and none is on its way out."""
+        answer = httpx2.get(f"{self.url}/metrics", timeout=60)
+        names = set(re.findall(r'replica="(\w+)"', answer.text))
+        return answer.status_code == 200 and len(names) == len(self.pids("Replica")) == 2
+
     def engine_pid(self) -> int:
         """The engine of one of the replicas."""
         for replica in self.pids("Replica"):
@@ -125,6 +131,7 @@ def test_turns_go_where_their_conversation_is(deployed: Deployed) -> None:
         assert all(int(count) >= 4 for _, count in answered), "one replica had nearly all"
         assert http.post("/reset_prefix_cache").json() == {"done": True}
         assert http.get("/v1/models").status_code == 200
+        assert http.get("/v1/models", headers={"host": "pages.example.org"}).status_code == 403  # it asks for no key
         assert http.post("/v1/completions", json={"prompt": "text"}).status_code == 400
 
 
@@ -174,7 +181,7 @@ async def load(deployed: Deployed, victim: int) -> Counter[str]:
 
 @pytest.mark.parametrize("kind", ["engine", "replica"])
 def test_what_is_killed_costs_no_request_that_had_streamed_nothing(deployed: Deployed, kind: str) -> None:
-    wait_for(lambda: len(deployed.pids("Replica")) == 2)
+    wait_for(deployed.is_whole)
     victim = deployed.engine_pid() if kind == "engine" else deployed.pids("Replica")[0]
     ends = asyncio.run(load(deployed, victim))
     assert ends["whole"] > NUM_CLIENTS and not ends.keys() - {"whole", "cut"}, ends

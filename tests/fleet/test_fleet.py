@@ -18,6 +18,10 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.metrics import joined_metrics
+from forkpoint.fleet.server_process import placed
+from forkpoint.server.config import ServerConfig
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.middleware import Hosts
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 METRICS = """# HELP requests_total Answers.
@@ -64,6 +68,29 @@ def test_metrics_of_replicas_are_told_together() -> None:
 def test_wrong_options_are_told(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         FleetConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "answers", "refuses"),
+    [
+        ({}, ["127.0.0.1:8000", "localhost"], ["example.org"]),
+        ({"host": "0.0.0.0"}, ["example.org", "10.0.0.1:8000"], []),
+        ({"host": "0.0.0.0", "allowed_hosts": ("example.org",)}, ["example.org:8000"], ["other.org"]),
+        ({"api_key": ("secret",)}, ["example.org"], []),
+    ],
+)
+def test_the_servers_answer_for_the_hosts_that_a_gateway_answers_for(
+    options: dict[str, Any], answers: list[str], refuses: list[str]
+) -> None:
+    alone = ServerConfig(**options)
+    engine, behind = placed(EngineConfig.from_flat(model="m"), alone, (1, 2, 3))
+    assert (behind.host, behind.port, engine.kv_events_config.endpoint) == ("127.0.0.1", 1, "tcp://*:2")
+    for config in (alone, behind):
+        for host in answers:
+            Hosts(config).check(host.encode())
+        for host in refuses:
+            with pytest.raises(HTTPError):
+                Hosts(config).check(host.encode())
 
 
 def test_without_ray_the_command_says_what_to_install() -> None:
