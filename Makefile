@@ -30,6 +30,7 @@ bench: $(INSTALLED)
 
 ascend: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/ascend
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p tests.ascend.as_npu tests/engine/test_llm.py
 	scripts/ascend_env.sh
 	scripts/ascend.sh
 
