@@ -12,8 +12,13 @@ import pytest
 from tests.ascend.execution import GUARD, ORDER, RAN, Fault
 from tests.ascend.lowering import LAUNCHES
 
-# Kernels of experts called with tiles that do not divide the width, which `DeviceExperts` does not do on an NPU.
-ODD_WIDTHS = ("test_experts[", "test_experts_without_a_gate[", "test_tokens_do_not_see_each_other[")
+# Kernels called with tiles that do not divide the width, which `DeviceExperts` and `DeviceLinear` do not do on an NPU.
+ODD_WIDTHS = (
+    "test_experts[",
+    "test_experts_without_a_gate[",
+    "test_tokens_do_not_see_each_other[",
+    "test_gated_products",
+)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
