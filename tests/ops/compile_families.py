@@ -5,6 +5,7 @@ Prints a line for each: its name, and its instructions of the matrix units.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import triton
@@ -13,13 +14,13 @@ from triton.compiler import ASTSource
 
 from forkpoint.ops.attention import latent_kernel
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
-from forkpoint.ops.recurrence import key_kernel, verify_kernel
+from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 
-HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "systems", "scores", "keys")
+HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
 HALF += ("inputs", "bias")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays")
+WIDE += ("updates", "decays", "systems", "totals")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
 INTS += ("table_rows", "block_table", "tiles", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
 POINTERS = {
@@ -31,7 +32,7 @@ POINTERS = {
 }
 
 
-def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> None:
+def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
     constants = {arg: value for arg, value in {**constants, "OVERLAP": True}.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
@@ -41,6 +42,7 @@ def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> None
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": 1})
     ptx = made.asm["ptx"]
     print(name, ptx.count("wgmma.mma_async") + ptx.count("mma.sync"))
+    return made
 
 
 def main() -> None:
@@ -59,8 +61,12 @@ def main() -> None:
     compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
-    compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
-    compiled("key_chunk", key_kernel._chunk_kernel, 4, **sizes, **flags)
+    made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
+    # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
+    assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
+    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags)
+    compiled("key_pairs", key_chunk_kernel._pair_kernel, 4, **sizes, **flags)
+    compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
 
 
 if __name__ == "__main__":
