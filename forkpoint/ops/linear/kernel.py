@@ -397,21 +397,27 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
         **_options(x, tile),
     )
     if splits > 1:
-        pieces = triton.cdiv(num_outputs, BLOCK)
-        _add_splits_kernel[(num_rows * pieces,)](
-            target,
-            bias,
-            out,
-            num_rows,
-            num_outputs,
-            splits,
-            pieces,
-            GATED=gated,
-            BIAS=bias is not None,
-            BLOCK=BLOCK,
-            **_options(x, tile),
-        )
+        _add_splits(target, bias, out, tile)
     return out
+
+
+def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+    """`sums[splits, 1 or 2, M, N]` in their order -> `out[M, N]`; of two sums the second goes up beside a gate."""
+    splits, kinds, num_rows, num_outputs = sums.shape
+    pieces = triton.cdiv(num_outputs, BLOCK)
+    _add_splits_kernel[(num_rows * pieces,)](
+        sums,
+        bias,
+        out,
+        num_rows,
+        num_outputs,
+        splits,
+        pieces,
+        GATED=kinds == 2,
+        BIAS=bias is not None,
+        BLOCK=BLOCK,
+        **_options(out, tile),
+    )
 
 
 def _multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
