@@ -16,7 +16,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, key_decay, weight
-from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, first_chunk, unit_lower_inverse
+from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, unit_lower_inverse
 from forkpoint.ops.table import RecurrenceParams
 
 
@@ -49,9 +49,7 @@ def _chunk_kernel(
     if segment < 0:
         return
     kind: tl.constexpr = keys.dtype.element_ty
-    start = tl.load(cu_seqlens + segment) + offset
-    count = tl.load(cu_seqlens + segment + 1) - start
-    entry = (first_chunk(cu_seqlens, segment) + offset // CHUNK).to(tl.int64) * H + head
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
     row, col = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     token = start.to(tl.int64) + row
     inside = (row < count)[:, None] & (col < K)[None, :]
@@ -64,10 +62,8 @@ def _chunk_kernel(
     tl.store(totals + entry * (CHUNK * K) + own, total, mask=in_keys)
     tl.store(wholes + entry * K + col, tl.exp(last), mask=col < K)
     grown = tl.exp(total)
-    q_at, key_at = (
-        mixed + token[:, None] * mixed_stride + (head * K + col)[None, :],
-        keys + entry * (3 * CHUNK * K) + own,
-    )
+    q_at = mixed + token[:, None] * mixed_stride + (head * K + col)[None, :]
+    key_at = keys + entry * (3 * CHUNK * K) + own
     k = tl.load(q_at + H * K, mask=inside, other=0.0).to(tl.float32)
     k *= tl.rsqrt(tl.sum(k * k, axis=1) + L2_EPS)[:, None]
     tl.store(key_at, (k * grown).to(kind), mask=in_keys)
@@ -104,9 +100,7 @@ def _pair_kernel(
     if segment < 0:
         return
     kind: tl.constexpr = scores.dtype.element_ty
-    start = tl.load(cu_seqlens + segment) + offset
-    count = tl.load(cu_seqlens + segment + 1) - start
-    entry = (first_chunk(cu_seqlens, segment) + offset // CHUNK).to(tl.int64) * H + head
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
     sub, col = tl.arange(0, SUB), tl.arange(0, BLOCK_K)
     row, in_k = block * SUB + sub, col < K
     inside = (row < count)[:, None] & in_k[None, :]
@@ -172,9 +166,7 @@ def _invert_kernel(
     if segment < 0:
         return
     kind: tl.constexpr = inverses.dtype.element_ty
-    start = tl.load(cu_seqlens + segment) + offset
-    count = tl.load(cu_seqlens + segment + 1) - start
-    entry = (first_chunk(cu_seqlens, segment) + offset // CHUNK).to(tl.int64) * H + head
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
     row = tl.arange(0, CHUNK)
     beta = weight(tl.load(b + (start.to(tl.int64) + row) * b_stride + head, mask=row < count, other=0.0), DOUBLE_BETA)
     square = entry * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]

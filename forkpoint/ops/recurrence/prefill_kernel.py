@@ -20,7 +20,7 @@ from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
-from forkpoint.ops.recurrence.solve import CHUNK, first_chunk, unit_lower_inverse
+from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
 from forkpoint.ops.table import RecurrenceParams
 from forkpoint.platforms.table import traits_of
 
@@ -71,9 +71,7 @@ def _chunk_kernel(
     segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     if segment < 0:
         return
-    start = tl.load(cu_seqlens + segment) + offset
-    count = tl.load(cu_seqlens + segment + 1) - start
-    entry = (first_chunk(cu_seqlens, segment) + offset // CHUNK).to(tl.int64) * HV + head
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, HV)
     row, col = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     token = start.to(tl.int64) + row
     present = row < count

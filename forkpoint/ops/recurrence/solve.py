@@ -45,3 +45,13 @@ def unit_lower_inverse(system, HALF: tl.constexpr):
 def first_chunk(cu_seqlens, segment):
     """Of a segment's first chunk in the scratch buffers, which have room for T // 64 + N chunks."""
     return tl.load(cu_seqlens + segment) // CHUNK + segment
+
+
+@triton.jit
+def chunk_place(cu_seqlens, segment, offset, head, HEADS: tl.constexpr):
+    """Of the chunk `offset` tokens into a segment: (its first token, tokens from there to the segment's end, its entry
+    in the scratch buffers)."""
+    start = tl.load(cu_seqlens + segment) + offset
+    count = tl.load(cu_seqlens + segment + 1) - start
+    entry = (first_chunk(cu_seqlens, segment) + offset // CHUNK).to(tl.int64) * HEADS + head
+    return start, count, entry
