@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
@@ -26,14 +25,12 @@ def draft_layer(
     fields: Fields, attention: AttentionConfig, mlp: Callable[[Fields, int], PartConfig]
 ) -> tuple[PartConfig, ...]:
     """What config.json says of the head: the last hidden state, attention, and the MLP of a layer behind the last.
-    Empty where it says that there is none."""
+    Empty where it says that there is none, or several."""
     name = "mtp_num_hidden_layers"
     name = name if fields.values.get(name) is not None else "num_nextn_predict_layers"
     count = fields.integer(name, 1, low=0)
-    if count > 1:
-        raise UnsupportedModelError(f"{fields.where} has {name}={count}; forkpoint runs MTP heads of one layer")
     hidden = ShortConvConfig(channels=fields.integer("hidden_size"), width=2)
-    return (hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)) if count else ()
+    return (hidden, attention, mlp(fields, fields.integer("num_hidden_layers") - 1)) if count == 1 else ()
 
 
 class MTPHead:

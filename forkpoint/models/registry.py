@@ -58,7 +58,7 @@ FAMILIES: Final = (
     Qwen35Moe,
     Zamba2,
 )
-NO_MTP: Final = "--speculative-config takes the method 'ngram' or 'cache' for it"
+NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for it"
 MTP_WEIGHT: Final = "mtp.fc.weight"
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
@@ -112,7 +112,7 @@ def load_config(
     if longest > config.max_model_len:
         raise UnsupportedModelError(f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}")
     if mtp and not config.draft_layer:
-        raise UnsupportedModelError(f"{fields.where} has no MTP layer to draft with; {NO_MTP}")
+        raise UnsupportedModelError(f"{fields.where} has no MTP layer to draft with, or MTP heads of several; {NO_MTP}")
     dtype = config.dtype if dtype == "auto" else dtype
     if kv_cache_dtype == "bfloat16" and dtype != kv_cache_dtype:
         raise UnsupportedModelError(
