@@ -121,7 +121,7 @@ class KVEventsConfig:
             return given
         config = checked_types(cls(**json_object("kv_events_config", given, [item.name for item in fields(cls)])))
         for name in ("buffer_steps", "hwm", "max_queue_size"):
-            _CHECK.integer(f"kv_events_config: {name}", getattr(config, name), 1, MAX_POSITIONS)
+            _CHECK.integer(f"kv_events_config: {name}", getattr(config, name), 1, MAX_POSITIONS // 2 - 1)
         return config
 
     @property
@@ -305,7 +305,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = field(
         default=None,
         metadata={
-            "help": "JSON: draft tokens and verify several of them in one step, on CPUs: "
+            "help": "JSON: draft tokens and verify several of them in one step: "
             '{"method": "ngram", "num_speculative_tokens": 3}; methods are mtp, ngram, suffix and cache',
             "metavar": "JSON",
         },

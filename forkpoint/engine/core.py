@@ -100,6 +100,8 @@ class EngineCore:
                 break
             try:
                 self._in_flight.append((plan.step, runner.submit(plan)))
+            except EngineStoppedError:  # no step can run any more
+                raise
             except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             collect_garbage(plan.step)

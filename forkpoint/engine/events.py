@@ -48,7 +48,7 @@ class EventPublisher:
         self._thread.start()
 
     def _open(self, kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
-        """As in vLLM a publisher binds an address with a wildcard or of this machine, and connects to any other."""
+        """As in vLLM a publisher binds an address with a wildcard, of `::` or `ipc:`, and connects to any other."""
         socket = self._context.socket(kind)
         socket.set_hwm(hwm)
         binds = kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
@@ -56,7 +56,7 @@ class EventPublisher:
             socket.bind(endpoint) if binds else socket.connect(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kv_events_config: {endpoint!r} cannot be opened: {error}; give a free port, as in tcp://*:5557"
+                f"kv_events_config: {endpoint!r} cannot be opened: {error}; give an address that is free, as tcp://*:5557"
             ) from error
         return socket
 

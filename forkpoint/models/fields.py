@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forkpoint.config import MAX_POSITIONS
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
 
@@ -97,7 +98,7 @@ class Fields:
 
     def limits(self, name: str) -> tuple[float, float]:
         """A lower and an upper bound, none where absent; infinity may be in words, as JSON has no number for it."""
-        given = self.values.get(name) or (0.0, math.inf)
+        given = self.values.get(name) or (0.0, float("inf"))
         try:
             low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in given)
         except (KeyError, TypeError, ValueError):
@@ -183,6 +184,15 @@ class Fields:
             else:
                 factor, whole = rope.real("factor", most / length), rope.flag("truncate", True)
                 fast, slow = rope.real("beta_fast", 32.0), rope.real("beta_slow", 1.0)
+                if theta <= 1 or not 1e-6 <= slow <= fast <= 1e6:
+                    raise ModelFolderError(
+                        f"{self.where} has rope_theta={theta}, beta_slow={slow} and beta_fast={fast}; yarn takes a "
+                        "base above 1, and 1e-6 <= beta_slow <= beta_fast <= 1e6"
+                    )
+                if length * factor > MAX_POSITIONS:
+                    raise ModelFolderError(
+                        f"{self.where} has factor={factor}, by which {length} positions are more than {MAX_POSITIONS}"
+                    )
                 plain = yarn(plain, theta, factor, fast, slow, length, whole)
                 made = yarn_gain(factor, rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0))
                 gain, longest = rope.real("attention_factor", made), int(length * factor)
@@ -194,7 +204,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
