@@ -29,7 +29,7 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> Any:
     """What `serve.run` takes. Ray is to be connected."""
     drain_s = server.shutdown_timeout_s
-    resources = dict(fleet.ray_actor_options) or _one_device()
+    resources = dict(fleet.ray_actor_options) or _devices(engine.tensor_parallel_size)
     count: dict[str, Any] = (
         {"autoscaling_config": dict(fleet.autoscaling_config)}
         if fleet.autoscaling_config
@@ -80,8 +80,9 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
     return 0
 
 
-def _one_device() -> dict[str, Any]:
-    return {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
+def _devices(count: int) -> dict[str, Any]:
+    """One for each rank of a replica."""
+    return {"num_gpus": count} if ray.cluster_resources().get("GPU") else {"num_cpus": count}
 
 
 def _wait_for_signal() -> None:

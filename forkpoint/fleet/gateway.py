@@ -71,7 +71,8 @@ class Gateway:
 
     async def __call__(self, request: Request) -> Response:
         headers = tuple(request.headers.items())
-        asked = Asked(request.method, request.url.path, request.url.query, headers, await request.body())
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
+        asked = Asked(request.method, path, request.url.query, headers, await request.body())
         if asked.path in ASKED_OF_ALL:
             return await self._answer_of_all(asked)
         return (await self._answer(asked)).response()
