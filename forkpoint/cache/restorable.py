@@ -15,7 +15,7 @@ class BlocksStored:
     """A chain of blocks under `parent` (None: they are the first) that can be resumed at or beyond from now on.
 
     Of these, requests can resume at the ends of exactly those in `ends`. A block that was stored already is told
-    again, alone, when that changes.
+    again when that changes.
     """
 
     parent: BlockHash | None
@@ -102,7 +102,7 @@ class Restorable:
         self._changes = [AllCleared()]
 
     def tell_all(self) -> None:
-        """As `clear`, and then everything that is there once more, for listeners that missed some of it."""
+        """In place of the changes so far: that all is cleared, then all there is, for who missed some."""
         self._changes = [AllCleared()]
         stack = [node for node in self._num_below if node.depth == 1]
         while stack:

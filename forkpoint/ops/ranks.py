@@ -67,9 +67,8 @@ class Ranks:
 
     def _stacked(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        gather = getattr(
-            dist, "all_gather_single", dist.all_gather_into_tensor
-        )  # one call, by its newer name or its older
+        # One call, by its newer name or its older.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         gather(out.flatten(0, 1), x.contiguous())
         return out
 

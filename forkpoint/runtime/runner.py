@@ -234,9 +234,8 @@ class ModelRunner:
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
         if windows is not None:
             num_outputs = windows.spread(num_outputs)
-        likeliest = outputs.likeliest and (outputs.likeliest[0][:count], outputs.likeliest[1][:count])
         logits = outputs.logits[:count]
-        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, likeliest)
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, outputs.likeliest)
         if windows is None:
             last = self.platform.upload(plan.sampled_rows.astype(np.int64))
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)

@@ -67,11 +67,12 @@ class Sampler:
         likeliest: tuple[Tensor, Tensor] | None = None,
     ) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
-        rows by their index; `likeliest` is what `greedy` says of the logits, if that is known. Counts the sampled ids
-        for the rows that have penalties. With `windows` one row of the logits is a position, and stands in `rows` and
-        `positions` as one; to count and score what they accept is for `accept`."""
+        rows by their index; `likeliest` is what `greedy` says of the logits, and perhaps of more, if that is known.
+        Counts the sampled ids for the rows that have penalties. With `windows` one row of the logits is a position, and
+        stands in `rows` and `positions` as one; to count and score what they accept is for `accept`."""
         if masks is None and all(row.is_plain_greedy for row in rows):
-            token_ids, finite = likeliest or self._ops.greedy(logits)
+            found = likeliest or self._ops.greedy(logits)
+            token_ids, finite = (each[: len(rows)] for each in found)
         else:
             token_ids, finite = self._choose(logits, rows, positions, masks, windows)
         if windows is not None:

@@ -118,7 +118,7 @@ def _norm(
             OWN_WEIGHTS=weight.dim() == 2,
             ADD=add,
             **form,
-            **overlap(x.device, num_rows // heads),
+            **overlap(x.device, x.shape[0]),
             num_warps=8 if block > 2048 else 4,
         )
     return out
