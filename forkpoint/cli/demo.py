@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from forkpoint.cli.model import choose_model
 from forkpoint.cli.options import engine_options
@@ -27,8 +28,12 @@ def demo(options: argparse.Namespace) -> int:
         print("A small model, trained for this, under a system prompt that it has not seen before:\n")
         print(transcript(results.chat), end="\n\n")
     print(table(results.rows), end="\n\n")
-    drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine)
+    drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine, say=_warn)
     print(f"One long answer, with up to {drafts.NUM_DRAFTS} drafts a step:\n")
     print(*aligned(drafts.cells(drafted)), sep="\n")
     identical = [*(row.identical for row in results.rows), *(row.identical for row in drafted)]
     return int(not all(identical))
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -59,6 +59,26 @@ def build_parser() -> Parser:
     _add_batch(add)
     _add_bench(commands)
 
+    _add_servers(add)
+
+    text = (
+        "A chat, a shared system prompt and forks, with the cache on and off; exit code 1 if an answer differs. "
+        "Without --model the demo model of a checkout answers."
+    )
+    demo = add("demo", "demo:demo", "show what the cache saves", text)
+    demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
+    add_engine_options(demo)
+
+    text = (
+        "Replay request traces through the engine's scheduler and cache, or through emulations of others, with a cost "
+        "model of a model and a device in place of both."
+    )
+    add("simulate", "simulate:simulate", "replay request traces without a model", text).fill = _fill_simulate
+    add("collect-env", "env:collect_env", "print what a bug report needs")
+    return parser
+
+
+def _add_servers(add: Callable[..., Any]) -> None:
     serve = add(
         "serve",
         "serve:serve",
@@ -84,22 +104,6 @@ def build_parser() -> Parser:
     add_option_group(deploy, "replica options", FleetConfig)
     add_server_options(deploy)
     add_engine_options(deploy)
-
-    text = (
-        "A chat, a shared system prompt and forks, with the cache on and off; exit code 1 if an answer differs. "
-        "Without --model the demo model of a checkout answers."
-    )
-    demo = add("demo", "demo:demo", "show what the cache saves", text)
-    demo.add_argument("--max-tokens", type=int, default=32, metavar="INT", help="tokens per answer (default: 32)")
-    add_engine_options(demo)
-
-    text = (
-        "Replay request traces through the engine's scheduler and cache, or through emulations of others, with a cost "
-        "model of a model and a device in place of both."
-    )
-    add("simulate", "simulate:simulate", "replay request traces without a model", text).fill = _fill_simulate
-    add("collect-env", "env:collect_env", "print what a bug report needs")
-    return parser
 
 
 def _add_batch(add: Callable[..., Any]) -> None:

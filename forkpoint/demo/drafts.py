@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -40,25 +40,26 @@ class DraftRow:
         return self.best.token_ids == self.plain.token_ids
 
 
-def run_drafts(model: str, *, max_tokens: int, options: dict[str, Any]) -> list[DraftRow]:
-    """A row for plain decoding and for each method that the model and the device can do. The methods take turns, so
-    that a machine that is busy for a while slows all."""
+def run_drafts(model: str, *, max_tokens: int, options: dict[str, Any], say: Callable[[str], object]) -> list[DraftRow]:
+    """A row for plain decoding and for each method that the model and the device can do; `say` is told why another
+    cannot start. The methods take turns, so that a machine that is busy for a while slows all."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     with ExitStack() as stack:
-        llms = {method: stack.enter_context(llm) for method, llm in _engines(model, options)}
+        llms = {method: stack.enter_context(llm) for method, llm in _engines(model, options, say)}
         rounds = [{method: _answer(llm, params) for method, llm in llms.items()} for _ in range(NUM_ROUNDS)]
     best = {method: min((r[method] for r in rounds[1:]), key=lambda answer: answer.elapsed_s) for method in llms}
     return [DraftRow(method or "none", answer, best[None]) for method, answer in best.items()]
 
 
-def _engines(model: str, options: dict[str, Any]) -> Iterator[tuple[str | None, LLM]]:
+def _engines(model: str, options: dict[str, Any], say: Callable[[str], object]) -> Iterator[tuple[str | None, LLM]]:
     for method in METHODS:
         config = {"method": method, "num_speculative_tokens": NUM_DRAFTS} if method else None
         try:
             yield method, LLM(model, **{**options, "speculative_config": config})
-        except (ConfigError, UnsupportedModelError):
+        except (ConfigError, UnsupportedModelError) as error:
             if method is None:
                 raise
+            say(f"no drafts of {method} here: {error}")
 
 
 def _answer(llm: LLM, params: SamplingParams) -> Answer:

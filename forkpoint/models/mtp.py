@@ -91,7 +91,7 @@ class KeepingAttention(Attention):
         k, v = (torch.unflatten(part, -1, (-1, self._config.head_dim)) for part in self._kv(x).chunk(2, dim=-1))
         cache, at, slots = ctx.caches[self._layer], ctx.positions, ctx.attention.slot_mapping
         norm, table = self._head_norm, self._build.cos_sin
-        queries = torch.zeros_like(k)  # the operator wants some
+        queries = torch.empty_like(k)  # the operator wants some
         self._build.ops.qk_norm_rope_write(
             queries, k, v, norm, table, at, cache["k"], cache["v"], slots, KVScales.of(cache)
         )

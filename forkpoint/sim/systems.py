@@ -26,7 +26,7 @@ def make_system(
     `forkpoint:capture=dense,eviction=lru`. `trace` is for systems that know it beforehand. Raises ConfigError."""
     head, _, options = name.partition(":")
     if head != ENGINE:
-        raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:capture=...,eviction=...")
+        raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:OPTION=...,OPTION=...")
     return EngineSystem(name, engine_options(options, shape, memory_bytes, scheduler))
 
 

@@ -153,6 +153,33 @@ def _combine(
     )
 
 
+def _join(call: _Call, index: AttentionIndex, scratch: _Scratch, splits: int, shared: dict[str, Any]) -> None:
+    """Put together what `splits` programs found of each query tile in `call.out[T, H, Dv]`."""
+    work, sizes = index.work, call.sizes
+    assert work is not None
+    join_kernel[(work.tiles.shape[0] * TILE * call.q.shape[1],)](
+        scratch.acc,
+        scratch.l_i,
+        scratch.m_i,
+        call.out,
+        call.out if call.gate is None else call.gate,
+        work.tiles,
+        index.cu_queries,
+        index.kv_lens,
+        splits,
+        call.gate_token,
+        call.window or 0,
+        HEADS=call.q.shape[1],
+        DV=sizes["DV"],
+        BLOCK=sizes["BLOCK"],
+        BLOCK_DV=sizes["BLOCK_DV"],
+        PARTS=triton.next_power_of_2(splits),
+        HAS_WINDOW=sizes["HAS_WINDOW"],
+        **shared,
+        num_warps=2,
+    )
+
+
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
@@ -338,24 +365,4 @@ class PagedAttention:
             num_stages=1 if wide else how.num_stages,
         )
         if splits > 1:
-            join_kernel[(num_tiles * TILE * heads,)](
-                scratch.acc,
-                scratch.l_i,
-                scratch.m_i,
-                call.out,
-                gate,
-                work.tiles,
-                index.cu_queries,
-                index.kv_lens,
-                splits,
-                call.gate_token,
-                call.window or 0,
-                HEADS=heads,
-                DV=sizes["DV"],
-                BLOCK=sizes["BLOCK"],
-                BLOCK_DV=sizes["BLOCK_DV"],
-                PARTS=triton.next_power_of_2(splits),
-                HAS_WINDOW=sizes["HAS_WINDOW"],
-                **shared,
-                num_warps=2,
-            )
+            _join(call, index, scratch, splits, shared)
