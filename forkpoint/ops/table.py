@@ -364,7 +364,11 @@ class Experts(Protocol):
 
 class StateCopy(Protocol):
     def __call__(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """`pool[dst[i]] = pool[src[i]]` (zeros where src is -1) for every pool `[P, ...]`, one launch."""
+        """`pool[dst[i]] = pool[src[i]]` for every pool `[P, ...]`; -1 as `src` gives zeros, as `dst` nothing.
+
+        One launch copies bits, whatever their dtype, in any order of rows and parts of slots: any number of rows may
+        read one slot, a row may name its own slot twice, but none may read what another row writes.
+        """
 
 
 class Greedy(Protocol):

@@ -50,14 +50,16 @@ class StateOperators:
         )
 
     def place(self, arrays: Mapping[str, npt.NDArray[Any]], ops: OpTable, platform: Platform) -> int:
-        """Copy states for operators that cannot redirect. Returns the bytes."""
+        """Copy states for operators that cannot redirect: one launch for all layers of the decode rows, one for those
+        of the segments. Returns the bytes."""
         copied = 0
         for kind in KINDS if self.copies else ():
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
             moved = np.flatnonzero((src != dst) & (dst >= 0))
-            for operator, pools in self._pools[kind].items():
-                if operator in self._redirects or not len(moved):
-                    continue
-                ops.state_copy(pools, platform.upload(src[moved]), platform.upload(dst[moved]))
+            operators = self._pools[kind].items()
+            pools = [pool for name, own in operators if name not in self._redirects for pool in own]
+            if len(moved) and pools:
+                pair = platform.upload(np.stack([src[moved], dst[moved]]))
+                ops.state_copy(pools, pair[0], pair[1])
                 copied += len(moved) * sum(pool[0].numel() * pool.element_size() for pool in pools)
         return copied

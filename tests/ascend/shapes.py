@@ -98,6 +98,7 @@ def _elementwise(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"silu_mul {rows}", lambda rows=rows: ops.silu_mul(s.empty(rows, 2 * s.inner))
     pools = [s.empty(6, 3, s.recurrence.mixed_dim), s.empty(6, heads, size, s.recurrence.key_dim, dtype=FP32)]
     yield "state_copy", lambda: ops.state_copy(pools, ints(0, -1), ints(1, 2))
+    yield "state_copy 256", lambda: ops.state_copy(pools, ints(*[0] * 256), ints(*range(1, 257)))
 
 
 def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

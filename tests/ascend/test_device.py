@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,31 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     assert counts["to host"] == driver.step == 4
     assert [result.replayed for result in driver.results] == [False, True, False, True]
     assert got == _prefill_and_decode(Driver.create(tiny_hybrid(tmp_path, torch_table(), 1, 1)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are run by the interpreter")
+def test_copied_states_are_one_launch_for_all_layers(tmp_path: Path, interpreted: fake_npu.FakeModule) -> None:
+    """The fallback of operators that cannot read one slot and write another."""
+    ops, copies = triton_ops(), list[tuple[int, int]]()
+
+    def counted(pools: list[torch.Tensor], src: torch.Tensor, dst: torch.Tensor) -> None:
+        copies.append((len(pools), len(src)))
+        ops.state_copy(pools, src, dst)
+
+    counting, answers = replace(ops, state_copy=counted), []
+    model = tiny_hybrid(tmp_path, counting, 2, 1, torch.device("npu", 0))
+    for driver in (
+        Driver.create(model, counting, platform=NpuPlatform(), force_state_copy=True),
+        Driver.create(tiny_hybrid(tmp_path, torch_table(), 2, 1)),
+    ):
+        first, second = driver.slot(), driver.slot()
+        fake_npu.counted()
+        driver.run([driver.chunk(0, 0, 5, -1, first, samples=True)], added=[driver.added(0, tokens(5, 1))])
+        driver.run([driver.decode(0, 5, first, second)])
+        assert "scalar read" not in fake_npu.counted()
+        answers.append(driver.outputs)
+    assert copies == [(4, 1), (4, 1)]  # a window and a matrix of each layer
+    assert answers[0] == answers[1]
 
 
 def _prefill_and_decode(driver: Driver) -> list[list[int]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from forkpoint.ops.select import torch_table
+from forkpoint.ops.state_copy.kernel import StateCopy
 from tests.ops.recurrence_cases import GATED_NORMS, ints, padded_pool
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, sized, triton_ops
 
@@ -57,18 +60,45 @@ def test_norm_of_a_sum(dtype: torch.dtype, rows: int, size: int) -> None:
     close(OURS.rmsnorm(x, weight, 1e-6), TORCH.rmsnorm(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize("shapes", sized([((3, 5), (2, 4, 4)), ((3, 7),)], [((3, 8192), (32, 128, 128))]))
-def test_state_copy(shapes: tuple[tuple[int, ...], ...]) -> None:
-    dtypes = [torch.bfloat16, torch.float32]
-    pools = [copy_pool(padded_pool(6, shape, dtypes[i])) for i, shape in enumerate(shapes)]
-    before = [pool.clone() for pool in pools]
-    OURS.state_copy(pools, ints([0, -1, 2, 4]).to(DEVICE), ints([1, 3, -1, 5]).to(DEVICE))
-    for pool, old in zip(pools, before, strict=True):
-        assert torch.equal(pool[1], old[0]) and torch.equal(pool[5], old[4])
-        assert not pool[3].any()
-        assert all(torch.equal(pool[slot], old[slot]) for slot in (0, 2, 4))
-        gap = pool.as_strided((6, pool.stride(0) - old[0].numel()), (pool.stride(0), 1), pool.storage_offset() - 8)
-        assert bool(gap[:, :8].isnan().all())
+# (sizes of a slot, dtype) of each pool; a program copies 8,192 bytes.
+WINDOW, MATRIX = ((3, 5), torch.bfloat16), ((2, 4, 4), torch.float32)
+POOLS = sized(
+    [
+        (WINDOW, MATRIX),
+        (((3, 7), torch.bfloat16),),
+        (((1,), torch.bfloat16), ((4096,), torch.bfloat16), ((4097,), torch.bfloat16), ((2048,), torch.float32)),
+    ],
+    [(((3, 8192), torch.bfloat16), ((32, 128, 128), torch.float32))],
+)
+# Two rows read one slot, one names its own, one starts from nothing, and two are padding.
+SRC, DST = [0, 0, -1, 2, 4, 6, -1], [1, 7, 3, -1, 5, 6, -1]
+
+
+def _bits(pool: Tensor) -> Tensor:
+    """A padded pool's slots as bytes, gaps included."""
+    base = pool._base
+    assert base is not None
+    return base.view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("copy", [OURS.state_copy, StateCopy(3), TORCH.state_copy], ids=["", "taking turns", "torch"])
+@pytest.mark.parametrize("shapes", POOLS)
+def test_state_copy(shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...], copy: Any) -> None:
+    """The bits that a loop over pools and rows leaves, those of any NaN too, and nothing beside the slots."""
+    pools = [copy_pool(padded_pool(8, *shape)) for shape in shapes]
+    want = []
+    for pool in pools:
+        pool[0].view(torch.uint8).view(-1)[:2] = 0xFE  # in some dtypes, and some byte orders, a NaN
+        pool[4].view(torch.uint8).view(-1)[-2:] = 0xFF
+        expected, slots = _bits(pool).clone(), pool.cpu()
+        size, gap = slots[0].numel() * slots.element_size(), 8 * slots.element_size()
+        for src, dst in zip(SRC, DST, strict=True):
+            if dst >= 0:
+                expected[dst, gap : gap + size] = slots[src].view(torch.uint8).view(-1) if src >= 0 else 0
+        want.append(expected)
+    copy(pools, ints(SRC).to(DEVICE), ints(DST).to(DEVICE))
+    for pool, expected in zip(pools, want, strict=True):
+        assert torch.equal(_bits(pool), expected)
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:

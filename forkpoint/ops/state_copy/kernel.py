@@ -9,40 +9,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 8192  # bytes of a program
+PIECE = 8192  # bytes that a program loads, and then stores
+MOST_PROGRAMS = 65_535  # of a launch, as NPUs allow; they take turns
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items"])
 def _copy_kernel(
-    pools, src, dst, unit, num_pools, pieces, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
+    pools, src, dst, unit, num_pools, pieces, num_items, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """`pools[num_pools, 3]` int64: address, bytes from slot to slot, bytes of a slot. `unit` gives the word's type."""
-    pid = tl.program_id(0)
-    entry, rest = pid // (num_pools * pieces), pid % (num_pools * pieces)
-    pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
-    address, stride, size = tl.load(pool), tl.load(pool + 1), tl.load(pool + 2)
-    source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
-    if (target >= 0) & (first < size):
-        at = first // BYTES + tl.arange(0, PIECE // BYTES)
-        # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
-        inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
-        place = (address + target * stride).to(unit.dtype)
-        words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
-        if source >= 0:
-            origin = tl.multiple_of((address + source * stride).to(unit.dtype), ALIGN)
-            words = tl.load(origin + at, mask=inside, other=0)
-        tl.store(tl.multiple_of(place, ALIGN) + at, words, mask=inside)
+    """`pools[num_pools, 3]` int64: address, bytes from slot to slot, bytes of a slot. `unit` gives the word's type.
+
+    Addresses are counted in 64 bits and become pointers one by one: vectors of them are refused by triton-ascend.
+    """
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        entry, rest = item // (num_pools * pieces), item % (num_pools * pieces)
+        pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
+        address, stride, size = tl.load(pool), tl.load(pool + 1), tl.load(pool + 2)
+        source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
+        if (target >= 0) & (first < size):
+            at = first // BYTES + tl.arange(0, PIECE // BYTES)
+            # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
+            inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
+            place = (address + target * stride).to(unit.dtype)
+            words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
+            if source >= 0:
+                origin = tl.multiple_of((address + source * stride).to(unit.dtype), ALIGN)
+                words = tl.load(origin + at, mask=inside, other=0)
+            tl.store(tl.multiple_of(place, ALIGN) + at, words, mask=inside)
 
 
 class StateCopy:
-    """`pool[dst[i]] = pool[src[i]]` per pool `[P, ...]`; -1 as `src` gives zeros, as `dst` nothing.
+    """The operator. Keeps the table of addresses of each set of pools that it has seen on the device."""
 
-    No slot may be both a source and the destination of another row. Keeps the table of addresses of each set of
-    pools that it has seen on the device.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, most_programs: int = MOST_PROGRAMS) -> None:
+        self._most_programs = most_programs
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor, int, int]] = {}
 
     def __call__(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
@@ -53,9 +54,10 @@ class StateCopy:
             self._tables[key] = _describe(pools)
         table, unit, widest, align = self._tables[key]
         pieces = triton.cdiv(widest, PIECE)
-        grid = (len(src) * len(pools) * pieces,)
-        word = unit.element_size()
-        _copy_kernel[grid](table, src, dst, unit, len(pools), pieces, PIECE=PIECE, BYTES=word, ALIGN=align, num_warps=8)
+        items, word = len(src) * len(pools) * pieces, unit.element_size()
+        _copy_kernel[(min(items, self._most_programs),)](
+            table, src, dst, unit, len(pools), pieces, items, PIECE=PIECE, BYTES=word, ALIGN=align, num_warps=8
+        )
 
 
 def _describe(pools: list[Tensor]) -> tuple[Tensor, Tensor, int, int]:

@@ -25,6 +25,6 @@ def write_slots(pool: Tensor, dst: Tensor, states: Tensor) -> None:
 
 
 def state_copy(pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    """`pool[dst[i]] = pool[src[i]]` per pool `[P, ...]`; -1 as `src` gives zeros, as `dst` nothing."""
+    """The operator, on any device that torch knows."""
     for pool in pools:
         write_slots(pool, dst, read_slots(pool, src))
