@@ -21,6 +21,9 @@ if [ "${1:-}" != quick ] && [ ! -e .ascend/mlir/usr ] && command -v apt-get > /d
     mkdir -p .ascend/debs
     (cd .ascend/debs && apt-get download mlir-19-tools llvm-19 libmlir-19 libllvm19 > /dev/null 2>&1) ||
         { echo "ascend: no packages of MLIR 19 from apt-get"; exit 0; }
-    for package in .ascend/debs/*.deb; do dpkg -x "$package" .ascend/mlir; done
+    # Under another name until all of it is there: an unpacking that broke off is done again.
+    rm -rf .ascend/mlir .ascend/mlir.part
+    for package in .ascend/debs/*.deb; do dpkg -x "$package" .ascend/mlir.part; done
+    mv .ascend/mlir.part .ascend/mlir
     rm -r .ascend/debs
 fi

@@ -53,9 +53,7 @@ class NpuPlatform(AcceleratorPlatform):
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
         properties = torch.get_device_module("npu").get_device_properties(device)
-        return DeviceTraits(
-            num_processors=properties.cube_core_num, has_fp8=False, verifies_drafts=False, masks_gathers=False
-        )
+        return DeviceTraits(num_processors=properties.cube_core_num, has_fp8=False, masks_gathers=False)
 
     def operators(self, cpu_ops: str) -> str:
         if cpu_ops == "cpp":

@@ -23,7 +23,6 @@ class DeviceTraits:
     has_fp8: bool = True  # kernels convert to and from float8_e4m3fn
     multiplies_fp8: bool = False  # the library, in blocks; and e4m3 widens faster by its bits (PTX)
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
-    verifies_drafts: bool = True  # the kernels that do so compile
     masks_gathers: bool = True  # a load keeps its mask where the rows that it takes are no straight line
 
 

@@ -57,7 +57,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
     model = _load(config, ops, platform, ranks)
     layout = CacheLayout.create(model.layer_specs)
-    drafts = _max_num_drafts(config, layout, ops, platform)
+    drafts = _max_num_drafts(config, layout, ops)
     has_graphs = platform.has_graphs and not config.enforce_eager
     shapes = graph_shapes(sched.max_num_seqs, max_num_drafts=drafts) if has_graphs else ()
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
@@ -79,13 +79,11 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     return Worker(facts, runner, platform.release_unused)
 
 
-def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable, platform: Platform) -> int:
+def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> int:
     """Of a row in a step. Raises ConfigError where drafts cannot be verified."""
     if config.speculative_config is None:
         return 0
     remedy = "leave --speculative-config out"
-    if not platform.traits(platform.device).verifies_drafts:
-        raise ConfigError(f"--speculative-config is not possible on {platform.device}: no kernels there; {remedy}")
     if not layout.verifies_drafts:
         raise ConfigError(f"--speculative-config: this model has states for which drafts cannot be verified; {remedy}")
     if not ops.redirects.issuperset(layout.state_operators):

@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.tiles import Tile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
 from forkpoint.ops.moe.reference import PackedExperts
@@ -81,6 +81,8 @@ def calls(shape: Shape, deterministic: bool = False) -> Iterator[tuple[str, Call
     yield from _elementwise(shape, ops)
     yield from _attention(shape, ops)
     yield from _recurrence(shape, ops)
+    if not shape.recurrence.per_key:
+        yield from _drafts(shape, ops)
     yield from _products(shape, ops, deterministic)
     yield from _sampling(shape, ops)
 
@@ -179,6 +181,27 @@ def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     yield "scan_prefill", lambda: ops.scan_prefill(inputs(164), scanned, state, saves)
     yield "scan_decode", lambda: ops.scan_decode(inputs(2), scanned, state, two)
+
+
+def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Two rows, of three tokens and one, with a line of records each to read and to write."""
+    spec, most = s.recurrence, 4
+    columns = ([0, 1], [2, 3], [0, 3, 4], [1, 0], [1, 0], [4, -1], [0, 1], [2, 3])
+    index = VerifyIndex(*(ints(*column) for column in columns))
+    dim, heads = spec.mixed_dim, spec.num_v_heads
+    pool, states = s.empty(6, 3, dim), s.empty(6, heads, spec.value_dim, spec.key_dim, dtype=FP32)
+    skip = None if spec.delta else s.empty(heads, dtype=FP32)
+    params = RecurrenceParams(spec, s.empty(heads, dtype=FP32), s.empty(heads, dtype=FP32), skip)
+    lines = [s.empty(4, most, dim)]
+    sizes = ((heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (heads,))
+    records = [s.empty(4, most, *size, dtype=FP32) for size in sizes]
+    x, weight, a = s.empty(4, dim), s.empty(4, dim).t(), s.empty(4, heads)
+    for bias in (None, s.empty(dim)):
+        yield "conv_verify", lambda b=bias: ops.conv_verify(x, weight, b, pool, index, lines, True)
+    yield "conv_fold", lambda: ops.conv_fold(pool, index, lines)
+    beta = s.empty(4, heads) if spec.delta else None
+    yield "recurrence_verify", lambda: ops.recurrence_verify(x, a, beta, params, states, index, records)
+    yield "recurrence_fold", lambda: ops.recurrence_fold(states, index, records)
 
 
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

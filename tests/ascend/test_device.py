@@ -24,6 +24,7 @@ from forkpoint.runtime.step_inputs import StepShape
 from tests.ascend import fake_npu
 from tests.ascend.operators import STEP_OPERATORS
 from tests.ops.triton_cases import triton_ops
+from tests.plans import Row, plan_of
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
 
 PROMPTS = [[1 + (7 * i + 3 * j) % 90 for j in range(70 + 40 * i)] for i in range(4)]
@@ -34,34 +35,40 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=LISTED),
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, presence_penalty=0.5),
 ]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+DEVICES = ("npu:0", "cpu")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "deterministic, copied states": {
         "deterministic": True,
         "force_state_copy": True,
     },
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+    "preempted": {"kv_cache_memory_bytes": 700_000, "max_num_seqs": 8},
 }
 
 
-def _answers(folder: Path, device: str, **options: Any) -> list[RequestOutput]:
+def _answers(folder: Path, device: str, **options: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
+    """What is answered, and the engine's counts."""
     numbers: dict[str, Any] = {
         "max_model_len": 512,
         "max_num_batched_tokens": 192,
         "max_num_seqs": 3,
         "kv_cache_memory_bytes": 8 << 20,
-    }
-    with LLM(
-        str(folder), device=device, cpu_ops="torch", log_level="error", num_threads=1, **numbers, **options
-    ) as llm:
+    } | options
+    with LLM(str(folder), device=device, cpu_ops="torch", log_level="error", num_threads=1, **numbers) as llm:
         first = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        return first + llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=9), use_tqdm=False)
+        again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        if "kv_cache_memory_bytes" in options:
+            again += llm.generate([[i] * 50 for i in range(12)], replace(GREEDY, max_tokens=70), use_tqdm=False)
+        return first + again, llm.get_metrics()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_an_engine_on_an_npu_answers_as_the_host_does(
     tiny_model: Path, card: fake_npu.FakeModule, options: dict[str, Any]
 ) -> None:
-    there, here = (_answers(tiny_model, device, async_scheduling=True, **options) for device in ("npu:0", "cpu"))
+    (there, counts), (here, _) = (_answers(tiny_model, device, async_scheduling=True, **options) for device in DEVICES)
     assert fake_npu.counted()["aten::mm.out"] > 100
     assert [output.outputs[0].token_ids for output in there] == [output.outputs[0].token_ids for output in here]
     for mine, own in zip(there[1].outputs[0].logprobs or (), here[1].outputs[0].logprobs or (), strict=True):
@@ -70,11 +77,8 @@ def test_an_engine_on_an_npu_answers_as_the_host_does(
         )
     assert [output.num_cached_tokens for output in there] == [output.num_cached_tokens for output in here]
     assert options or there[-1].num_cached_tokens >= 64
-
-
-def test_drafts_are_refused(tiny_model: Path, card: fake_npu.FakeModule) -> None:
-    with pytest.raises(ConfigError, match="speculative-config is not possible on npu:0"):
-        _answers(tiny_model, "npu", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    assert (counts["num_draft_tokens"] > 0) == ("speculative_config" in options)
+    assert (counts["num_preemptions"] > 0) == ("kv_cache_memory_bytes" in options)
 
 
 @pytest.fixture
@@ -152,6 +156,36 @@ def _prefill_and_decode(driver: Driver) -> list[list[int]]:
     driver.run([own, driver.decode(0, 21, slots[0], slots[0])], [driver.added(1, tokens(3, 2), sampled)])
     driver.run([driver.decode(row, at, slots[row], slots[row]) for row, at in ((0, 22), (1, 3))])
     return [driver.outputs[row] for row in range(2)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are run by the interpreter")
+def test_steps_with_drafts_read_no_scalars_either(tmp_path: Path, interpreted: fake_npu.FakeModule) -> None:
+    """Drafts of which one is right, and none, launched and recorded: the ids of the host."""
+    ops = triton_ops()
+    model = tiny_hybrid(tmp_path, ops, 1, 1, torch.device("npu", 0))
+    plain = Driver.create(tiny_hybrid(tmp_path, torch_table(), 1, 1))
+    slot, ids = plain.slot(), tokens(20, 1)
+    plain.run([plain.chunk(0, 0, 20, -1, slot, samples=True)], [plain.added(0, ids)])
+    for at in range(20, 24):
+        plain.run([plain.decode(0, at, slot, slot)])
+    want = plain.outputs[0]
+    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(3, 0, 0, 1)], max_num_drafts=2)
+    fake_npu.counted()
+    driver.runner.record_graphs()
+    slot, got, wrong = driver.slot(), list[int](), (want[2] + 1) % 96
+    driver.run([driver.chunk(0, 0, 20, -1, slot, samples=True)], [driver.added(0, ids)])
+    got += driver.last.token_ids.tolist()
+    for drafts in ([want[1], wrong], [], [want[4], wrong]):
+        row = Row(0, 19 + len(got), [-1, *drafts], slot, slot, num_drafts=len(drafts), decodes=True)
+        result = driver.runner.submit(plan_of(driver.step, [row])).result()
+        driver.step += 1
+        assert result.replayed
+        got += result.token_ids.tolist()
+    assert got[:5] == want and len(got) == 6
+    counts = fake_npu.counted()
+    assert "scalar read" not in counts and counts["to host"] == driver.step == 4
+    operators = {name for name in counts if name.startswith("aten::")}
+    assert operators <= STEP_OPERATORS, operators - STEP_OPERATORS
 
 
 def test_absent_cards_and_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
