@@ -258,7 +258,8 @@ class EngineConfig:
         short="-tp",
     )
     distributed_executor_backend: Literal["uni", "mp"] = option(
-        "uni", "where the model runs: in the engine's process, or, with 'mp', in one of its own"
+        "uni",
+        "where the model runs: in the engine's process, or, with 'mp', in one of its own, as several ranks always do",
     )
     max_model_len: int | None = option(None, "prompt plus output tokens; default: the model's limit")
     kv_cache_memory_bytes: int | None = option(

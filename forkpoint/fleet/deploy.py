@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 
 import forkpoint
 from forkpoint.config import EngineConfig
+from forkpoint.errors import ConfigError
 from forkpoint.fleet.config import FleetConfig
 from forkpoint.fleet.gateway import Gateway
 from forkpoint.fleet.replica import Replica
@@ -62,6 +63,7 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
 def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:
     """Start the application and, on a cluster of its own, serve until Ctrl-C or SIGTERM. On a running cluster it stays
     there; deploying again replaces its replicas one after the other. Returns the exit code."""
+    check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     local: dict[str, Any] = {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
@@ -78,6 +80,20 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
             serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def check_rays_options(fleet: FleetConfig) -> None:
+    """Raises ConfigError for what Ray Serve would not take, or would overlook."""
+    known = sorted(AutoscalingConfig.model_fields)
+    for name in fleet.autoscaling_config:
+        if name not in known:
+            raise ConfigError(f"autoscaling_config: {name!r} is unknown; fields are {', '.join(known)}")
+    for option in ("autoscaling_config", "ray_actor_options"):
+        given = dict(getattr(fleet, option))
+        try:
+            serve.deployment(Replica, **{option: given} if given else {})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{option}: {' '.join(str(error).split())}") from None
 
 
 def _devices(count: int) -> dict[str, Any]:

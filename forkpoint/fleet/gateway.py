@@ -18,6 +18,7 @@ from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
 
 MAX_TRIES: Final = 8
+MAX_STOPPED: Final = 2  # engines that stopped with a request, which may be why: it is not tried on more
 PAUSE_S: Final = 0.5  # after the second failure, and so much more after each one; Ray takes seconds to notice
 ASKED_OF_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
@@ -81,6 +82,7 @@ class Gateway:
         """The first answer that is not the loss of a replica; of several refusals the last."""
         route = Route(await self._prefix(asked))
         last: Answer | None = None
+        stopped = set[str]()
         for number in range(MAX_TRIES):
             try:
                 answer = await self._open(route, asked)
@@ -92,6 +94,10 @@ class Gateway:
             is_elsewhere = code in NOT_STORED and asked.path.startswith(STORED)
             if not is_elsewhere and code not in ELSEWHERE:
                 return answer
+            if code == "engine_stopped":
+                stopped.add(answer.head.replica)
+                if len(stopped) == MAX_STOPPED:
+                    return answer
             if answer.head.replica in route.tried:
                 if is_elsewhere or code == "queue_full":
                     return answer

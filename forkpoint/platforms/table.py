@@ -45,8 +45,8 @@ def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
         if not platform.collectives:
             raise ConfigError(f"tensor_parallel_size={num_ranks} is not possible on devices of the kind {kind!r}")
         if platform.serves_all_ranks:
-            return platform(0)
-        if kind != name or count < num_ranks:
+            index = 0 if kind == name else index
+        elif kind != name or count < num_ranks:
             raise ConfigError(
                 f"tensor_parallel_size={num_ranks} needs as many devices, one for each rank; device={name!r} has "
                 f"{count if kind == name else 1}"

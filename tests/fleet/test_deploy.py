@@ -16,19 +16,25 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import httpx2
 import pytest
 
 from benchmarks.random_model import make_random_model
+from forkpoint.errors import ConfigError
+from forkpoint.fleet.config import FleetConfig
 from tests.engine.conftest import TINY
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[ray]'")
+
+from forkpoint.fleet.deploy import check_rays_options
+from forkpoint.fleet.gateway import Gateway
+from forkpoint.fleet.messages import Asked, Head, Route
 
 START_S = 240.0
 NUM_CLIENTS, LOAD_S = 8, 8.0
@@ -177,6 +183,42 @@ async def load(deployed: Deployed, victim: int) -> Counter[str]:
 
         await asyncio.gather(killer(), *map(client, range(NUM_CLIENTS)))
     return ends
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"ray_actor_options": '{"gpus": 1}'}, "ray_actor_options: .*'gpus'.* is not allowed. Allowed options"),
+        ({"autoscaling_config": '{"min_replica": 1}'}, "autoscaling_config: 'min_replica' is unknown; fields are"),
+        ({"autoscaling_config": '{"min_replicas": "x"}'}, "autoscaling_config: .*valid integer"),
+    ],
+)
+def test_what_ray_would_not_take_is_told(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_rays_options(FleetConfig(**given))
+
+
+class Stopping:
+    """In the place of a handle: every replica's engine stops with the request, and another replica comes."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.answer = self
+
+    def options(self, **options: Any) -> Stopping:
+        return self
+
+    async def remote(self, route: Route, asked: Asked) -> AsyncIterator[Head | bytes]:
+        self.num_asked += 1
+        yield Head(f"replica {self.num_asked}", 503, (("content-type", "application/json"),))
+        yield json.dumps({"error": {"code": "engine_stopped"}}).encode()
+
+
+def test_a_request_that_stops_engines_is_tried_on_two() -> None:
+    replicas = Stopping()
+    gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
+    answer = asyncio.run(gateway._answer(Asked("POST", "/v1/completions", "", (), b"{}")))
+    assert (answer.head.status, replicas.num_asked) == (503, 2)
 
 
 @pytest.mark.parametrize("kind", ["engine", "replica"])

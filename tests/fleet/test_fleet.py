@@ -100,6 +100,12 @@ def test_without_ray_the_command_says_what_to_install() -> None:
     assert shown.returncode == 2 and "pip install 'forkpoint[ray]'" in shown.stderr
 
 
+def test_each_replica_has_events_of_its_own() -> None:
+    options = build_parser().parse_args(["deploy", "--kv-events-config", '{"enable_kv_cache_events": true}'])
+    with pytest.raises(ConfigError, match="kv_events_config: each replica publishes"):
+        options.command(options)
+
+
 def test_the_pod_of_the_page_starts_with_flags_that_there_are() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (container,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]

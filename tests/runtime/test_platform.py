@@ -61,5 +61,6 @@ def test_this_machine_has_memory() -> None:
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cpu:1", "cuda:99"])
 def test_unknown_and_absent_devices_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        resolve_platform(name)
+    for num_ranks in (1, 2):
+        with pytest.raises(ConfigError, match=name):
+            resolve_platform(name, num_ranks=num_ranks)
