@@ -118,8 +118,10 @@ class Shares:
         if found is None or found[1] not in self.layers:
             return None
         cuts, is_bias = self.layers[found[1]], name.endswith(".bias")
-        words = [word for word in found[2].split(".") if not word.isdigit() and word not in ("weight", "bias")]
-        cut = cuts.get(".".join(words[-2:]), cuts.get(words[-1]))
+        parts = [part for part in found[2].split(".") if part not in ("weight", "bias")]
+        words = [part for part in parts if not part.isdigit()]
+        named = (".".join(words[-2:]), f"{words[-1]}.{parts[-1]}", words[-1])
+        cut = next((cuts[name] for name in named if name in cuts), None)
         return None if cut is not None and is_bias and cut.axis != 0 else cut
 
 

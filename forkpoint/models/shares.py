@@ -23,9 +23,11 @@ from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
 from forkpoint.models.short_conv import ShortConvConfig
+from forkpoint.models.zamba2 import SharedConfig
 from forkpoint.ops.ranks import Ranks
 
-Cuts: TypeAlias = dict[str, Cut | None]  # by the last words of names; None: whole on every rank
+# By the last words of names, or the last one and a number behind it; None: whole on every rank.
+Cuts: TypeAlias = dict[str, Cut | None]
 
 
 def cut_model(config: ModelConfig, ranks: Ranks) -> tuple[ModelConfig, Shares]:
@@ -176,6 +178,18 @@ def _experts(part: MoEConfig, ranks: Ranks, hidden_size: int) -> tuple[PartConfi
     if part.rule.num_shared != -(-shared // inner):
         raise ConfigError(f"tensor_parallel_size={ranks.size}: the shared expert cannot be cut as the others are")
     return replace(part, intermediate_size=inner, shared_intermediate_size=shared), cuts
+
+
+@cut_part.register
+def _shared_transformer(part: SharedConfig, ranks: Ranks, hidden_size: int) -> tuple[PartConfig, Cuts]:
+    """An adapter's second matrix gives what the layer's own does; the layer of the first use has all of them."""
+    attention, cuts = cut_part(part.attention, ranks, hidden_size)
+    mlp, inner = cut_part(MLPConfig(part.intermediate_size), ranks, hidden_size)
+    assert isinstance(attention, AttentionConfig) and isinstance(mlp, MLPConfig)
+    cuts |= inner
+    cuts |= {f"linear_{name}_adapter_list.1": cuts[f"{name}_proj"] for name in "qkv"}
+    cuts["gate_up_proj_adapter_list.1"] = cuts["gate_up_proj"]
+    return replace(part, attention=attention, intermediate_size=mlp.intermediate_size), cuts
 
 
 @cut_part.register

@@ -16,7 +16,7 @@ from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
@@ -64,9 +64,9 @@ class SharedTransformer:
         self._rows = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2)]
         names = [f"{name}.self_attn.{part}_proj.weight" for part in "qkv"]
         self._qkv = Projection(build.ops, join_rows(build.weights, names, self._rows, 2 * hidden))
-        self._out = read_projection(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
+        self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
         self._gate_up = read_projection(build, f"{name}.feed_forward.gate_up_proj", 2 * inner, hidden)
-        self._down = read_projection(build, f"{name}.feed_forward.down_proj", hidden, inner)
+        self._down = RowParallel(build, f"{name}.feed_forward.down_proj", hidden, inner)
         self._first = RMSNorm(build, f"{name}.input_layernorm", 2 * hidden, centred=False)
         self._second = RMSNorm(build, f"{name}.pre_ff_layernorm", hidden, centred=False)
 
