@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,6 +23,7 @@ from forkpoint.engine.inputs import InputProcessor, sequence_id
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
+from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
@@ -30,12 +33,13 @@ from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.sampler import Sampler
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import PendingStep, StepPlan, TokenMasks
+from forkpoint.sched.plan import PendingStep, StepPlan, StepResult, TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.engine.tokenizers import byte_level
 from tests.fp8_checkpoints import Layout, write_fp8
+from tests.thread_ranks import Meeting, ThreadRanks
 
 MAX_MODEL_LEN = 2048
 MIX = ["linear_attention", "full_attention", "linear_attention"]
@@ -98,6 +102,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 WITH_MTP = frozenset({"qwen3_next", "qwen3_next_moe"})
+UNCUT = frozenset({"olmo_hybrid"})  # its one KV head, which a norm over all heads sees whole
 LATENT = frozenset({"kimi_linear", "bailing_hybrid"})  # of these, keys and values in 8 bits are refused
 
 
@@ -119,12 +124,18 @@ class Options:
     max_queue_len: int = 4096
     max_num_drafts: int = 0  # of a row in a step
     mtp: bool = False
+    num_ranks: int = 1  # which run as threads
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The options that change a model's numbers."""
         names = ("model", "cpu_ops", "deterministic", "kv_cache_dtype", "state_dtype")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def has_equal_bits(self) -> bool:
+        """As one rank alone: torch's products may add up otherwise where a matrix has fewer rows."""
+        return self.deterministic and (self.num_ranks == 1 or self.cpu_ops == "cpp")
 
     @property
     def rounds_what_is_kept(self) -> bool:
@@ -136,7 +147,8 @@ class ModelBank:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[object, Model] = {}
+        self._models: dict[object, list[Model]] = {}
+        self.threads = ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(1))  # of the second rank
         self.tokenizer: Tokenizer = byte_level()
         self.vocab_size = int(self.tokenizer.backend.get_vocab_size())
 
@@ -155,23 +167,51 @@ class ModelBank:
         return path
 
     def model(self, options: Options) -> Model:
-        key = (*options.numbers.items(), options.mtp)
+        """The first rank's."""
+        return self.models(options)[0]
+
+    def models(self, options: Options) -> list[Model]:
+        """Of all ranks."""
+        size = options.num_ranks
+        key = (*options.numbers.items(), options.mtp, size)
         if key not in self._models:
             table = select_table(options.cpu_ops, options.deterministic, False)
             kept = {name: getattr(options, name) for name in ("kv_cache_dtype", "state_dtype", "mtp")}
-            self._models[key] = load_model(self.folder(options.model), ops=table, dtype="float32", **kept)
+            ranks: list[Ranks] = [ALONE]
+            if size > 1:
+                meeting = Meeting(size)
+                ranks = [ThreadRanks(rank, size, options.deterministic, meeting) for rank in range(size)]
+            load = partial(load_model, self.folder(options.model), ops=table, dtype="float32", **kept)
+            others = [self.threads.submit(load, ranks=each) for each in ranks[1:]]
+            self._models[key] = [load(ranks=ranks[0]), *(other.result() for other in others)]
         return self._models[key]
+
+
+@dataclass(frozen=True)
+class RanksStep:
+    """A step that several ranks have run."""
+
+    first: PendingStep
+    others: Sequence[PendingStep]
+
+    def result(self) -> StepResult:
+        found = self.first.result()
+        for other in self.others:
+            assert other.result().token_ids.tolist() == found.token_ids.tolist(), "ranks sampled other tokens"
+        return found
 
 
 @dataclass
 class Probe:
-    """A ModelRunner that notes what goes in and out.
+    """A ModelRunner, with those of further ranks, that notes what goes in and out.
 
     `logits[id, i]` are those from which output `i` of sequence `id` was sampled; `entered` counts the tokens of
     each sequence that the model computed. `before_step` and `after_step` are hooks for faults.
     """
 
     inner: ModelRunner
+    others: Sequence[ModelRunner] = ()
+    threads: Executor | None = None  # of the others
     logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     entered: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
@@ -195,9 +235,15 @@ class Probe:
             self.entered[self.rows[row]] += count
         self.replaced += len(plan.replaced)
         self.before_step(plan)
-        pending = self.inner.submit(plan)
+        pending = self._submit(plan)
         self.after_step(plan)
         return pending
+
+    def _submit(self, plan: StepPlan) -> PendingStep:
+        if self.threads is None:
+            return self.inner.submit(plan)
+        others = [self.threads.submit(runner.submit, plan) for runner in self.others]
+        return RanksStep(self.inner.submit(plan), [other.result() for other in others])
 
     def close(self) -> None:
         self.inner.close()
@@ -261,14 +307,15 @@ class RealEngine:
         return request_id
 
     def _scrub(self) -> None:
-        arena, data, layout = self.sched.cache.arena, self.probe.inner.arena.data, self.layout
+        arena, layout = self.sched.cache.arena, self.layout
         if arena.moves:
             return  # their contents are still to be moved
         free = [(arena._free_pages, layout.page_bytes)]
         for pool, stride in ((arena.blocks, layout.block_stride_bytes), (arena.slots, layout.slot_stride_bytes)):
             free += [([u for units in pool.free_units().values() for u in units], stride)] if pool else []
         for units, stride in free:
-            if units:
+            for runner in (self.probe.inner, *self.probe.others) if units else ():
+                data = runner.arena.data
                 whole = data[: len(data) // stride * stride].view(-1, stride)
                 whole.index_fill_(0, torch.tensor(units), 0xFF)
 
@@ -286,21 +333,25 @@ class RealEngine:
 
 def start(bank: ModelBank, options: Options, drafter: Drafter | None = None) -> RealEngine:
     """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give."""
-    model = bank.model(options)
-    layout = CacheLayout.create(model.layer_specs)
+    models = bank.models(options)
+    layout = CacheLayout.create(models[0].layer_specs)
     num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
     ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
-    runner = ModelRunner(
-        model,
-        ops,
-        layout,
-        num_pages,
-        max_num_rows=options.max_num_seqs,
-        max_model_len=MAX_MODEL_LEN,
-        force_state_copy=options.force_state_copy,
-        max_num_drafts=options.max_num_drafts,
-    )
-    runner.arena.data.fill_(0xFF)  # NaN in every dtype
+    runners = [
+        ModelRunner(
+            model,
+            ops,
+            layout,
+            num_pages,
+            max_num_rows=options.max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            force_state_copy=options.force_state_copy,
+            max_num_drafts=options.max_num_drafts,
+        )
+        for model in models
+    ]
+    for runner in runners:
+        runner.arena.data.fill_(0xFF)  # NaN in every dtype
     config = SchedulerConfig(
         max_num_batched_tokens=options.budget,
         max_num_seqs=options.max_num_seqs,
@@ -315,7 +366,7 @@ def start(bank: ModelBank, options: Options, drafter: Drafter | None = None) -> 
         deterministic=options.deterministic,
         drafter=drafter,
     )
-    probe = Probe(runner)
+    probe = Probe(runners[0], runners[1:], bank.threads if len(runners) > 1 else None)
     core = EngineCore(sched, probe, async_scheduling=options.async_scheduling)
     eos = frozenset({bank.tokenizer.eos_token_id or 0})
     inputs = InputProcessor(bank.tokenizer, bank.vocab_size, MAX_MODEL_LEN, eos, seed=0)

@@ -16,7 +16,7 @@ from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import FinishReason, SamplingParams
 from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare
 from tests.engine.drafters import RandomDrafter
-from tests.engine.real import LATENT, MODELS, WITH_MTP, ModelBank, Options, start
+from tests.engine.real import LATENT, MODELS, UNCUT, WITH_MTP, ModelBank, Options, start
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
 MOST_OUTPUTS = (160, 60, 60)
@@ -76,8 +76,11 @@ class Draw:
         )
         kept_by = np.random.default_rng([21, self.seed])  # drawn apart, so that the rest is what it was
         deterministic = self.chance(0.4)
+        model = self.models[self.seed % len(self.models)] + in_fp8
+        can_be_cut = len(self.models) > 1 and model not in UNCUT and (deterministic or in_fp8 != ":block")
         return Options(
-            model=self.models[self.seed % len(self.models)] + in_fp8,
+            model=model,
+            num_ranks=2 if can_be_cut and self.seed % 6 in (3, 4) else 1,
             cpu_ops="cpp" if cpp and self.seed // len(self.models) % 2 else "torch",
             deterministic=deterministic,
             kv_cache_dtype="fp8" if kept_by.random() < 0.4 and not LATENT.intersection(self.models) else "auto",
@@ -266,7 +269,7 @@ class Example:
             check_restrictions(run, name)
             mine = answer(run, name)
             assert mine.output.finished, f"{name} never finished"
-            flips += compare(mine, self.oracle.solve(options, mine), options.deterministic)
+            flips += compare(mine, self.oracle.solve(options, mine), options.has_equal_bits)
             check_tokens_entered(run, name)
         assert options.force_state_copy or run.core.slot_bytes_copied == 0
         run.check_nothing_leaked()
@@ -313,6 +316,12 @@ class Example:
             allowed=sum(request.params.allowed_token_ids is not None for request in requests),
             prompt_logprobs=sum(o.prompt_logprobs is not None for o in run.outputs.values()),
             deterministic=options.deterministic,
+            ranks=options.num_ranks > 1,
+            ranks_deterministic=options.num_ranks > 1 and options.deterministic,
+            ranks_fp8_keys=options.num_ranks > 1 and options.kv_cache_dtype == "fp8",
+            ranks_drafts=(options.num_ranks > 1) * stats.drafts.num_accepted_tokens,
+            ranks_under_rules=(options.num_ranks > 1) * sum(r.grammar is not None for r in requests),
+            ranks_preempted=(options.num_ranks > 1) * stats.num_preemptions,
             async_scheduling=options.async_scheduling,
             cpp=options.cpu_ops == "cpp",
             fp8=":" in options.model,
