@@ -2,6 +2,7 @@
 
 bits: with --deterministic, ids and log-probabilities of a trained model on one device and on several, compared; then a
 rank is killed under load. speed: the 9B shape, or another, with dummy weights, by the protocol of `benchmarks.gpu_9b`.
+agents: the same with two drafts of the model's MTP layer, of which a set share is right, and conversations that hit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_9b import measures
+from benchmarks.gpu_9b.drafts import RATES, SyntheticDrafter, SyntheticWindows, set_drafter
 from benchmarks.gpu_9b.measures import Client, Sizes
 from benchmarks.gpu_9b.options import engine_options
 from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
@@ -25,23 +27,26 @@ from benchmarks.peers.protocol import repository_root
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import EngineStoppedError
 from forkpoint.params import SamplingParams
+from forkpoint.runtime import runner
 from forkpoint.worker.remote import RemoteRunner
 
 SHARED = "The town by the river keeps a catalogue of all its maps, by year and by shelf. " * 30
 NUM_PROMPTS = 24
 MAX_SEQS = 128
+NUM_DRAFTS = 2
+SYNTHETIC = "FORKPOINT_BENCH_SYNTHETIC_DRAFTS"  # set: so ranks are told
 NUM_IDS = 32_000  # of which prompts are made; every measured vocabulary has as many
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=("bits", "speed"))
+    parser.add_argument("part", choices=("bits", "speed", "agents"))
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=2)
-    parser.add_argument("--deterministic", action="store_true", help="speed: with it")
+    parser.add_argument("--deterministic", action="store_true", help="speed, agents: with it")
     parser.add_argument("--model", default=str(repository_root() / "demo_model"), help="bits: a model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
-    parser.add_argument("--config", type=Path, help="speed: the config.json of another shape")
+    parser.add_argument("--config", type=Path, help="speed, agents: the config.json of another shape")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
@@ -85,42 +90,82 @@ def compare_bits(args: argparse.Namespace) -> None:
 
 
 def kill_a_rank(llm: LLM) -> None:
-    runner, stream = llm._engine.core._runner, llm.stream(SHARED, SamplingParams(max_tokens=1000, ignore_eos=True))
-    assert isinstance(runner, RemoteRunner)
+    ranks, stream = llm._engine.core._runner, llm.stream(SHARED, SamplingParams(max_tokens=1000, ignore_eos=True))
+    assert isinstance(ranks, RemoteRunner)
     next(stream)
     began = time.perf_counter()
-    os.kill(runner.pids[-1], signal.SIGKILL)
+    os.kill(ranks.pids[-1], signal.SIGKILL)
     try:
         list(stream)
     except EngineStoppedError as error:
         print(f"a rank was killed: {time.perf_counter() - began:.2f} s later: {error}", flush=True)
 
 
-def measure_speed(args: argparse.Namespace, folder: Path) -> None:
-    """Print a line for each measure."""
-    sizes = replace(Sizes(), repeats=args.repeats)
+def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
+    """The shape with dummy weights."""
     options = {
         **engine_options(args.device, enforce_eager=False, quantization=args.quantization),
         "tensor_parallel_size": args.tensor_parallel_size,
         "deterministic": args.deterministic,
         "max_num_seqs": MAX_SEQS,
+        **more,
     }
     began = time.perf_counter()
     model = write_config(folder, SHAPE_9B)
     if args.config is not None:
         shutil.copy(args.config, model / "config.json")
-    with LLM(str(model), **options) as llm:
-        print(f"{args.tensor_parallel_size} devices, started in {time.perf_counter() - began:.1f} s", flush=True)
+    llm = LLM(str(model), **options)
+    print(f"{args.tensor_parallel_size} devices, started in {time.perf_counter() - began:.1f} s", flush=True)
+    return llm
+
+
+def tell_decode_rates(client: Client, sizes: Sizes) -> None:
+    for batch in sizes.decode_batches:
+        client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)
+    for batch in sizes.decode_batches:
+        series = measures.decode_rate(client, sizes, batch)
+        print(f"decode, batch {batch}: {series.median:,.0f} tok/s  {_all(series.values)}", flush=True)
+
+
+def measure_speed(args: argparse.Namespace, folder: Path) -> None:
+    """Print a line for each measure."""
+    sizes = replace(Sizes(), repeats=args.repeats)
+    with started(args, folder) as llm:
         client = Client(llm, NUM_IDS)
         client.ask([client.ids(sizes.prompt)], 1)
-        for batch in sizes.decode_batches:
-            client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)
-        for batch in sizes.decode_batches:
-            series = measures.decode_rate(client, sizes, batch)
-            print(f"decode, batch {batch}: {series.median:,.0f} tok/s  {_all(series.values)}", flush=True)
+        tell_decode_rates(client, sizes)
         cold, _ = measures.time_to_first_token(client, sizes)
         values = [1e3 * value for value in cold.values]
         print(f"first token of {sizes.prompt:,}: {1e3 * cold.median:.1f} ms  {_all(values)}", flush=True)
+
+
+def measure_agents(args: argparse.Namespace, folder: Path) -> None:
+    """Print decode rates, and what loops of agents take and find cached."""
+    sizes = replace(Sizes(), repeats=args.repeats)
+    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    os.environ[SYNTHETIC] = "1"
+    use_synthetic_windows()
+    with started(args, folder, speculative_config=config) as llm:
+        set_drafter(llm, SyntheticDrafter(RATES[:NUM_DRAFTS], NUM_IDS, {}, by_model=True))
+        client = Client(llm, NUM_IDS)
+        tell_decode_rates(client, sizes)
+        measures.warm_up(client, sizes)
+        before = llm.get_metrics()
+        for run in measures.agent_loop(client, sizes):
+            print(
+                f"agent loop {sizes.conversations} x {sizes.turns}: {run.seconds:.2f} s, "
+                f"{100 * run.num_cached / run.num_prompt:.1f} % of prompts cached",
+                flush=True,
+            )
+        drafts, accepted = (
+            llm.get_metrics()[f"num_{name}"] - before[f"num_{name}"] for name in ("drafts", "accepted_tokens")
+        )
+        print(f"{1 + accepted / max(1, drafts):.2f} tokens of a row in a step with drafts", flush=True)
+
+
+def use_synthetic_windows() -> None:
+    """In this process."""
+    vars(runner)["Windows"] = SyntheticWindows
 
 
 def _all(values: Sequence[float]) -> str:
@@ -133,8 +178,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         compare_bits(args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        measure_speed(args, Path(folder) / "model")
+        measure = measure_agents if args.part == "agents" else measure_speed
+        measure(args, Path(folder) / "model")
 
 
 if __name__ == "__main__":
     main()
+elif SYNTHETIC in os.environ:  # a rank, which imports the program first
+    use_synthetic_windows()

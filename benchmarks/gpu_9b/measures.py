@@ -114,10 +114,12 @@ class Client:
             raise ProtocolError(f"a request failed: {errors[0]}")
         after = self._llm.get_metrics()
         entered = after["num_model_tokens"] - before["num_model_tokens"]
-        expected = answer.num_computed + num_decoded
+        drafted, accepted = (after[name] - before[name] for name in ("num_draft_tokens", "num_accepted_tokens"))
+        expected = answer.num_computed + num_decoded + drafted - accepted
         if entered != expected:
             raise ProtocolError(
-                f"{entered} tokens entered the model; prompts less cached tokens plus decoded ones are {expected}"
+                f"{entered} tokens entered the model; prompts less cached tokens plus decoded ones and wrong drafts "
+                f"are {expected}"
             )
         copied = after["slot_bytes_copied"] - before["slot_bytes_copied"]
         if copied and not self._copies:

@@ -60,7 +60,7 @@ class RowParallel:
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""
         if not self._ranks.gathers:
-            return self._ranks.sum(self._own(x))
+            return self._ranks.sum_product(self._own, x)
         y = self._own(self._ranks.gather(x))
         return self._ranks.gather(y) if self._cuts_rows else y
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+from forkpoint.platforms.table import traits_of
+
+if TYPE_CHECKING:
+    from forkpoint.ops.exchange.peers import Peers
 
 LOOPBACK: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what they read which interface to use from
+LONG_ROWS: Final = 4096  # of a product that is worth summing in pieces
 
 
 class Ranks:
@@ -24,32 +29,49 @@ class Ranks:
     input together: an element is then computed by one rank, in the order in which a single one does it.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, gathers: bool = False) -> None:
-        self.rank, self.size, self.gathers = rank, size, gathers
+    def __init__(self, rank: int = 0, size: int = 1, gathers: bool = False, peers: Peers | None = None) -> None:
+        """`peers` make the small exchanges."""
+        self.rank, self.size, self.gathers, self._peers = rank, size, gathers, peers
 
     @classmethod
-    def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool) -> Ranks:
+    def meet(cls, backend: str, rank: int, size: int, place: Path, gathers: bool, device: torch.device) -> Ranks:
         """Wait for the other ranks at `place`, a file that is not there yet; `backend` is torch.distributed's."""
         for name in LOOPBACK:
             os.environ.setdefault(name, "lo")  # all are on this machine, and nobody else is to hear them
         dist.init_process_group(backend, init_method=place.as_uri(), rank=rank, world_size=size)
-        return cls(rank, size, gathers)
+        ranks = cls(rank, size, gathers)
+        if not ranks.least(traits_of(device).reaches_peers, device):
+            return ranks
+        from forkpoint.ops.exchange.peers import Peers  # needs Triton
+
+        return cls(rank, size, gathers, Peers.meet(rank, size, device))
 
     def cuts_rows(self, num_rows: int) -> bool:
         """Whether outputs of a layer that takes in what was cut are cut too."""
         return self.gathers and num_rows % self.size == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks, in place of `x`."""
-        if self.size > 1:
-            x = x.contiguous()
-            dist.all_reduce(x)
+        """Over the ranks; `x` may be overwritten."""
+        if self.size == 1:
+            return x
+        if self._peers is not None and x.dtype == torch.bfloat16 and self._peers.takes(x):
+            return self._peers.sum(x)
+        x = x.contiguous()
+        dist.all_reduce(x)
         return x
+
+    def sum_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`sum(product(x))`, where each row of the product depends on that row of `x` alone."""
+        if self._peers is None or len(x) < LONG_ROWS:
+            return self.sum(product(x))
+        return self._peers.sum_pieces(product, x)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""
         if self.size == 1:
             return x
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.gather(x)
         return self._stacked(x).movedim(0, -2).flatten(-2)
 
     def check_equal(self, named: Mapping[str, object], device: torch.device) -> None:

@@ -26,12 +26,15 @@ class CudaPlatform(AcceleratorPlatform):
     def traits(cls, device: torch.device) -> DeviceTraits:
         is_nvidia = torch.version.cuda is not None
         capability = torch.cuda.get_device_capability(device)
+        own = device.index or 0
+        others = (other for other in range(torch.cuda.device_count()) if other != own)
         return DeviceTraits(
             num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
             overlaps_launches=is_nvidia and capability >= (9, 0),
             has_fp8=is_nvidia and capability >= (8, 9),
             multiplies_fp8=is_nvidia and capability == (9, 0),
             caps_registers=is_nvidia,
+            reaches_peers=is_nvidia and all(torch.cuda.can_device_access_peer(own, other) for other in others),
         )
 
     def operators(self, cpu_ops: str) -> str:

@@ -53,7 +53,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     sched = platform.defaults.with_options(config.scheduler)
     ranks = ALONE
     if place is not None:
-        ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic)
+        ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic, platform.device)
         ranks.check_equal({"options": config, "operators": ops.backends}, platform.device)
     model = _load(config, ops, platform, ranks)
     layout = CacheLayout.create(model.layer_specs)

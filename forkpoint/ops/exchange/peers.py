@@ -1,0 +1,68 @@
+"""Ranks whose devices reach each other's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forkpoint.ops.exchange.kernel import PROGRAMS, exchange, inbox_words, takes
+
+PIECE_ROWS = 2048  # of a long product
+
+
+class Peers:
+    """One rank's end of the exchanges, which all ranks make in the same order."""
+
+    def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, owner: Any = None) -> None:
+        """`addresses` are those of the ranks' inboxes, `inbox_words` zeros each, which live as long as `owner`."""
+        self.rank, self.size, self._device, self._owner = rank, len(addresses), device, owner
+        self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._beside = torch.Stream(device)
+
+    @classmethod
+    def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
+        """For the ranks of the process group; all of them call this."""
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here uses it
+        from torch.distributed import _symmetric_memory as symmetric
+
+        inbox = symmetric.empty(inbox_words(size), dtype=torch.int64, device=device)
+        assert dist.group.WORLD is not None
+        handle = symmetric.rendezvous(inbox, dist.group.WORLD)
+        inbox.zero_()
+        torch.accelerator.synchronize(device)
+        dist.barrier()
+        return cls(rank, handle.buffer_ptrs, device, (inbox, handle))
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `gather` can be asked for `x`, and `sum` for one of bfloat16."""
+        return takes(x)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of all ranks' `x`, bfloat16, rounded once."""
+        return exchange(x, x.new_empty(x.shape), self._inboxes, self._numbers, self.rank, sums=True)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
+        out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+        return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
+
+    def sum_pieces(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`product(x)`, summed over the ranks in pieces, each while the next one is computed."""
+        here, pieces = torch.accelerator.current_stream(self._device), list[Tensor]()
+        out = x[:0]
+        for start in range(0, len(x), PIECE_ROWS):
+            pieces.append(product(x[start : start + PIECE_ROWS]))
+            if not start:
+                out = pieces[0].new_empty(len(x), *pieces[0].shape[1:])
+            self._beside.wait_stream(here)
+            with self._beside:
+                own = out[start : start + PIECE_ROWS].copy_(pieces[-1])
+                dist.all_reduce(own)
+        here.wait_stream(self._beside)
+        return out  # until here no piece's memory is used again
