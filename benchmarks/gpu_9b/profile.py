@@ -22,12 +22,20 @@ class Profiler:
         """Decode steps of all batch sizes and amid the agent loop, a cold and a warm prompt, a chat turn."""
         sizes = self._sizes
         for batch in sizes.decode_batches:
-            yield self._decode(batch, sizes.decode_prompt)
+            yield self.one(str(batch))
         middle = sizes.shared + sizes.own + sizes.turns // 2 * (sizes.turn_new + sizes.turn_answer)
         yield self._decode(sizes.conversations, middle)
-        yield self._prefill("cold prompt", lambda: self._ids(sizes.prompt), NUM_STEPS // 4)
-        yield self._warm("warm prompt", sizes.prompt, sizes.extension)
+        yield self.one("cold")
+        yield self.one("warm")
         yield self._warm("chat turn", (sizes.chat_start + sizes.chat_end) // 2, sizes.chat_new)
+
+    def one(self, name: str) -> Profile:
+        """Of `cold` or `warm` prompts, or of as many decoding rows as `name` says."""
+        if name == "cold":
+            return self._prefill("cold prompt", lambda: self._ids(self._sizes.prompt), NUM_STEPS // 4)
+        if name == "warm":
+            return self._warm("warm prompt", self._sizes.prompt, self._sizes.extension)
+        return self._decode(int(name), self._sizes.decode_prompt)
 
     def _warm(self, name: str, start: int, extension: int) -> Profile:
         prompt = self._ids(start)
