@@ -17,15 +17,18 @@ from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.table import ScanInputs, ScanParams
 
-CHANNELS = 32  # of a program
-TOKENS = 4  # whose inputs are under way together
+CHANNELS = 16  # of a program that takes a prompt: as many as keep the device busy
+DECODE_CHANNELS = 64  # and of one that takes a step: 4 KiB of state for 16 values each
+TOKENS = 8  # whose inputs are under way together
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _token(state, x, dt, b, c, z, rates, dt_bias, skip):
-    """(y, the new state) of one token: `state`, `rates` `[N, channels]`, `b`, `c` `[N]`, the others `[channels]`."""
+    """(y, the new state) of one token: `state`, `rates` times log2(e) `[N, channels]`, `b`, `c` `[N]`, the others
+    `[channels]`."""
     step = softplus(dt + dt_bias)
-    state = tl.exp(step[None, :] * rates) * state + (step * x)[None, :] * b[:, None]
+    state = tl.exp2(step[None, :] * rates) * state + (step * x)[None, :] * b[:, None]
     y = tl.sum(state * c[:, None], axis=0) + skip * x
     return y * silu(z), state
 
@@ -82,7 +85,7 @@ def _prefill_kernel(
     in_state = real[:, None] & present[None, :]
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    rate = tl.load(rates + channel[None, :] * N + value[:, None], mask=in_state, other=0.0)
+    rate = tl.load(rates + channel[None, :] * N + value[:, None], mask=in_state, other=0.0) * LOG2_E
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
     state = tl.zeros((BLOCK_N, BLOCK), tl.float32)
@@ -179,7 +182,7 @@ def _decode_kernel(
         _row(b + value, b_stride, row, real),
         _row(c + value, c_stride, row, real),
         _row(z + channel, z_stride, row, present),
-        tl.load(rates + channel[None, :] * N + value[:, None], mask=in_state, other=0.0),
+        tl.load(rates + channel[None, :] * N + value[:, None], mask=in_state, other=0.0) * LOG2_E,
         tl.load(dt_bias + channel, mask=present, other=0.0),
         tl.load(skip + channel, mask=present, other=0.0),
     )
@@ -188,13 +191,15 @@ def _decode_kernel(
     tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))
 
 
-def _operands(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor) -> tuple[list[Any], dict[str, int]]:
-    """(tensors up to `out`, sizes) of a launch."""
+def _operands(
+    inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor, channels: int
+) -> tuple[list[Any], dict[str, int]]:
+    """(tensors up to `out`, sizes) of a launch whose programs take so many channels."""
     assert all(value.stride(1) == 1 for value in inputs), "elements of a row lie side by side"
     assert pool[0].is_contiguous() and out.is_contiguous(), "a slot and the result must be dense"
     dim, values = params.A.shape
-    pieces = triton.cdiv(dim, CHANNELS)
-    sizes = {"D": dim, "N": values, "BLOCK_N": triton.next_power_of_2(values), "BLOCK": CHANNELS, "PIECES": pieces}
+    pieces = triton.cdiv(dim, channels)
+    sizes = {"D": dim, "N": values, "BLOCK_N": triton.next_power_of_2(values), "BLOCK": channels, "PIECES": pieces}
     return [*inputs, params.A, params.dt_bias, params.skip, pool, out], sizes
 
 
@@ -203,7 +208,7 @@ def scan_prefill(
 ) -> Tensor:
     """The scan over segments: inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` as `index` says."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
-    operands, sizes = _operands(inputs, params, pool, out)
+    operands, sizes = _operands(inputs, params, pool, out, CHANNELS)
     _prefill_kernel[(len(index) * sizes["PIECES"],)](
         *operands,
         *index.columns,
@@ -223,7 +228,7 @@ def scan_decode(
 ) -> Tensor:
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
-    operands, sizes = _operands(inputs, params, pool, out)
+    operands, sizes = _operands(inputs, params, pool, out, DECODE_CHANNELS)
     _decode_kernel[(inputs.x.shape[0] * sizes["PIECES"],)](
         *operands,
         index.src,
