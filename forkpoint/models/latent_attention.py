@@ -1,12 +1,14 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): what is kept of a token serves all heads.
 
 A head's key is made of the latent by a matrix of its own, and so is its value. Here the first is moved to the query and
-the second behind the sum over values: attention runs over the latents themselves, and nothing is made of them again.
+the second behind the sum over values: attention runs over the latents themselves. Only where many tokens of a row share
+them, and a table has an operator for it, are keys and values made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.linear.scaled import dense
+from forkpoint.ops.metadata import AttentionIndex
 
+EXPANDED_FROM = 512  # new tokens of a row for which keys and values are made of its latents
 LATENT_NORM_EPS = 1e-6  # fixed in the architecture, whatever rms_norm_eps says
 
 
@@ -93,24 +97,47 @@ class LatentAttention:
         keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
         self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
         self._from_latent = build.ops.prepare_linear_heads(values)
+        self._expand = Projection(build.ops, up) if build.ops.latent_prefill is not None else None
         self._out = RowParallel(build, f"{name}.o_proj", hidden, heads * config.value_dim)
         self._scale = (config.key_dim + config.shared_dim) ** -0.5
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' latents first."""
-        ops, config, cache = self._ops, self._config, ctx.caches[self._layer]["latent"]
+        config, cache = self._config, ctx.caches[self._layer]["latent"]
         queries = torch.unflatten(self._queries(x), -1, (config.num_heads, -1))
         own, shared = torch.split(queries, [config.key_dim, config.shared_dim], dim=-1)
         norm, slots = self._norm, ctx.attention.slot_mapping
-        shared = ops.latent_write(
+        shared = self._ops.latent_write(
             shared, self._latents(x), norm.weight, norm.eps, self._cos_sin, ctx.positions, cache, slots
         )
-        queries = torch.cat((ops.linear_heads(own, self._to_latent), shared), dim=-1)
-        out = ops.paged_attention(queries, cache, cache[..., : config.rank], ctx.attention, self._scale, None)
-        out = ops.linear_heads(out, self._from_latent)
+        out = self._attend(own, shared, cache, ctx.attention)
         if self._gate is not None:
             out = sigmoid_mul(out, self._gate(x).unsqueeze(-1))
         return self._out(out.flatten(1))
+
+    def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
+        """`[T, H, V]`. Rows of many new tokens attend to keys and values made of the latents, others to latents."""
+        long = [row for row, count in enumerate(index.query_lens) if count >= EXPANDED_FROM]
+        if self._expand is None or not long:
+            return self._absorbed(own, shared, cache, index)
+        starts = list(accumulate(index.query_lens, initial=0))
+        if sum(index.query_lens[row] for row in long) < own.shape[0]:
+            out = self._absorbed(own, shared, cache, index.without(long)).contiguous()
+        else:
+            out = own.new_empty(*own.shape[:2], self._config.value_dim)
+        assert self._ops.latent_prefill is not None
+        for row in long:
+            at = slice(starts[row], starts[row + 1])
+            self._ops.latent_prefill(
+                own[at], shared[at], cache, self._config.rank, self._expand, index, row, self._scale, out[at]
+            )
+        return out
+
+    def _absorbed(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
+        ops = self._ops
+        queries = torch.cat((ops.linear_heads(own, self._to_latent), shared), dim=-1)
+        out = ops.paged_attention(queries, cache, cache[..., : self._config.rank], index, self._scale, None)
+        return ops.linear_heads(out, self._from_latent)
 
 
 def _read(build: Build, name: str, rows: int, columns: int) -> Tensor:

@@ -10,7 +10,7 @@ are for operators on the host, and are empty where the index lives elsewhere: `o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -215,6 +215,14 @@ class AttentionIndex:
         if self.query_lens:
             return self.query_lens, self.host_kv_lens
         return tuple(self.cu_queries.diff().tolist()), tuple(self.kv_lens.tolist())
+
+    def without(self, rows: Sequence[int]) -> AttentionIndex:
+        """For kernels over tiles: the same, but for the tiles of those rows."""
+        assert self.work is not None
+        tiles = self.work.tiles
+        for row in rows:
+            tiles = tiles.masked_fill(tiles[:, :1] == row, -1)
+        return replace(self, work=replace(self.work, tiles=tiles))
 
     @classmethod
     def create(

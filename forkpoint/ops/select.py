@@ -28,7 +28,7 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-_NOT_OPERATORS = ("redirects", "deterministic", "backends")
+_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill")
 
 
 def operator_names() -> tuple[str, ...]:

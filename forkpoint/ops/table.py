@@ -7,7 +7,7 @@ and named in the start-up log.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -196,6 +196,25 @@ class PagedAttention(Protocol):
         qk_norm_rope_write has stored before, multiplied by the sigmoid of `gate[T, Hq * Dv]` if there is one. Keys and
         values in 8 bits come with their `scales`. Where both are one latent, `v_cache` is a view of the first Dv dims
         of `k_cache`, without gate, window and scales. -> `[T, Hq, Dv]`."""
+
+
+class LatentPrefill(Protocol):
+    def __call__(
+        self,
+        own: Tensor,
+        shared: Tensor,
+        cache: Tensor,
+        rank: int,
+        expand: Callable[[Tensor], Tensor],
+        index: AttentionIndex,
+        row: int,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        """Causal attention of the new tokens of one row, which the index's host copies describe, over the keys and
+        values that `expand` makes of latents: `[N, rank] -> [N, H * (K + V)]`, each head's key, then its value. Queries
+        are `own[T, H, K]` and, for the part that heads share, `shared[T, H, P]`; `out[T, H, V]`, all of that row's
+        tokens; `cache[P, 1, 64, rank + P]`."""
 
 
 class ConvPrefill(Protocol):
@@ -432,3 +451,4 @@ class OpTable:
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)
+    latent_prefill: LatentPrefill | None = None  # what is cheaper than paged_attention for many tokens of a row

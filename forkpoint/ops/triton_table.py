@@ -8,6 +8,7 @@ from typing import Any
 import triton
 
 from forkpoint.ops.activation import kernel as activation
+from forkpoint.ops.attention.expanded_kernel import latent_prefill
 from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
 from forkpoint.ops.attention.kernel import PagedAttention
 from forkpoint.ops.attention.latent_kernel import latent_write
@@ -67,4 +68,6 @@ def triton_table(base: OpTable) -> OpTable:
         "apply_bitmasks": sampling.apply_bitmasks,
     }
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
-    return replace(base, **replaced, backends={**base.backends, **backends})
+    # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
+    long_latents = None if base.deterministic else latent_prefill
+    return replace(base, **replaced, latent_prefill=long_latents, backends={**base.backends, **backends})

@@ -154,9 +154,9 @@ class ModelRunner:
         else:
             if self.platform.shares_memory:
                 tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-                lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             else:
-                tensors, lens = upload_all(self.platform, arrays), ((), ())
+                tensors = upload_all(self.platform, arrays)
+            lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, greedy) if sampling else None
             prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)

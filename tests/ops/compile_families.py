@@ -12,13 +12,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forkpoint.ops.attention import latent_kernel
+from forkpoint.ops.attention import expanded_kernel, latent_kernel
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
-HALF += ("inputs", "bias")
+HALF += ("inputs", "bias", "own_q", "shared_q", "up")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
 WIDE += ("updates", "decays", "systems", "totals")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
@@ -54,6 +54,8 @@ def main() -> None:
     for decode in (True, False):
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
+    sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
+    compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
@@ -64,8 +66,7 @@ def main() -> None:
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
-    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags)
-    compiled("key_pairs", key_chunk_kernel._pair_kernel, 4, **sizes, **flags)
+    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags, WIDEST=60.0)
     compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.attention import expanded_kernel
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
@@ -66,6 +67,37 @@ def test_against_plain_softmax(ops: OpTable, dtype: torch.dtype) -> None:
     batch = Batch([1, 270, 64, 70, 3], [1, 1, 1, 9, 3], 3, dtype)
     got = batch.run(ops)
     assert got.dtype == dtype and relative_error(got, batch.plain()) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expanded_against_plain_softmax(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that start before, among and behind a row's new tokens."""
+    monkeypatch.setattr(expanded_kernel, "PIECE", 128)
+    monkeypatch.setattr(expanded_kernel, "QUERIES", 64)
+    dim, value_dim, scale = 24, 20, 0.2
+    batch = Batch([70, 300, 90], [5, 190, 90], 0, dtype)
+    up = torch.randn(HEADS, dim + value_dim, RANK, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype) / 6
+    q = batch.q[:, :, :dim].contiguous()
+    shared = batch.q[:, :, RANK:]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    prefill = triton_ops().latent_prefill
+    assert prefill is not None
+    start = 0
+    for row, count in enumerate(batch.index.query_lens):
+        at, rows = slice(start, start + count), batch.rows[row]
+        start += count
+
+        def expand(latent: Tensor) -> Tensor:
+            return latent @ up.flatten(0, 1).t()
+
+        prefill(q[at], shared[at], batch.cache, RANK, expand, batch.index, row, scale, out[at])
+        made = expand(rows[:, :RANK]).double().unflatten(1, (HEADS, -1))
+        scores = torch.einsum("qhd,khd->hqk", q[at].double(), made[..., :dim])
+        scores += torch.einsum("qhd,kd->hqk", shared[at].double(), rows[:, RANK:].double())
+        hidden = torch.ones(count, len(rows), device=DEVICE).triu(len(rows) - count + 1).bool()
+        weights = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+        want = torch.einsum("hqk,khd->qhd", weights, made[..., dim:])
+        assert relative_error(out[at], want) <= BOUND[dtype]
 
 
 def test_fixed_tables_do_not_see_the_chunking() -> None:

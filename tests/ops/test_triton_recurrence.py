@@ -106,6 +106,8 @@ def test_shapes(shape: Recurrence) -> None:
         (Recurrence(30, 30, 96, 192, True), torch.bfloat16),
         (Recurrence(30, 30, 96, 192, True), torch.float32),
         (Recurrence(8, 64, 128, 64, delta=False), torch.bfloat16),  # Nemotron-3-Nano
+        (Recurrence(32, 32, 128, 128, per_key=True), torch.bfloat16),  # Kimi-Linear
+        (Recurrence(32, 32, 128, 128, per_key=True), torch.float32),
         (Recurrence(1, 48, 256, 64, delta=False), torch.bfloat16),  # Falcon-H1
         (Recurrence(1, 48, 256, 64, delta=False), torch.float32),
     ],

@@ -25,7 +25,7 @@ from forkpoint.ops.table import KVScales
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
-LATENT_ROWS, LATENT_KEYS = 64, 32  # (query, head) pairs of a program over latents, and keys that it takes at a time
+LATENT_ROWS, LATENT_KEYS = 64, 64  # (query, head) pairs of a program over latents, and keys that it takes at a time
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -264,7 +264,9 @@ class PagedAttention:
                     R=rank,
                     P=dim - rank,
                     BLOCK=cache.shape[2],
-                    KEYS=LATENT_KEYS,
+                    KEYS=LATENT_KEYS // 2
+                    if wide or rows > LATENT_ROWS
+                    else LATENT_KEYS,  # what memory there is room for
                     BLOCK_M=rows,
                     BLOCK_R=max(16, triton.next_power_of_2(rank)),
                     BLOCK_P=max(16, triton.next_power_of_2(dim - rank)),

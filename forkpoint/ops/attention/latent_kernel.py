@@ -1,7 +1,8 @@
 """Attention over latents in Triton: all heads share one key of R + P dims for each token, whose first R are its value.
 
-Rows of a product are (query, head) pairs. Keys are read as R and P dims, so that neither is padded to the next power
-of two of both together, and what was read of a latent serves scores and sums. Decode rows are taken in parts, which
+Columns of a product are (query, head) pairs, and its rows keys or dims of values: of these there are enough for the
+matrix units where heads are few. Keys are read as R and P dims, so that neither is padded to the next power of two of
+both together, and what was read of a latent serves scores and sums. Decode rows are taken in parts, which
 `combine_kernel` puts together; tiles of queries see all their keys in one order.
 """
 
@@ -71,9 +72,9 @@ def latent_kernel(
         token, position = start + first + m // HEADS, before + first + m // HEADS
     key, r, p = tl.arange(0, KEYS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     q_at = q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
-    q_latent = tl.load(q_at + r[None, :], mask=present[:, None] & (r < R)[None, :], other=0.0)
-    q_rope = tl.load(q_at + R + p[None, :], mask=present[:, None] & (p < P)[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    q_latent = tl.trans(tl.load(q_at + r[None, :], mask=present[:, None] & (r < R)[None, :], other=0.0))
+    q_rope = tl.trans(tl.load(q_at + R + p[None, :], mask=present[:, None] & (p < P)[None, :], other=0.0))
+    acc = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
@@ -84,21 +85,21 @@ def latent_kernel(
         stored = (j * KEYS + key < kv_len)[:, None]
         latent = tl.load(at + r[None, :], mask=stored & (r < R)[None, :], other=0.0)
         rope = tl.load(at + R + p[None, :], mask=stored & (p < P)[None, :], other=0.0)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores += tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
-        scores = tl.where(position[:, None] >= (j * KEYS + key)[None, :], scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
-        weights, alpha = tl.exp2(scores * scale - m_new[:, None]), tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(weights, axis=1)
-        acc = acc * alpha[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
+        scores = tl.dot(latent, q_latent, input_precision="ieee")
+        scores = tl.dot(rope, q_rope, scores, input_precision="ieee")
+        scores = tl.where(position[None, :] >= (j * KEYS + key)[:, None], scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, axis=0) * scale)
+        weights, alpha = tl.exp2(scores * scale - m_new[None, :]), tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(weights, axis=0)
+        acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc * alpha[None, :], input_precision="ieee")
         m_i = m_new
-    inside = present[:, None] & (r < R)[None, :]
+    inside = present[None, :] & (r < R)[:, None]
     if alone:
-        out_at = out + (token.to(tl.int64) * HEADS + head)[:, None] * R + r[None, :]
-        tl.store(out_at, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=inside)
+        out_at = out + (token.to(tl.int64) * HEADS + head)[None, :] * R + r[:, None]
+        tl.store(out_at, (acc / l_i[None, :]).to(out.dtype.element_ty), mask=inside)
     else:
         entry = pid.to(tl.int64) * HEADS + head
-        tl.store(acc_ptr + entry[:, None] * R + r[None, :], acc, mask=inside)
+        tl.store(acc_ptr + entry[None, :] * R + r[:, None], acc, mask=inside)
         tl.store(l_ptr + entry, l_i, mask=present)
         tl.store(m_ptr + entry, m_i, mask=present)
 

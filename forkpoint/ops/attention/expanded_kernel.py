@@ -1,0 +1,221 @@
+"""Attention of many new tokens of one row to keys and values that were made of latents, in Triton.
+
+Over latents a query and a key meet in R + P dims, and a value has R. Keys and values that are made of them by the
+heads' own matrices have a fraction of these, but each takes a product: it pays where many queries share them. PIECE
+keys are made at a time, whatever the row's length; sums go on from piece to piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.attention.softmax import LOG2_E, LOWEST
+from forkpoint.ops.metadata import AttentionIndex
+
+PIECE = 8192  # keys that are made at once
+QUERIES = 128  # of a program
+
+
+@triton.jit
+def _step(
+    own,
+    shared,
+    acc,
+    l_i,
+    m_i,
+    up_at,
+    latent_at,
+    up_row,
+    latent_row,
+    first,
+    position,
+    num_keys,
+    scale,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    V: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add keys `[first, first + KEYS)` of a piece to the sums; `position` are the queries' in the piece."""
+    key, k, p, v = first + tl.arange(0, KEYS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
+    stored = key < num_keys if MASKED else key >= 0
+    rows = up_at + key[:, None].to(tl.int64) * up_row
+    keys = tl.load(rows + k[None, :], mask=stored[:, None] & (k < K)[None, :], other=0.0)
+    common_at = latent_at + key[:, None] * latent_row + p[None, :]
+    common = tl.load(common_at, mask=stored[:, None] & (p < P)[None, :], other=0.0)
+    values = tl.load(rows + K + v[None, :], mask=stored[:, None] & (v < V)[None, :], other=0.0)
+    scores = tl.dot(own, tl.trans(keys), input_precision="ieee")
+    scores = tl.dot(shared, tl.trans(common), scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(position[:, None] >= key[None, :], scores, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
+    weights, alpha = tl.exp2(scores * scale - m_new[:, None]), tl.exp2(m_i - m_new)
+    l_i = l_i * alpha + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+    return acc, l_i, m_new
+
+
+@triton.jit(do_not_specialize=["num_queries", "before", "num_keys"])
+def _expanded_kernel(
+    own_q,
+    shared_q,
+    up,
+    latent,
+    out,
+    acc_ptr,
+    l_ptr,
+    m_ptr,
+    num_queries,
+    before,
+    num_keys,
+    own_token,
+    own_head,
+    shared_token,
+    shared_head,
+    up_row,
+    latent_row,
+    scale,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    V: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """BLOCK_M queries of one head over a piece of `num_keys` keys, which starts `before` tokens before the queries;
+    `up[., HEADS * (K + V)]` has keys and values, `latent` the part of the key that heads share. The sums go on from
+    the scratch unless it is the FIRST piece, and back to it unless it is the LAST.
+
+    Late tiles, which see the most keys, start first; programs of one head are neighbours.
+    """
+    tiles = tl.cdiv(num_queries, BLOCK_M)
+    pid = tl.program_id(0)
+    head, tile = pid // tiles, tiles - 1 - pid % tiles
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    k, p, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
+    present = query < num_queries
+    own_at = own_q + query[:, None].to(tl.int64) * own_token + head * own_head + k[None, :]
+    own = tl.load(own_at, mask=present[:, None] & (k < K)[None, :], other=0.0)
+    shared_at = shared_q + query[:, None].to(tl.int64) * shared_token + head * shared_head + p[None, :]
+    shared = tl.load(shared_at, mask=present[:, None] & (p < P)[None, :], other=0.0)
+    entry = query.to(tl.int64) * HEADS + head
+    sums_at, in_sums = acc_ptr + entry[:, None] * V + v[None, :], present[:, None] & (v < V)[None, :]
+    if FIRST:
+        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    else:
+        acc = tl.load(sums_at, mask=in_sums, other=0.0)
+        l_i = tl.load(l_ptr + entry, mask=present, other=0.0)
+        m_i = tl.load(m_ptr + entry, mask=present, other=LOWEST)
+    up_at, latent_at = up + head * (K + V), latent
+    position = before + query
+    end = tl.minimum(num_keys, before + tl.minimum((tile + 1) * BLOCK_M, num_queries))
+    full = tl.maximum(0, tl.minimum(num_keys, before + tile * BLOCK_M + 1)) // KEYS * KEYS  # which all queries see
+    for masked in tl.static_range(2):
+        from_key, to_key = 0, full
+        if masked:
+            from_key, to_key = full, end
+        for first in range(from_key, to_key, KEYS):
+            acc, l_i, m_i = _step(
+                own,
+                shared,
+                acc,
+                l_i,
+                m_i,
+                up_at,
+                latent_at,
+                up_row,
+                latent_row,
+                first,
+                position,
+                num_keys,
+                scale,
+                K,
+                P,
+                V,
+                KEYS,
+                BLOCK_K,
+                BLOCK_P,
+                BLOCK_V,
+                masked,
+            )
+    if LAST:
+        out_at = out + entry[:, None] * V + v[None, :]
+        tl.store(out_at, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=in_sums)
+    else:
+        tl.store(sums_at, acc, mask=in_sums)
+        tl.store(l_ptr + entry, l_i, mask=present)
+        tl.store(m_ptr + entry, m_i, mask=present)
+
+
+def latent_prefill(
+    own: Tensor,
+    shared: Tensor,
+    cache: Tensor,
+    rank: int,
+    expand: Callable[[Tensor], Tensor],
+    index: AttentionIndex,
+    row: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """See `forkpoint.ops.table.LatentPrefill`."""
+    num_queries, kv_len = index.query_lens[row], index.host_kv_lens[row]
+    heads, dim, value_dim = own.shape[1], own.shape[2], out.shape[2]
+    assert own.stride(2) == 1 and shared.stride(2) == 1 and out.is_contiguous(), "rows must be dense"
+    block, wide = cache.shape[2], own.dtype == torch.float32
+    block_m = QUERIES // (1 + wide)
+    table = index.block_table.index_select(0, index.table_rows[row : row + 1])[0]
+    entries = num_queries * heads if kv_len > PIECE else 0
+    acc = torch.empty(entries, value_dim, dtype=torch.float32, device=own.device)
+    l_i, m_i = torch.empty(2, entries, dtype=torch.float32, device=own.device)
+    for start in range(0, kv_len, PIECE):
+        end = min(start + PIECE, kv_len)
+        latent = cache.index_select(0, table[start // block : -(-end // block)]).view(-1, cache.shape[3])
+        up = expand(latent[:, :rank])
+        _expanded_kernel[(triton.cdiv(num_queries, block_m) * heads,)](
+            own,
+            shared,
+            up,
+            latent[:, rank:],
+            out,
+            acc,
+            l_i,
+            m_i,
+            num_queries,
+            kv_len - num_queries - start,
+            end - start,
+            *own.stride()[:2],
+            *shared.stride()[:2],
+            up.stride(0),
+            latent.stride(0),
+            scale * LOG2_E,
+            HEADS=heads,
+            K=dim,
+            P=shared.shape[2],
+            V=value_dim,
+            KEYS=64,
+            BLOCK_M=block_m,
+            BLOCK_K=max(16, triton.next_power_of_2(dim)),
+            BLOCK_P=max(16, triton.next_power_of_2(shared.shape[2])),
+            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+            FIRST=start == 0,
+            LAST=end == kv_len,
+            num_warps=8,
+            num_stages=1 if wide else 2,
+        )
