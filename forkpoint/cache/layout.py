@@ -124,7 +124,8 @@ class CacheLayout:
     A page holds either `blocks_per_page` blocks or `slots_per_page` slots. Block `b` starts at byte
     `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`; both strides divide
     `page_bytes`, so every tensor of a layer is one strided view. A layout without attention has
-    `blocks_per_page == 0`, one without states `slots_per_page == 0`.
+    `blocks_per_page == 0`, one without states `slots_per_page == 0`. To attention a block is `kernel_blocks` blocks of
+    `kernel_block_size` tokens, `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -133,6 +134,7 @@ class CacheLayout:
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
+    kernel_block_size: int = 0  # tokens; 0: `block_size`
     kv: tuple[KVSpec, ...] = field(init=False)  # of all layers
     states: tuple[StateSpec, ...] = field(init=False)
     has_kv: bool = field(init=False)
@@ -141,32 +143,51 @@ class CacheLayout:
     slot_bytes: int = field(init=False)  # of one slot, padding apart
     block_stride_bytes: int = field(init=False)
     slot_stride_bytes: int = field(init=False)
+    kernel_blocks: int = field(init=False)  # of a block
+    kernel_block_stride_bytes: int = field(init=False)
 
     @classmethod
-    def create(cls, layers: Sequence[LayerSpec], block_size: int = BLOCK_SIZE, checkpoint_grid: int = 0) -> CacheLayout:
+    def create(
+        cls,
+        layers: Sequence[LayerSpec],
+        block_size: int = BLOCK_SIZE,
+        checkpoint_grid: int = 0,
+        kernel_block_sizes: Sequence[int] = (),
+    ) -> CacheLayout:
         """Pick the smallest page that wastes at most 5 % whichever of the two it holds.
 
-        `checkpoint_grid` 0 means `block_size`; a larger one must be a multiple of it.
+        `checkpoint_grid` 0 means `block_size`; a larger one must be a multiple of it. Kernels read blocks of the first
+        of `kernel_block_sizes` that divides `block_size`, or, if there are none, blocks as they are. Raises
+        ConfigError if none does.
         """
         grid = checkpoint_grid or block_size
         if grid % block_size:
             raise ConfigError(f"checkpoint grid {grid} must be a multiple of the block size {block_size}")
         kv, states = _by_kind(layers)
+        kernel_size = _first_divisor(block_size, kernel_block_sizes)
         blocks, slots, page_bytes = _choose_page(
-            sum(spec.block_bytes(block_size) for spec in kv), sum(spec.slot_bytes for spec in states)
+            sum(spec.block_bytes(kernel_size) for spec in kv),
+            sum(spec.slot_bytes for spec in states),
+            block_size // kernel_size,
         )
-        return cls(tuple(layers), block_size, grid, blocks, slots, page_bytes)
+        return cls(tuple(layers), block_size, grid, blocks, slots, page_bytes, kernel_size)
 
     def __post_init__(self) -> None:
         kv, states = _by_kind(self.layers)
+        kernel_size = self.kernel_block_size or self.block_size
+        kernel_blocks = self.block_size // kernel_size
+        stride = self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0
         found = {
+            "kernel_block_size": kernel_size,
+            "kernel_blocks": kernel_blocks,
+            "kernel_block_stride_bytes": stride // kernel_blocks,
             "kv": kv,
             "states": states,
             "has_kv": self.blocks_per_page > 0,
             "has_states": self.slots_per_page > 0,
-            "block_bytes": sum(spec.block_bytes(self.block_size) for spec in kv),
+            "block_bytes": kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv),
             "slot_bytes": sum(spec.slot_bytes for spec in states),
-            "block_stride_bytes": self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0,
+            "block_stride_bytes": stride,
             "slot_stride_bytes": self.page_bytes // self.slots_per_page if self.slots_per_page else 0,
         }
         for name, value in found.items():
@@ -240,8 +261,19 @@ def _by_kind(layers: Sequence[LayerSpec]) -> tuple[tuple[KVSpec, ...], tuple[Sta
     return tuple(s for s in specs if isinstance(s, KVSpec)), tuple(s for s in specs if isinstance(s, StateSpec))
 
 
-def _choose_page(block_bytes: int, slot_bytes: int) -> tuple[int, int, int]:
-    """(blocks per page, slots per page, page bytes)."""
+def _first_divisor(block_size: int, sizes: Sequence[int]) -> int:
+    fitting = [size for size in sizes if size > 0 and block_size % size == 0]
+    if sizes and not fitting:
+        raise ConfigError(
+            f"the device's attention reads blocks of {' or '.join(map(str, sizes))} tokens; none divides a block of "
+            f"{block_size}"
+        )
+    return fitting[0] if fitting else block_size
+
+
+def _choose_page(kernel_block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
+    """(blocks per page, slots per page, page bytes); a block's stride can be cut into its kernel blocks."""
+    block_bytes = kernel_block_bytes * kernel_blocks
     if not block_bytes and not slot_bytes:
         raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
     if not slot_bytes:
@@ -252,7 +284,7 @@ def _choose_page(block_bytes: int, slot_bytes: int) -> tuple[int, int, int]:
     for slots in range(1, 65):
         exact = slots * slot_bytes / block_bytes
         for blocks in {max(1, math.floor(exact)), max(1, math.ceil(exact))}:
-            unit = ALIGNMENT_BYTES * math.lcm(slots, blocks)
+            unit = ALIGNMENT_BYTES * math.lcm(slots, blocks * kernel_blocks)
             page = -(-max(slots * slot_bytes, blocks * block_bytes) // unit) * unit
             waste = 1 - min(slots * slot_bytes, blocks * block_bytes) / page
             if waste <= MAX_PADDING:

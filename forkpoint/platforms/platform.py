@@ -24,6 +24,7 @@ class DeviceTraits:
     multiplies_fp8: bool = False  # the library, in blocks; and e4m3 widens faster by its bits (PTX)
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here
+    kernel_block_sizes: tuple[int, ...] = ()  # tokens; the first that divides a block is what attention reads at a time
     masks_gathers: bool = True  # a load keeps its mask where the rows that it takes are no straight line
 
 

@@ -26,7 +26,7 @@ class Batch:
         self.vocab_size = vocab_size
         self.platform = platform
         blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
-        self.table = BlockTable(num_rows, blocks, layout.block_size, platform=platform)
+        self.table = BlockTable(num_rows, blocks, layout.block_size, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self._has_kv = layout.has_kv

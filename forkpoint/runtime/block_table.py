@@ -9,35 +9,51 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.errors import BlockTableError
+from forkpoint.ops.attention.dealt import ALL, Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
-from forkpoint.sched.plan import IntArray, Move, MoveKind
+from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
 
 
 class BlockTable:
-    """Rows of block ids, on the host and, as of the last `commit`, on the device."""
+    """Rows of kernel block ids, on the host and, as of the last `commit`, on the device.
+
+    Rows are given block ids. To kernels block `b` is blocks `b * ratio` to `(b + 1) * ratio` of `kernel_block_size`
+    tokens. Where tokens are dealt to ranks a block id stands for as many blocks as there are ranks, one on each; a row
+    holds `max_blocks_per_row` ids.
+    """
 
     def __init__(
-        self, num_rows: int, max_blocks_per_row: int, block_size: int, platform: Platform | None = None
+        self,
+        num_rows: int,
+        max_blocks_per_row: int,
+        block_size: int,
+        platform: Platform | None = None,
+        kernel_block_size: int = 0,
+        deal: Deal = ALL,
     ) -> None:
-        self.num_rows = num_rows
-        self.max_blocks_per_row = max_blocks_per_row
-        self.block_size = block_size
-        self._table = np.zeros((num_rows, max_blocks_per_row), np.int32)
-        self._num_blocks = np.zeros(num_rows, np.int32)
+        """`kernel_block_size` 0 is `block_size`; else it divides that. Raises ConfigError if the deal's interleave does
+        not."""
+        deal.check(block_size)
+        self.num_rows, self.block_size, self.deal = num_rows, block_size, deal
+        self.kernel_block_size = kernel_block_size or block_size
+        self.ratio = block_size // self.kernel_block_size
+        self.max_entries_per_row = max_blocks_per_row * self.ratio
+        self._table = np.zeros((num_rows, self.max_entries_per_row), np.int32)
+        self._num_entries = np.zeros(num_rows, np.int32)
         self._platform = platform or CpuPlatform()
-        self.device = self._platform.mirror(self._table)  # `[num_rows, max_blocks_per_row]` int32, as of `commit`
+        self.device = self._platform.mirror(self._table)  # `[num_rows, max_entries_per_row]` int32, as of `commit`
         self._changed: list[LongArray] = []  # entries, by their place in the flat table, that the device does not know
 
     @property
     def host(self) -> IntArray:
-        """`[num_rows, max_blocks_per_row]` block ids; entries past a row's blocks are 0."""
+        """`[num_rows, max_entries_per_row]` kernel block ids; entries past a row's blocks are 0."""
         return self._table
 
     def num_blocks(self, row: int) -> int:
-        return int(self._num_blocks[row])
+        return int(self._num_entries[row]) // self.ratio
 
     def append(self, rows: IntArray, pointers: IntArray, block_ids: IntArray) -> None:
         """Add blocks `[pointers[i], pointers[i + 1])` of `block_ids` at the end of `rows[i]`; the rows are distinct.
@@ -48,18 +64,23 @@ class BlockTable:
             return
         if not (int(rows.min()) >= 0 and int(rows.max()) < self.num_rows):
             raise BlockTableError(f"a row of {rows.tolist()} is not in a block table of {self.num_rows} rows")
-        counts, starts = np.diff(pointers), self._num_blocks[rows]
+        if self.ratio > 1:
+            entries, pointers = self._split(block_ids), pointers * self.ratio
+        else:
+            entries = block_ids
+        counts, starts = np.diff(pointers), self._num_entries[rows]
         ends = starts + counts
-        if int(ends.max()) > self.max_blocks_per_row:
+        if int(ends.max()) > self.max_entries_per_row:
             i = int(ends.argmax())
             raise BlockTableError(
-                f"row {int(rows[i])} has {int(starts[i])} blocks and was given {int(counts[i])} more; a row holds "
-                f"{self.max_blocks_per_row}; raise max_model_len"
+                f"row {int(rows[i])} has {int(starts[i]) // self.ratio} blocks and was given "
+                f"{int(counts[i]) // self.ratio} more; a row holds {self.max_entries_per_row // self.ratio}; raise "
+                "max_model_len"
             )
-        columns = np.arange(len(block_ids)) + np.repeat(starts - pointers[:-1], counts)
-        places = np.repeat(rows.astype(np.int64) * self.max_blocks_per_row, counts) + columns
-        self._table.reshape(-1)[places] = block_ids
-        self._num_blocks[rows] = ends
+        columns = np.arange(len(entries)) + np.repeat(starts - pointers[:-1], counts)
+        places = np.repeat(rows.astype(np.int64) * self.max_entries_per_row, counts) + columns
+        self._table.reshape(-1)[places] = entries
+        self._num_entries[rows] = ends
         self._changed.append(places)
 
     def add(self, row: int, block_ids: IntArray) -> None:
@@ -69,7 +90,7 @@ class BlockTable:
 
     def clear_row(self, row: int) -> None:
         self._table[row] = 0
-        self._num_blocks[row] = 0
+        self._num_entries[row] = 0
 
     def remap(self, moves: Sequence[Move]) -> None:
         """Follow compaction: every row that names a moved block names its new place.
@@ -84,26 +105,27 @@ class BlockTable:
         origins = {place: origin for place, origin in contents.items() if origin is not None}
         if not origins:
             return
-        used = np.arange(self.max_blocks_per_row) < self._num_blocks[:, None]
-        block_ids = self._table[used]
+        used = np.arange(self.max_entries_per_row) < self._num_entries[:, None]
+        block_ids, within = np.divmod(self._table[used], np.int32(self.ratio))
         places = np.arange(max(int(block_ids.max(initial=0)), *origins.values()) + 1, dtype=np.int32)
         places[list(origins.values())] = list(origins)
-        self._table[used] = places[block_ids]
+        self._table[used] = places[block_ids] * self.ratio + within
         self._changed.append(np.flatnonzero(used))
 
     def kv_slots(self, rows: IntArray, positions: LongArray) -> LongArray:
-        """`[T]` int64: where token `positions[t]` (int64) of row `rows[t]` is kept, in tokens from block 0. Raises
-        BlockTableError for a position past the row's blocks."""
-        entries = positions // self.block_size
-        beyond = entries >= self._num_blocks[rows]
+        """`[T]` int64: where token `positions[t]` (int64) of row `rows[t]` is kept, in tokens from block 0; NO_SLOT for
+        one that another rank keeps. Raises BlockTableError for a position past the row's blocks."""
+        kept = positions if self.deal.num_ranks == 1 else self.deal.places(positions)
+        entries, within = np.divmod(kept, self.kernel_block_size)
+        beyond = entries >= self._num_entries[rows]
         if beyond.any():
             bad = int(np.argmax(beyond))
             raise BlockTableError(
                 f"token {int(positions[bad])} of row {int(rows[bad])} lies past its {self.num_blocks(int(rows[bad]))} "
-                f"blocks of {self.block_size} tokens"
+                f"blocks of {self.block_size * self.deal.num_ranks} tokens"
             )
-        slots: LongArray = self._table[rows, entries].astype(np.int64) * self.block_size + positions % self.block_size
-        return slots
+        slots: LongArray = self._table[rows, entries].astype(np.int64) * self.kernel_block_size + within
+        return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
 
     def commit(self) -> None:
         """Bring all changes so far to the device. There entries past a row's blocks may be of any earlier time."""
@@ -112,3 +134,8 @@ class BlockTable:
             pair = self._platform.upload(np.stack([places, self._table.reshape(-1)[places].astype(np.int64)]))
             self.device.view(-1).index_copy_(0, pair[0], pair[1].int())
         self._changed.clear()
+
+    def _split(self, block_ids: IntArray) -> IntArray:
+        """Their kernel blocks."""
+        split: IntArray = np.add.outer(block_ids * np.int32(self.ratio), np.arange(self.ratio, dtype=np.int32))
+        return split.ravel()

@@ -18,9 +18,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ArenaBuffer:
     """Owns `num_pages * layout.page_bytes` bytes, uninitialised.
 
-    `layers[i]` are the tensors of layer i by name: what it keeps of tokens as `[blocks, heads, block_size, dim]`, what
-    it keeps of sequences as `[slots, *shape]`. All are strided views: a block or slot of one layer is followed by
-    those of the next.
+    `layers[i]` are the tensors of layer i by name: what it keeps of tokens as `[blocks, heads, block_size, dim]` of
+    kernel blocks (those of block b are `b * kernel_blocks` and on), what it keeps of sequences as `[slots, *shape]`.
+    All are strided views: a block or slot of one layer is followed by those of the next.
     """
 
     def __init__(self, layout: CacheLayout, num_pages: int, device: torch.device | None = None) -> None:
@@ -41,11 +41,13 @@ class ArenaBuffer:
 
     def move(self, moves: Sequence[Move]) -> int:
         """Copy whole blocks and slots, in order. Returns the bytes moved."""
-        moved_bytes = 0
+        moved_bytes, layout = 0, self.layout
         for move in moves:
             is_block = move.kind is MoveKind.BLOCK
-            stride = self.layout.block_stride_bytes if is_block else self.layout.slot_stride_bytes
-            size = self.layout.block_bytes if is_block else self.layout.slot_bytes
+            stride = layout.block_stride_bytes if is_block else layout.slot_stride_bytes
+            size = layout.slot_bytes
+            if is_block:  # with the gaps between kernel blocks
+                size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
             src, dst = move.src * stride, move.dst * stride
             self.data[dst : dst + size].copy_(self.data[src : src + size])
             moved_bytes += size
@@ -59,7 +61,7 @@ class ArenaBuffer:
                 for tensor in spec.tensors:
                     if isinstance(spec, KVSpec):
                         view = self._block_view(tensor, block_offset)
-                        block_offset += tensor.num_bytes(layout.block_size)
+                        block_offset += tensor.num_bytes(layout.kernel_block_size)
                         self.block_views.append(view)
                     else:
                         place = (self.num_slots, layout.slot_stride_bytes, slot_offset)
@@ -70,9 +72,9 @@ class ArenaBuffer:
             yield views
 
     def _block_view(self, tensor: TensorSpec, offset_bytes: int) -> Tensor:
-        heads, dim = tensor.shape
-        shape = (heads, self.layout.block_size, dim)
-        return self._view(shape, tensor.dtype, self.num_blocks, self.layout.block_stride_bytes, offset_bytes)
+        (heads, dim), layout = tensor.shape, self.layout
+        shape, count = (heads, layout.kernel_block_size, dim), self.num_blocks * layout.kernel_blocks
+        return self._view(shape, tensor.dtype, count, layout.kernel_block_stride_bytes, offset_bytes)
 
     def _view(self, shape: tuple[int, ...], dtype: str, count: int, stride_bytes: int, offset_bytes: int) -> Tensor:
         """`[count, *shape]`, each entry contiguous, entry `i` at byte `i * stride_bytes + offset_bytes`."""

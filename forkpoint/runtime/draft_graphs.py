@@ -55,7 +55,7 @@ class DraftGraphs:
     ) -> None:
         """For at most `most` drafts of a row; `steps` are those that verify them."""
         self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
-        self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.block_size)
+        self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
         num_rows = batch.table.num_rows
         self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
         steps = [step for step in steps if step.num_verified and not step.num_segments]
@@ -121,7 +121,7 @@ class DraftGraphs:
     def _padding(self, shape: _Shape) -> Arrays:
         none = np.empty(0, np.int32)
         arrays = self._arrays(shape, none, none, none, none, none)
-        most = self._splits.most(shape.num_rows, self._batch.table.max_blocks_per_row)
+        most = self._splits.most(shape.num_rows, self._batch.table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 

@@ -25,7 +25,7 @@ class ModelDrafts:
     def __init__(self, model: Model, batch: Batch, records: DraftRecords, platform: Platform) -> None:
         self._model, self._batch, self._records, self._platform = model, batch, records, platform
         self._layer = len(model.config.layers)
-        self._splits = None if platform.shares_memory else KeySplits(batch.table.block_size)
+        self._splits = None if platform.shares_memory else KeySplits(batch.table.kernel_block_size)
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
         """The plan with ids for all drafts."""

@@ -295,5 +295,5 @@ class ModelRunner:
 def _splits(layout: CacheLayout, deterministic: bool, device: torch.device) -> KeySplits:
     """Rows of a small batch are split into more parts, unless their bits must not depend on the batch."""
     if deterministic or not layout.has_kv:
-        return KeySplits(layout.block_size)
-    return KeySplits(layout.block_size, max(1, traits_of(device).num_decode_programs // layout.kv[0].num_heads))
+        return KeySplits(layout.kernel_block_size)
+    return KeySplits(layout.kernel_block_size, max(1, traits_of(device).num_decode_programs // layout.kv[0].num_heads))

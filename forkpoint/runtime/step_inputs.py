@@ -84,7 +84,7 @@ class StepBuilder:
 
     def most_parts(self, num_decodes: int) -> int:
         """Entries of `parts` that a step of so many decode rows can need."""
-        return 0 if self._splits is None else self._splits.most(num_decodes, self._table.max_blocks_per_row)
+        return 0 if self._splits is None else self._splits.most(num_decodes, self._table.max_entries_per_row)
 
     def build(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Arrays:
         """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`."""

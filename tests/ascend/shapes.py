@@ -20,8 +20,10 @@ from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.triton_table import triton_table
+from forkpoint.platforms.npu import KERNEL_BLOCK_SIZES
 
-SPLITS = KeySplits(64, 32)
+BLOCK = KERNEL_BLOCK_SIZES[0]
+SPLITS = KeySplits(BLOCK, 32)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _elementwise(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     table = torch.zeros(40, 40, dtype=torch.int32)
-    keys = s.empty(41, s.kv_heads, 64, s.dim)
+    keys = s.empty(41, s.kv_heads, BLOCK, s.dim)
     slots, positions = torch.arange(3), torch.zeros(3, dtype=torch.int64)
     q, k = s.empty(3, s.heads, s.dim), s.empty(3, s.kv_heads, s.dim)
     norm = QKNorm(s.empty(s.dim, dtype=FP32), s.empty(s.dim, dtype=FP32), 1e-6)
@@ -130,7 +132,7 @@ def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
         if s.latent is not None and window is None:
             rank, turned = s.latent
-            cache, wide = s.empty(41, 1, 64, rank + turned), s.empty(count, s.heads, rank + turned)
+            cache, wide = s.empty(41, 1, BLOCK, rank + turned), s.empty(count, s.heads, rank + turned)
             yield (
                 f"latent attention {name}",
                 lambda i=index, c=cache, q=wide, r=rank: ops.paged_attention(q, c, c[..., :r], i, 0.1, None),
@@ -141,7 +143,7 @@ def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         weight, turn, cache = (
             s.empty(rank, dtype=FP32),
             s.empty(64, turned, dtype=FP32),
-            s.empty(8, 1, 64, rank + turned),
+            s.empty(8, 1, BLOCK, rank + turned),
         )
         for c in (turn, None):
             yield "latent_write", lambda c=c: ops.latent_write(rope, latent, weight, 1e-6, c, positions, cache, slots)

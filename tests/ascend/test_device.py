@@ -109,6 +109,7 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     ops = triton_ops()
     model = tiny_hybrid(tmp_path, ops, 1, 1, torch.device("npu", 0))
     driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(2, 0, 0)])
+    assert driver.runner.batch.table.kernel_block_size == 32  # half of a block
     fake_npu.counted()
     driver.runner.record_graphs()
     got = _prefill_and_decode(driver)

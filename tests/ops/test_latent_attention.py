@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.attention import expanded_kernel
 from forkpoint.ops.cpu.table import cpp_table
-from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from tests.ops.cpu_table import build
@@ -29,23 +29,26 @@ def ops(request: pytest.FixtureRequest) -> OpTable:
 class Batch:
     """Rows of latents in scattered blocks, NaN around them; row r's last `queries[r]` tokens ask."""
 
-    def __init__(self, kv_lens: list[int], queries: list[int], decodes: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kv_lens: list[int], queries: list[int], decodes: int, dtype: torch.dtype, block: int = 64
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        widths = [-(-n // 64) for n in kv_lens]
+        widths = [-(-n // block) for n in kv_lens]
         order = torch.randperm(sum(widths) + 2, generator=generator).tolist()
         table = [[order.pop() for _ in range(width)] for width in widths]
-        size = 64 * (RANK + SHARED)
+        size = block * (RANK + SHARED)
         wide = torch.full((sum(widths) + 2, size + 24), float("nan"), dtype=dtype, device=DEVICE)
-        self.cache = wide[:, 8 : 8 + size].view(-1, 1, 64, RANK + SHARED)
+        self.cache = wide[:, 8 : 8 + size].view(-1, 1, block, RANK + SHARED)
         self.rows = [torch.randn(n, RANK + SHARED, generator=generator).to(DEVICE, dtype) for n in kv_lens]
         for own, blocks in zip(self.rows, table, strict=True):
-            for i, block in enumerate(blocks):
-                part = own[64 * i : 64 * i + 64]
-                self.cache[block, 0, : len(part)] = part
+            for i, place in enumerate(blocks):
+                part = own[block * i : block * i + block]
+                self.cache[place, 0, : len(part)] = part
         self.q = torch.randn(sum(queries), HEADS, RANK + SHARED, generator=generator).to(DEVICE, dtype)
         padded = torch.tensor([row + [-1] * (max(widths) - len(row)) for row in table], dtype=torch.int32)
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-        self.index = AttentionIndex.create(queries, kv_lens, padded.to(DEVICE), none, decodes)
+        splits = KeySplits(block)
+        self.index = AttentionIndex.create(queries, kv_lens, padded.to(DEVICE), none, decodes, splits=splits)
 
     def run(self, ops: OpTable, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q
@@ -98,6 +101,13 @@ def test_expanded_against_plain_softmax(dtype: torch.dtype, monkeypatch: pytest.
         weights = (scores * scale).masked_fill(hidden, float("-inf")).softmax(-1)
         want = torch.einsum("hqk,khd->qhd", weights, made[..., dim:])
         assert relative_error(out[at], want) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_blocks_of_another_size(name: str) -> None:
+    batch = Batch([200, 70], [1, 60], 1, torch.float32, 32)
+    got = batch.run(triton_ops() if name == "triton" else torch_table())
+    assert relative_error(got, batch.plain()) <= BOUND[torch.float32]
 
 
 def test_fixed_tables_do_not_see_the_chunking() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.kernel import FEW, MANY, MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
-from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork
+from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
 
 OURS = triton_ops()
@@ -29,10 +29,18 @@ class Heads:
 class Batch:
     """Rows of random keys and values in scattered blocks; row r's last `queries[r]` tokens ask."""
 
-    def __init__(self, kv_lens: list[int], queries: list[int], decodes: int, heads: Heads, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        kv_lens: list[int],
+        queries: list[int],
+        decodes: int,
+        heads: Heads,
+        dtype: torch.dtype,
+        block: int = 64,
+    ) -> None:
         torch.manual_seed(0)
-        self.heads = heads
-        widths = [-(-n // 64) for n in kv_lens]
+        self.heads, self.block = heads, block
+        widths = [-(-n // block) for n in kv_lens]
         order = torch.randperm(sum(widths) + 3).tolist()
         table = [[order.pop() for _ in range(width)] for width in widths]
         # NaN where nothing was stored, and behind each block.
@@ -42,11 +50,11 @@ class Batch:
         self.q = torch.randn(sum(queries), heads.queries, heads.dim).to(DEVICE, dtype)
         self.gate = torch.randn(sum(queries), heads.queries * heads.value_dim + 8).to(DEVICE, dtype)[:, 8:]
         for row, length in enumerate(kv_lens):
-            for i, block in enumerate(table[row]):
-                part = slice(64 * i, min(64 * i + 64, length))
+            for i, place in enumerate(table[row]):
+                part = slice(block * i, min(block * i + block, length))
                 count = part.stop - part.start
-                self.k_cache[block, :, :count] = self.k[row][part].transpose(0, 1)
-                self.v_cache[block, :, :count] = self.v[row][part].transpose(0, 1)
+                self.k_cache[place, :, :count] = self.k[row][part].transpose(0, 1)
+                self.v_cache[place, :, :count] = self.v[row][part].transpose(0, 1)
         padded = [row + [-1] * (max(widths) - len(row)) for row in table]
         lines = torch.randperm(len(padded))  # the table's lines stand in another order than the rows
         self.table = torch.tensor(padded, dtype=torch.int32)[lines].to(DEVICE)
@@ -54,13 +62,14 @@ class Batch:
         self.index = self.index_of(range(len(kv_lens)), queries, kv_lens, decodes)
 
     def _cache(self, blocks: int, dim: int, dtype: torch.dtype) -> Tensor:
-        size = self.heads.keys * 64 * dim
+        size = self.heads.keys * self.block * dim
         wide = torch.full((blocks, size + 48), float("nan"), dtype=dtype, device=DEVICE)
-        return wide[:, 16 : 16 + size].view(blocks, self.heads.keys, 64, dim)
+        return wide[:, 16 : 16 + size].view(blocks, self.heads.keys, self.block, dim)
 
     def index_of(self, rows: range | list[int], queries: list[int], kv_lens: list[int], decodes: int) -> AttentionIndex:
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-        return AttentionIndex.create(queries, kv_lens, self.table, none, decodes, [self.lines[row] for row in rows])
+        lines, splits = [self.lines[row] for row in rows], KeySplits(self.block)
+        return AttentionIndex.create(queries, kv_lens, self.table, none, decodes, lines, splits)
 
     def run(self, window: int | None, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q
@@ -132,6 +141,11 @@ def test_against_plain_softmax(heads: Heads, window: int | None, dtype: torch.dt
     batch = Batch([1, 600, 64, 330, 100], [1, 1, 1, 37, 100], 3, heads, dtype)
     got = batch.run(window)
     assert got.dtype == dtype and relative_error(got, batch.plain(window)) <= BOUND[dtype]
+
+
+def test_blocks_of_another_size() -> None:
+    batch = Batch([33, 100, 60], [1, 1, 40], 2, SMALL, torch.float32, 32)
+    assert relative_error(batch.run(40), batch.plain(40)) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("heads", sized([Heads(8, 1, 16, 16)], []))

@@ -17,6 +17,7 @@ from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
+from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, StepResult
 from tests.plans import Row, decode, plan_of
@@ -85,7 +86,9 @@ class Driver:
         max_model_len: int = 1024,
         **options: Any,
     ) -> Driver:
-        layout = CacheLayout.create(model.layer_specs)
+        platform = options.get("platform", CpuPlatform())
+        sizes = platform.traits(platform.device).kernel_block_sizes
+        layout = CacheLayout.create(model.layer_specs, kernel_block_sizes=sizes)
         runner = ModelRunner(
             model,
             ops or torch_table(),

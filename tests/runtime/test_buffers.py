@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec, StateSpec, TensorSpec
+from forkpoint.errors import ConfigError
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.sched.plan import Move, MoveKind
 from tests.cache.shapes import state
@@ -35,13 +36,16 @@ LAYERS: dict[str, LayerSpec] = {
 NUMBER = {name: index for index, name in enumerate(LAYERS)}
 
 
-@pytest.fixture
-def arena() -> ArenaBuffer:
-    return ArenaBuffer(CacheLayout.create(list(LAYERS.values())), 5)
+@pytest.fixture(params=[(), (48, 16, 32)], ids=["", "kernel blocks"])
+def arena(request: pytest.FixtureRequest) -> ArenaBuffer:
+    return ArenaBuffer(CacheLayout.create(list(LAYERS.values()), kernel_block_sizes=request.param), 5)
 
 
 def views(arena: ArenaBuffer, kind: MoveKind) -> list[torch.Tensor]:
-    return arena.block_views if kind is MoveKind.BLOCK else arena.slot_views
+    """By block or slot; a block's kernel blocks in a row."""
+    if kind is MoveKind.SLOT:
+        return arena.slot_views
+    return [view.unflatten(0, (arena.num_blocks, arena.layout.kernel_blocks)) for view in arena.block_views]
 
 
 def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
@@ -51,8 +55,10 @@ def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
         for tensor, is_of_tokens in declared:
             view, (first, *rest) = cache[tensor.name], tensor.shape
             if is_of_tokens:
-                assert view.shape == (arena.num_blocks, first, 64, *rest)
-                assert view.stride(0) * view.element_size() == arena.layout.block_stride_bytes
+                size, count = arena.layout.kernel_block_size, arena.layout.kernel_blocks
+                assert size * count == 64 and count in (1, 4)
+                assert view.shape == (arena.num_blocks * count, first, size, *rest)
+                assert view.stride(0) * view.element_size() * count == arena.layout.block_stride_bytes
             else:
                 assert view.shape == (arena.num_slots, *tensor.shape)
                 assert view.stride(0) * view.element_size() == arena.layout.slot_stride_bytes
@@ -60,13 +66,14 @@ def test_layers_see_what_they_declare(arena: ArenaBuffer) -> None:
 
 
 def test_layers_lie_behind_each_other(arena: ArenaBuffer) -> None:
-    base, block, slot = arena.data.data_ptr(), arena.layout.block_stride_bytes, arena.layout.slot_stride_bytes
+    layout, base = arena.layout, arena.data.data_ptr()
+    block, slot, size = layout.kernel_block_stride_bytes, layout.slot_stride_bytes, layout.kernel_block_size
     attention, mla, parallel = (arena.layers[NUMBER[name]] for name in ("attention", "mla", "parallel"))
-    keys = KEYS.tensors[0].num_bytes(64)
+    keys = KEYS.tensors[0].num_bytes(size)
     assert attention["v"][2].data_ptr() == base + 2 * block + keys
-    assert mla["latent"][1].data_ptr() == base + block + KEYS.block_bytes(64)
+    assert mla["latent"][1].data_ptr() == base + block + KEYS.block_bytes(size)
     assert parallel["k"][1].data_ptr() == base + block + sum(
-        spec.block_bytes(64) for spec in (KEYS, LATENT, KEYS.in_fp8())
+        spec.block_bytes(size) for spec in (KEYS, LATENT, KEYS.in_fp8())
     )
     delta, short, mamba = (arena.layers[NUMBER[name]] for name in ("delta rule", "short convolution", "mamba-1"))
     (spec,) = LAYERS["delta rule"]
@@ -74,8 +81,8 @@ def test_layers_lie_behind_each_other(arena: ArenaBuffer) -> None:
     assert delta["matrix"][3].data_ptr() == base + 3 * slot + spec.tensors[0].num_bytes()
     assert short["conv"][0].data_ptr() == base + spec.slot_bytes
     assert mamba["conv"][1].data_ptr() == base + slot + spec.slot_bytes + WINDOW.slot_bytes
-    assert arena.layout.slot_bytes == sum(spec.slot_bytes for spec in arena.layout.states)
-    assert arena.layout.block_bytes == sum(spec.block_bytes(64) for spec in arena.layout.kv)
+    assert layout.slot_bytes == sum(spec.slot_bytes for spec in layout.states)
+    assert layout.block_bytes == sum(spec.block_bytes(64) for spec in layout.kv)
 
 
 @pytest.mark.parametrize("kind", list(MoveKind))
@@ -96,7 +103,10 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
     for view in own:
         view.copy_(torch.randn(view.shape, generator=generator))
     before = [view.clone() for view in own]
-    size = arena.layout.block_bytes if kind is MoveKind.BLOCK else arena.layout.slot_bytes
+    layout, size = arena.layout, arena.layout.slot_bytes
+    if kind is MoveKind.BLOCK:  # up to the end of its last kernel block
+        size = layout.block_stride_bytes - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
+        assert size == layout.block_bytes or layout.kernel_blocks > 1
     assert arena.move([Move(kind, 1, 3), Move(kind, 2, 1)]) == 2 * size
     for old, view in zip(before, own, strict=True):
         assert torch.equal(view[3], old[1])
@@ -111,3 +121,8 @@ def test_layouts_of_one_kind() -> None:
     assert only_kv.layers[1] == {}
     only_states = ArenaBuffer(CacheLayout.create([LAYERS["mamba-1"], (WINDOW,)]), 3)
     assert only_states.block_views == [] and only_states.num_blocks == 0 and only_states.num_slots == 3
+
+
+def test_a_size_that_divides_no_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="blocks of 128 or 48 tokens; none divides a block of 64"):
+        CacheLayout.create([(KEYS,)], kernel_block_sizes=(128, 48))

@@ -1,4 +1,4 @@
-"""Paged attention in Triton over 64-token blocks.
+"""Paged attention in Triton.
 
 Query rows of one key head are the rows of one product (GQA). Prefill takes tiles of queries; decode takes parts of a
 row's keys and puts them together in a second launch, as prefill does where its tiles alone would leave most of the
@@ -230,7 +230,7 @@ class PagedAttention:
         return out
 
     def _latent(self, q: Tensor, cache: Tensor, rank: int, index: AttentionIndex, scale: float) -> Tensor:
-        """All heads of `q[T, H, R + P]` over one latent of each token, `cache[P, 1, 64, R + P]` -> `[T, H, R]`."""
+        """All heads of `q[T, H, R + P]` over one latent of each token, `cache[P, 1, block, R + P]` -> `[T, H, R]`."""
         tokens, heads, dim = q.shape
         work, wide, options = index.work, q.dtype == torch.float32, overlap(q.device, q.shape[0])
         assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1 and work is not None
@@ -242,6 +242,8 @@ class PagedAttention:
         row_block = max(16, triton.next_power_of_2(heads))
         for decode, programs, rows in ((True, num_parts, row_block), (False, num_tiles * subs, block_m)):
             if programs:
+                # What on-chip memory has room for.
+                keys = LATENT_KEYS // 2 if wide or rows > LATENT_ROWS else LATENT_KEYS
                 latent_kernel[(programs,)](
                     q,
                     cache,
@@ -264,14 +266,13 @@ class PagedAttention:
                     R=rank,
                     P=dim - rank,
                     BLOCK=cache.shape[2],
-                    KEYS=LATENT_KEYS // 2
-                    if wide or rows > LATENT_ROWS
-                    else LATENT_KEYS,  # what memory there is room for
+                    KEYS=min(keys, cache.shape[2]),
                     BLOCK_M=rows,
                     BLOCK_R=max(16, triton.next_power_of_2(rank)),
                     BLOCK_P=max(16, triton.next_power_of_2(dim - rank)),
                     QUERIES=queries,
                     SUBS=subs,
+                    TOKENS=TILE,
                     DECODE=decode,
                     **options,
                     num_warps=8,

@@ -47,6 +47,7 @@ def latent_kernel(
     BLOCK_P: tl.constexpr,
     QUERIES: tl.constexpr,
     SUBS: tl.constexpr,
+    TOKENS: tl.constexpr,
     DECODE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -63,7 +64,7 @@ def latent_kernel(
         head, present, token, position = m, m < HEADS, m * 0 + row, m * 0 + kv_len - 1
     else:
         row, first, last, start, before, low, end = _place(
-            items, cu_queries, kv_lens, pid // SUBS, pid % SUBS, 0, QUERIES, BLOCK, BLOCK, False
+            items, cu_queries, kv_lens, pid // SUBS, pid % SUBS, 0, QUERIES, TOKENS, BLOCK, False
         )
         if first >= last:
             return
