@@ -98,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path, help="the config.json of a model of the hub")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of the arena")
     parser.add_argument("--profile", default="", help="kernels of: cold, warm, or numbers of rows; with commas")
     parser.add_argument("--commit", default="", help="what to print as the commit where there is no repository")
     return parser
@@ -112,10 +113,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{args.config.stem}: {torch.cuda.get_device_name()}, {versions}")
     print(f"ceilings: copy {copy / 1e12:.2f} TB/s, matrix product {product / 1e12:.0f} TFLOP/s", flush=True)
     options: dict[str, Any] = engine_options("auto", enforce_eager=False, quantization=args.quantization)
+    options |= {"max_num_seqs": MAX_SEQS, "kv_cache_memory_bytes": args.kv_cache_memory_bytes}
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(args.config, Path(folder) / "config.json")
         floors, began = Floors(Path(folder), copy, product), time.perf_counter()
-        with LLM(folder, **options, max_num_seqs=MAX_SEQS) as llm:
+        with LLM(folder, **options) as llm:
             print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
             client, began = Client(llm, NUM_IDS), time.perf_counter()
             warm_up(client, sizes)

@@ -40,7 +40,7 @@ OWN, VALUE = 128, 128  # dims of a head's key and value before they are moved to
 WIDTH, TOKENS = 4, 8192
 ROWS = (1, 32, 128)
 LATENTS = ((1, 16384), (32, 4096), (128, 1024), (128, 4096))
-QUERIES = ((8192, 8192), (1024, 16384))
+QUERIES = ((128, 16384), (512, 16384), (8192, 8192), (8192, 16384))
 SPLITS = KeySplits(wanted=DeviceTraits().num_decode_programs)
 
 
@@ -132,6 +132,29 @@ def latents(rows: int, queries: int, length: int) -> Case:
     return Case(f"latent attention, {rows} x {queries} at {length}", moved, flops, make)
 
 
+def made_latents(queries: int, length: int) -> Case:
+    """The same of one row, with keys and values that are made of the latents; the making counts."""
+    assert OPS.latent_prefill is not None
+    attend, blocks, width = OPS.latent_prefill, -(-length // 64), HEADS * (OWN + VALUE)
+
+    def make() -> list[Call]:
+        cache, packed = randn(blocks, 1, 64, RANK + SHARED), OPS.prepare_linear(randn(width, RANK), None)
+        table, none = torch.randperm(blocks, device=DEVICE).int().view(1, -1), torch.empty(0, dtype=torch.int64)
+        index = AttentionIndex.create([queries], [length], table, none, splits=SPLITS)
+        own, shared = randn(queries, HEADS, OWN), randn(queries, HEADS, SHARED)
+        out, scale = randn(queries, HEADS, VALUE), (OWN + SHARED) ** -0.5
+
+        def expand(latent: Tensor) -> Tensor:
+            return OPS.linear(latent, packed)
+
+        return [lambda: attend(own, shared, cache, RANK, expand, index, 0, scale, out)]
+
+    pairs = queries * (length - queries) + queries * (queries + 1) / 2
+    flops = 2 * (pairs * HEADS * (OWN + SHARED + VALUE) + length * RANK * width)
+    moved = 2 * (length * (RANK + SHARED) + queries * HEADS * (OWN + SHARED + VALUE))
+    return Case(f"made of latents, 1 x {queries} at {length}", moved, flops, make)
+
+
 def steps() -> Iterator[Case]:
     for rows in ROWS:
         yield recurrence_step("Mamba-2 step", SSD, rows)
@@ -141,7 +164,9 @@ def steps() -> Iterator[Case]:
         yield scan_step(rows)
         yield conv_step("its window, Mamba-1", CHANNELS, rows)
     yield from (latents(rows, 1, length) for rows, length in LATENTS)
-    yield from (latents(1, queries, length) for queries, length in QUERIES)
+    for queries, length in QUERIES:
+        yield latents(1, queries, length)
+        yield made_latents(queries, length)
 
 
 def recurrence_pair(spec: Recurrence, peer: Callable[..., Tensor]) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
