@@ -94,13 +94,13 @@ def latent_kernel(
         l_i = l_i * alpha + tl.sum(weights, axis=0)
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc * alpha[None, :], input_precision="ieee")
         m_i = m_new
-    inside = present[None, :] & (r < R)[:, None]
+    inside = present[:, None] & (r < R)[None, :]
     if alone:
-        out_at = out + (token.to(tl.int64) * HEADS + head)[None, :] * R + r[:, None]
-        tl.store(out_at, (acc / l_i[None, :]).to(out.dtype.element_ty), mask=inside)
+        out_at = out + (token.to(tl.int64) * HEADS + head)[:, None] * R + r[None, :]
+        tl.store(out_at, tl.trans(acc / l_i[None, :]).to(out.dtype.element_ty), mask=inside)
     else:
         entry = pid.to(tl.int64) * HEADS + head
-        tl.store(acc_ptr + entry[None, :] * R + r[:, None], acc, mask=inside)
+        tl.store(acc_ptr + entry[:, None] * R + r[None, :], tl.trans(acc), mask=inside)
         tl.store(l_ptr + entry, l_i, mask=present)
         tl.store(m_ptr + entry, m_i, mask=present)
 
