@@ -8,14 +8,17 @@ import numpy as np
 
 from forkpoint.cache.lease import Lease
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import IntArray
+from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
 from tests.hash_grammar import HashGrammar
 from tests.hash_runner import HashRunner
 
+AHEAD = 0.95
+
 
 class HashDrafter(Drafter):
-    """Up to `most` drafts for a row at a time, each right with `chance`; what follows a wrong one is right again."""
+    """Up to `most` drafts for a row at a time, each right with `chance`; what follows a wrong one is right again. Most
+    rows go ahead, often with drafts that the runner makes."""
 
     def __init__(self, runner: HashRunner, most: int, chance: float, seed: int = 0) -> None:
         self._runner, self._most, self._chance = runner, most, chance
@@ -37,3 +40,9 @@ class HashDrafter(Drafter):
             for token in outputs[first : first + count]
         ]
         return np.asarray(drafts, np.int32) if drafts else None
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return self._random.random() < AHEAD
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
+        return np.full(min(most, self._random.randint(0, self._most)), TO_DRAFT, np.int32)

@@ -9,6 +9,7 @@ as soon as a plan breaks a rule of docs/architecture.md or reads anything but it
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, AddedRow, MoveKind, StepPlan, StepResult
+from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, MoveKind, StepPlan, StepResult
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_rows import HashRow, HashWork
 from tests.hash_step import InjectedFailure, PendingStep, PlanViolation
@@ -46,6 +47,9 @@ class HashRunner:
     num_tokens: int = 0  # entered the model so far
     num_steps: int = 0
     num_confirmed_drafts: int = 0
+    num_ahead: int = 0  # rows that were planned before their last result was known
+    draft_chance: float = 0.6  # that a draft which a plan leaves to the runner is right
+    random: random.Random = field(default_factory=lambda: random.Random(0))
     closed: bool = False
     _rows: dict[int, HashRow] = field(default_factory=dict)
     _failed: bool = False
@@ -96,6 +100,7 @@ class HashRunner:
         failed = [work.row for work in sampled if self._rows[work.row].added.request_id in broken]
         self.num_tokens += plan.num_tokens
         self.num_steps += 1
+        self.num_ahead += int(plan.rows.ahead.sum())
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
@@ -216,10 +221,11 @@ class HashRunner:
         """Give rows their new blocks; one by one what they compute."""
         rows, works, first = plan.rows, list[HashWork](), 0
         blocks, positions, slots = rows.new_blocks.tolist(), rows.save_positions.tolist(), rows.save_slots.tolist()
-        extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts)
+        extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts, rows.ahead)
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
-        for i, (row, start, count, drafts, read, write, samples) in enumerate(zip(*columns, strict=True)):
+        for i, (row, start, count, drafts, ahead, read, write, samples) in enumerate(zip(*columns, strict=True)):
             state = self._row(plan.step, row)
+            start = self._caught_up(plan.step, state, start) if ahead else start
             own = slice(*rows.block_ptr[i : i + 2].tolist())
             self._append_blocks(plan.step, row, blocks[own])
             own = slice(*rows.save_ptr[i : i + 2].tolist())
@@ -232,13 +238,36 @@ class HashRunner:
         self._require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
         return works
 
+    def _caught_up(self, step: int, state: HashRow, start: int) -> int:
+        """Where a row starts that was planned before its last result was known."""
+        size, last = self.layout.block_size, state.last_start
+        inside = self._failed or (last is not None and last // size == start // size)
+        self._require(inside, step, f"plans a row ahead to {start} over the end of a block; its last step: {last}")
+        return start - state.missed
+
+    def _guess(self, state: HashRow, count: int) -> list[int]:
+        """What a row will put out next, each token right with `draft_chance`."""
+        known, guesses = len(state.ids), list[int]()
+        self._hasher.reserve(known + count + 1)
+        roll, weights = int(state.rolls[known]), self._hasher.weights
+        digest = int((state.rolls[1 : known + 1] * weights[:known]).sum(dtype=np.uint64))
+        for position in range(known, known + count):
+            seen = (roll if self.layout.has_states else 0, digest if self.layout.has_kv else 0)
+            token = self._hasher.next_token(*seen, state.seed)
+            roll = self._hasher.extend(roll, token)
+            digest = (digest + roll * int(weights[position])) & MASK
+            wrong = self.random.random() >= self.draft_chance
+            guesses.append((token + 1) % self.vocab_size if wrong else token)
+        return guesses
+
     def _tokens(self, step: int, state: HashRow, start: int, tokens: list[int]) -> list[int]:
         """The ids that a row computes; the last id that it sampled is not named."""
         if tokens[:1] == [LAST_SAMPLED] and not self._failed:
             last = state.has_sampled and start == len(state.ids) - 1
             where = f"computes token {start} of a row from its last sampled id"
             self._require(last, step, f"{where}, which is at {len(state.ids) - 1} or unsampled")
-            return [state.ids[start], *tokens[1:]]
+            drafts = tokens[1:]
+            return [state.ids[start], *(self._guess(state, len(drafts)) if TO_DRAFT in drafts else drafts)]
         return tokens
 
     def _check(self, plan: StepPlan, works: list[HashWork]) -> None:
@@ -430,6 +459,7 @@ class HashRunner:
             if token != draft:
                 break
         state.has_sampled = True
+        state.missed = 1 + len(work.drafts) - len(tokens)
         return tokens
 
     def _require(self, ok: bool, step: int | None, message: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_9b.measures import Ids
 from benchmarks.gpu_9b.options import engine_options
@@ -53,22 +54,28 @@ class SyntheticDrafter(Drafter):
         answer = self._known.get(tuple(request.prompt_token_ids.tolist()))
         if answer is None:
             return np.full(count, TO_DRAFT if self._by_model else 7, np.int32)
-        right = np.asarray(answer[first : first + count], np.int32)
+        right = np.asarray(answer[first:][:count], np.int32)
         wrong = self._random.random() >= np.asarray(self._rates[: len(right)])
         return np.where(wrong, (right + 1) % self._vocab_size, right).astype(np.int32)
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return self._by_model
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray:
+        return np.full(min(most, len(self._rates)), TO_DRAFT, np.int32)
 
 
 class SyntheticWindows(Windows):
     """Drafts count by chance, whatever was sampled."""
 
-    random = np.random.default_rng(0)
+    rates = RATES
 
-    def confirm(self, token_ids: IntArray) -> tuple[IntArray, IntArray]:
-        draws = self.random.random((len(self.sizes), 1))
-        right = (draws < np.asarray(RATES)).sum(1) if len(RATES) else 0
-        counts = (1 + np.minimum(right, self.sizes - 1)).astype(np.int32)
-        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return (np.repeat(self.starts, counts) + offsets).astype(np.int32), counts
+    def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
+        sizes = torch.diff(starts, append=torch.full_like(starts[:1], len(drafts)))
+        draws, counts = torch.rand(len(sizes), device=starts.device), torch.ones_like(starts)
+        for rate in self.rates:
+            counts += draws < rate
+        return torch.minimum(counts, sizes)
 
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:

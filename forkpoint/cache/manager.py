@@ -257,10 +257,10 @@ class CacheManager:
         """The result is known of a step that took the lease to so many tokens; it may have jumped further since."""
         lease.num_confirmed = max(lease.num_confirmed, end)
 
-    def reject(self, lease: Lease, num_confirmed: int, num_rejected: int) -> None:
-        """A result confirmed `num_confirmed` tokens of a row with drafts, which has no other step in flight."""
-        lease.num_last = num_confirmed
+    def reject(self, lease: Lease, num_rejected: int, num_last: int) -> None:
+        """A result did not confirm `num_rejected` tokens that were planned; the row's last step did `num_last`."""
         lease.num_planned -= num_rejected
+        lease.num_last = num_last
 
     def finish_plan(self) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
         """The plan under construction is complete; returns the moves that it has to carry, and what was filed since

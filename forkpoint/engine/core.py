@@ -32,10 +32,10 @@ class EngineCore:
     """Drives a scheduler and a runner. One thread calls it; requests are checked and aborted at `scheduler`.
 
     With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied; with `drafts`,
-    which depend on that result, before what it says is told. The requests of a step that raises are tried again one at
-    a time; one whose own step raises ends with the error, and all others go on as if nothing had happened. `on_close`
-    is called once the runner has been closed and let go; `check` raises EngineStoppedError where it is gone, which
-    without steps nobody sees.
+    where it may have to wait for that result, at least before what it says is told. The requests of a step that raises
+    are tried again one at a time; one whose own step raises ends with the error, and all others go on as if nothing had
+    happened. `on_close` is called once the runner has been closed and let go; `check` raises EngineStoppedError where
+    it is gone, which without steps nobody sees.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineCore:
         self._runner: Runner | None = runner
         self._on_close, self.check = on_close, check
         self._events = events
-        self._depth = LOOK_AHEAD if async_scheduling and not drafts else 1
+        self._depth = LOOK_AHEAD if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
         self._closed = False

@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
-from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
+from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.staging import InputRegion, layout_of, upload_all
-from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
+from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places, rows_to_draft
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class DraftGraphs:
         """For at most `most` drafts of a row; `steps` are those that verify them."""
         self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
-        num_rows = batch.table.num_rows
+        num_rows, self.most = batch.table.num_rows, most
         self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
         steps = [step for step in steps if step.num_verified and not step.num_segments]
         rows = {step.num_verified for step in steps}
@@ -85,32 +84,32 @@ class DraftGraphs:
         """Make the drafts that the plan leaves to the runner. Waits for them, and puts them in the plan, only if they
         must be known on the host."""
         rows = plan.rows
-        first = running_total(rows.num_tokens)[:-1]
-        second = np.minimum(first + 1, len(rows.tokens) - 1)
-        chosen = np.flatnonzero((rows.num_drafts > 0) & (rows.tokens[second] == TO_DRAFT))
-        if len(chosen):
-            columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot)
-            self._make(*(column[chosen] for column in columns))
-            if must_know:
-                return self.told(plan, self.drafted.cpu())
-        return plan
+        chosen, first = rows_to_draft(rows)
+        if not len(chosen):
+            return plan
+        columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, self._records.late(rows))
+        self._make(*(column[chosen] for column in columns))
+        return self.told(plan) if must_know else plan
 
-    def ahead(self, plan: StepPlan) -> Tensor | None:
-        """For `told`, once the step is done; None: all drafts of the plan are known."""
-        return self._platform.to_host(self.drafted) if (plan.rows.tokens == TO_DRAFT).any() else None
-
-    @staticmethod
-    def told(plan: StepPlan, drafted: Tensor) -> StepPlan:
-        """The plan with the ids of the drafts that it left to the runner."""
+    def told(self, plan: StepPlan) -> StepPlan:
+        """The plan with the ids of the drafts that it left to the runner; waits for them."""
         tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
-        tokens[at] = drafted.numpy()[row, number]
+        tokens[at] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
-    def _make(self, row: IntArray, start: IntArray, counts: IntArray, known: IntArray, slot: IntArray) -> None:
+    def _make(
+        self,
+        row: IntArray,
+        start: IntArray,
+        counts: IntArray,
+        known: IntArray,
+        slot: IntArray,
+        late: IntArray,
+    ) -> None:
         exact = _Shape(len(row), int(counts.max()))
         fitting = [s for s in self._graphs if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
         shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts) if fitting else exact
-        arrays = self._arrays(shape, row, start, counts, known, slot)
+        arrays = self._arrays(shape, row, start, counts, known, slot, late)
         if fitting and self._region is not None:
             graph = self._graphs[shape]
             self._region.fill(arrays, graph.offsets)
@@ -120,13 +119,20 @@ class DraftGraphs:
 
     def _padding(self, shape: _Shape) -> Arrays:
         none = np.empty(0, np.int32)
-        arrays = self._arrays(shape, none, none, none, none, none)
+        arrays = self._arrays(shape, none, none, none, none, none, none)
         most = self._splits.most(shape.num_rows, self._batch.table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 
     def _arrays(
-        self, shape: _Shape, row: IntArray, start: IntArray, counts: IntArray, known: IntArray, slot: IntArray
+        self,
+        shape: _Shape,
+        row: IntArray,
+        start: IntArray,
+        counts: IntArray,
+        known: IntArray,
+        slot: IntArray,
+        late: IntArray,
     ) -> Arrays:
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
@@ -146,6 +152,7 @@ class DraftGraphs:
             "slots": padded(slot, 0),
             "line": padded(line, 0),
             "pending": padded(pending, 0),
+            "late": padded(late, table.num_rows),
             "positions": padded(np.maximum(positions - 1, 0), 0),
             "slot_mapping": padded(np.where(number < counts, places, NO_SLOT), NO_SLOT),
             "kv_lens": padded(positions + 1, 0, np.int32),
@@ -158,20 +165,23 @@ class DraftGraphs:
 
     def _issue(self, tensors: Tensors, shape: _Shape) -> None:
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
+        missed, table = self._records.missed[t["late"]], self._batch.table
         ids = torch.where(t["known"] < 0, self._batch.last_sampled[t["rows"]], t["known"])
-        hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"])
+        hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"] - missed)
+        positions, kv_lens = t["positions"] - missed, t["kv_lens"] - missed.int()
+        slots = table.kv_slots_there(t["table_rows"].long(), positions + 1, t["slot_mapping"])
         for i in range(shape.num_drafts):
             index = AttentionIndex(
                 shape.num_rows,
                 t["cu_queries"],
-                t["kv_lens"][i],
-                self._batch.table.device,
+                kv_lens[i],
+                table.device,
                 t["table_rows"],
-                t["slot_mapping"][i],
+                slots[i],
                 work=work,
                 first_key=FIRST_KEY,
             )
-            ctx = ForwardContext(t["positions"][i], shape.num_rows, index, {}, {}, self._records.layers)
+            ctx = ForwardContext(positions[i], shape.num_rows, index, {}, {}, self._records.layers)
             hidden = self._model.draft(ids, hidden, ctx)
             ids = self._ops.greedy(self._model.logits(hidden))[0]
             self.drafted[:, i].index_copy_(0, t["rows"], ids)

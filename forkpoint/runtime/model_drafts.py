@@ -11,11 +11,12 @@ from torch import Tensor
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
-from forkpoint.ops.metadata import AttentionIndex, KeySplits, running_total
+from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.records import DraftRecords
-from forkpoint.sched.plan import TO_DRAFT, IntArray, StepPlan
+from forkpoint.runtime.step_inputs import rows_to_draft
+from forkpoint.sched.plan import IntArray, StepPlan
 
 
 class ModelDrafts:
@@ -30,11 +31,9 @@ class ModelDrafts:
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
         """The plan with ids for all drafts."""
         rows = plan.rows
-        if not (rows.tokens == TO_DRAFT).any():
+        chosen, firsts = rows_to_draft(rows)
+        if not len(chosen):
             return plan
-        firsts = running_total(rows.num_tokens)[:-1]
-        second = np.minimum(firsts + 1, len(rows.tokens) - 1)
-        chosen = np.flatnonzero((rows.num_drafts > 0) & (rows.tokens[second] == TO_DRAFT))
         # Those with most drafts first, so that the rows of each further draft are the first of those before.
         chosen = chosen[np.argsort(-rows.num_drafts[chosen], kind="stable")]
         first, counts, row, start = firsts[chosen], rows.num_drafts[chosen], rows.row[chosen], rows.start[chosen]
@@ -51,9 +50,6 @@ class ModelDrafts:
         tokens = rows.tokens.copy()
         tokens[np.concatenate(places)] = torch.cat(drafted).cpu().numpy()
         return replace(plan, rows=replace(rows, tokens=tokens))
-
-    def ahead(self, plan: StepPlan) -> None:
-        """All drafts are known."""
 
     def _next(self, ids: Tensor, hidden: Tensor, row: IntArray, position: IntArray) -> tuple[Tensor, Tensor]:
         """The likeliest ids behind `ids`, which stand at these positions, and what says so."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import RowScores, Scores
+from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
 
 NOT_FINITE = -1  # in place of a token id: the logits were not
@@ -28,24 +29,24 @@ class PromptScores:
         return tuple((first + i, entry) for first, entries in found for i, entry in enumerate(entries))
 
 
-class Accepted(NamedTuple):
-    """Of a step with drafts: the ids that count, `counts[r]` for each row, and their scores, ready to be fetched."""
+class Verified(NamedTuple):
+    """Of a step with drafts: its positions, how many of each row count, and who is to be told that."""
 
-    token_ids: IntArray
-    counts: IntArray
-    logprobs: RowScores | None
+    windows: Windows
+    counts: Tensor
+    confirm: Callable[[IntArray], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
     """A step that the device works on. `answers[i]` was sampled for `rows[i]`, NOT_FINITE where logits were not. Of a
-    step with drafts they are those of all positions, and `accept` tells which of them count."""
+    step with drafts they are those of all positions."""
 
     step: int
     done: Mark | None = None
     rows: IntArray | None = None
     answers: Tensor | None = None
-    accept: Callable[[IntArray], Accepted] | None = None
+    verified: Verified | None = None
     logprobs: RowScores | None = None
     prompts: tuple[PromptScores, ...] = ()
     num_tokens: int = 0
@@ -57,16 +58,21 @@ class RunningStep:
         assert self.done is not None
         self.done.synchronize()
         token_ids, failed, logprobs = np.empty(0, np.int32), (), dict[int, tuple[TokenLogprobs, ...]]()
-        counts, scores, rows = None, self.logprobs, self.rows
+        counts, rows = None, self.rows
         if rows is not None and self.answers is not None:
-            token_ids = self.answers.numpy().astype(np.int32)
-            if self.accept is not None:
-                token_ids, counts, scores = self.accept(token_ids)
-                rows = np.repeat(rows, counts)
+            token_ids, kept = self.answers.numpy().astype(np.int32), None
+            if self.verified is not None:
+                counts = self.verified.counts.numpy().astype(np.int32)
+                if self.verified.confirm is not None:
+                    self.verified.confirm(counts)
+                kept = self.verified.windows.kept(counts)
+                token_ids, rows = token_ids[kept], np.repeat(rows, counts)
             failed = tuple(rows[token_ids == NOT_FINITE].tolist())
-            for i, entry in (scores.fetch() if scores is not None else {}).items():
-                row = int(rows[i])
-                logprobs[row] = (*logprobs.get(row, ()), entry)
+            if self.logprobs is not None:
+                scores, positions = self.logprobs.fetch(), range(len(rows)) if kept is None else kept.tolist()
+                for row, position in zip(rows.tolist(), positions, strict=True):
+                    if position in scores:
+                        logprobs[row] = (*logprobs.get(row, ()), scores[position])
         return StepResult(
             self.step,
             token_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from forkpoint.ops.metadata import VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
-from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, StepPlan
+from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
 
 class DraftRecords:
@@ -24,7 +25,8 @@ class DraftRecords:
     A slot is behind its row by these until the row's next step; the state of a row that leaves the batch at a block
     boundary, where it may have become a checkpoint, is folded first. A row has two lines: a step writes one and reads
     the other. `layers` are the arena's, each with its records `[2 * num_rows, most_tokens, *shape]` under the names
-    that the specs give them.
+    that the specs give them. `missed[row]`, int64 on the device, are the drafts that did not count of the row's last
+    step with some; behind all rows there is a 0. Until a step's result is known the host supposes that all count.
     """
 
     def __init__(self, arena: ArenaBuffer, ops: OpTable, num_rows: int, most_tokens: int, platform: Platform) -> None:
@@ -47,6 +49,8 @@ class DraftRecords:
         self._line = 2 * np.arange(num_rows, dtype=np.int32)  # that the row's next step reads
         self._end = np.zeros(num_rows, np.int32)  # tokens that the state has once they are folded
         self._slot = np.full(num_rows, NO_SLOT, np.int32)
+        self._step = np.zeros(num_rows, np.int64)  # that issued the row last
+        self.missed = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
 
     def _lines(self, num_lines: int, most_tokens: int, record: TensorSpec) -> Tensor:
         shape = (num_lines, most_tokens, *record.shape)
@@ -90,20 +94,29 @@ class DraftRecords:
         of_line = records[lines, (pending - 1).clamp(min=0)]
         return torch.where((pending > 0).unsqueeze(1), of_line, kept[slots, -1])
 
-    def confirm(self, plan: StepPlan, counts: IntArray | None) -> None:
-        """The step is done. Of a sampled row with drafts `counts` tokens count; what rows without drafts computed is in
-        their slots."""
+    def late(self, rows: StepRows) -> IntArray:
+        """Each row's place in `missed`: its own if it was planned ahead, else that of the 0."""
+        return np.where(rows.ahead, rows.row, np.int32(len(self._line)))
+
+    def caught_up(self, rows: StepRows) -> StepRows:
+        """With exact starts, where the device's memory is the host's."""
+        missed = self.missed.numpy()[self.late(rows)].astype(np.int32)
+        return replace(rows, start=rows.start - missed, ahead=np.zeros_like(rows.ahead))
+
+    def issued(self, plan: StepPlan) -> None:
+        """The step is on its way. What rows without drafts compute is in their slots."""
         rows, count = plan.rows, plan.num_decodes
         row, drafts = rows.row[:count], rows.num_drafts[:count]
-        pending = np.zeros(count, np.int32)
-        if counts is not None:
-            sampled = rows.samples[:count]
-            pending[sampled] = counts[: int(sampled.sum())]
-            pending[drafts == 0] = 0
-        self._pending[row] = pending
-        self._end[row] = rows.start[:count] + np.maximum(pending, 1)
-        self._slot[row] = rows.write_slot[:count]
+        self._pending[row] = np.where(drafts, 1 + drafts, 0)
+        self._end[row] = (rows.start + rows.num_tokens)[:count]
+        self._slot[row], self._step[row] = rows.write_slot[:count], plan.step
         self._line[row] ^= 1
+
+    def confirm(self, plan: StepPlan, counts: IntArray) -> None:
+        """It is known how many tokens of each row that the step sampled count."""
+        row, missed = plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples] - counts
+        self._end[row] -= missed
+        self._pending[row] -= np.where(self._step[row] == plan.step, missed, 0)
 
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
         """Rows leave the batch, then slots move. The state of a row at a boundary may have become a checkpoint."""

@@ -35,9 +35,9 @@ class TokenCounts:
         line.index_fill_(0, prompt, 1)
         line.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
-    def record(self, lines: Tensor, token_ids: Tensor) -> None:
-        """More outputs: of line `lines[i]` id `token_ids[i]`, both `[M]` int64 on the device."""
-        _count_outputs(self.table, lines, token_ids)
+    def record(self, lines: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
+        """More outputs: of line `lines[i]` id `token_ids[i]`, both `[M]` int64 on the device, where `kept[i]`."""
+        _count_outputs(self.table, lines, token_ids, kept)
 
     def ahead(self, lines: list[int], index: Tensor, token_ids: Tensor) -> Tensor:
         """Copies of those lines, the `index[i]`th of which has seen `token_ids[i]` besides."""
@@ -46,9 +46,10 @@ class TokenCounts:
         return copies
 
 
-def _count_outputs(table: Tensor, lines: Tensor, token_ids: Tensor) -> None:
+def _count_outputs(table: Tensor, lines: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
     places = lines * table.shape[1] + token_ids
-    table.view(-1).index_add_(0, places, torch.full_like(places, 2, dtype=torch.int32))
+    often = torch.full_like(places, 2, dtype=torch.int32) if kept is None else 2 * kept.int()
+    table.view(-1).index_add_(0, places, often)
 
 
 @dataclass(frozen=True, slots=True)

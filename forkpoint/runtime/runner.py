@@ -25,20 +25,21 @@ from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.model_drafts import ModelDrafts
-from forkpoint.runtime.pending import NOT_FINITE, Accepted, FailedStep, PromptScores, RunningStep
+from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep, Verified
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Sampled, Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import (
+    HostLens,
     StepBuilder,
     StepShape,
     Tensors,
     context_of,
 )
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, PendingStep, StepPlan
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan
 
 
 class ModelRunner:
@@ -136,6 +137,8 @@ class ModelRunner:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
             return RunningStep(plan.step)
+        if self._records is not None and self.platform.shares_memory and plan.rows.ahead.any():
+            plan = replace(plan, rows=self._records.caught_up(plan.rows))
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -156,10 +159,14 @@ class ModelRunner:
                 tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             else:
                 tensors = upload_all(self.platform, arrays)
-            lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
+            lens: HostLens = ((), ())
+            if not plan.rows.ahead.any():  # else only the device knows
+                lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, greedy) if sampling else None
             prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)
+        if self._records is not None:
+            self._records.issued(plan)
         pending = RunningStep(
             plan.step,
             prompts=prompts,
@@ -169,15 +176,12 @@ class ModelRunner:
         )
         if outputs is not None:
             sampled = self._sample(plan, outputs, sampling, greedy, windows)
-            answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
-            pending = replace(pending, rows=plan.sampled_rows, answers=answers, logprobs=sampled.logprobs)
-            if windows is not None:
-                drafted = self._drafts.ahead(plan) if self._drafts is not None else None
-                logits = outputs.logits[: len(sampling)]
-                accept = partial(self._accept, plan, drafted, logits, sampling, sampled.token_ids)
-                return replace(pending, accept=accept)
-        if self._records is not None:
-            self._records.confirm(plan, None)
+            answers = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
+            verified = self._accept(plan, windows, sampling, answers) if windows is not None else None
+            on_host = self.platform.to_host(answers)
+            pending = replace(
+                pending, rows=plan.sampled_rows, answers=on_host, verified=verified, logprobs=sampled.logprobs
+            )
         return pending
 
     def _verifies(self, plan: StepPlan) -> bool:
@@ -194,10 +198,12 @@ class ModelRunner:
         self,
         tensors: Tensors,
         shape: StepShape,
-        host_lens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        host_lens: HostLens = ((), ()),
     ) -> Tensor:
         caches = self.arena.layers if self._records is None else self._records.layers
         context = context_of(tensors, shape, self.batch.table.device, caches, self._states, host_lens)
+        if "late" in tensors:
+            self._builder.catch_up(tensors)
         ids, count = tensors["token_ids"], shape.num_decodes
         if count:  # ids that only the device knows are taken from there
             last = self.batch.last_sampled[tensors["token_rows"]]
@@ -241,31 +247,27 @@ class ModelRunner:
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)
         return sampled
 
-    @torch.inference_mode()
-    def _accept(
-        self,
-        plan: StepPlan,
-        drafted: Tensor | None,
-        logits: Tensor,
-        sampling: list[RowSampling],
-        token_ids: Tensor,
-        known: IntArray,
-    ) -> Accepted:
-        """Settle what a step with drafts has sampled, which is known now; the next step is issued after this."""
+    def _accept(self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], answers: Tensor) -> Verified:
+        """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for."""
         assert self._records is not None
-        if drafted is not None:
-            plan = DraftGraphs.told(plan, drafted)
-        windows = Windows.of(plan.rows)
-        kept, counts = windows.confirm(known)
-        found = known[kept]
-        newest = found[np.cumsum(counts) - 1].clip(0)  # a row that failed has no id
-        rows, newest_ids = self.platform.upload(np.stack([plan.sampled_rows, newest]).astype(np.int64))
-        self.batch.last_sampled.index_copy_(0, rows, newest_ids)
-        self._records.confirm(plan, counts)
-        scores = self._sampler.accept(logits, sampling, token_ids, kept)
-        if scores is not None:
-            self.platform.mark().synchronize()
-        return Accepted(found, counts, scores)
+        rows, columns = plan.sampled_rows, [windows.drafts, plan.sampled_rows, windows.starts, windows.sizes]
+        if isinstance(self._drafts, DraftGraphs):  # where they are
+            columns.append(np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows)))
+        packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
+        drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
+        if isinstance(self._drafts, DraftGraphs):
+            drafts = torch.where(drafts == TO_DRAFT, self._drafts.drafted.view(-1)[places[0]], drafts)
+        counts = windows.confirm(answers, drafts, starts)
+        newest = answers[starts + counts - 1].clamp(min=0)  # a row that failed has no id
+        self.batch.last_sampled.index_copy_(0, row, newest)
+        self._records.missed.index_copy_(0, row, sizes - counts)
+        self._sampler.count(sampling, answers.clamp(min=0), partial(windows.mask, counts, starts, sizes))
+        confirm = partial(self._records.confirm, plan)
+        known = self.platform.to_host(counts)
+        if not self.platform.shares_memory:
+            return Verified(windows, known, confirm)
+        confirm(known.numpy())
+        return Verified(windows, known)
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from forkpoint.sched.plan import IntArray, TokenMasks
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """`token_ids[i]` for row `i` of the logits, meaningless where not `finite[i]`; `logprobs` by index, for rows
-    that asked. Of a step with drafts these are all positions, of which `accept` tells what counts."""
+    that asked. Of a step with drafts these are all positions, whatever counts of them."""
 
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
@@ -69,27 +69,23 @@ class Sampler:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
         rows by their index; `likeliest` is what `greedy` says of the logits, and perhaps of more, if that is known.
         Counts the sampled ids for the rows that have penalties. With `windows` one row of the logits is a position, and
-        stands in `rows` and `positions` as one; to count and score what they accept is for `accept`."""
+        stands in `rows` and `positions` as one; to count what is accepted is for `count`."""
         if masks is None and all(row.is_plain_greedy for row in rows):
             found = likeliest or self._ops.greedy(logits)
             token_ids, finite = (each[: len(rows)] for each in found)
         else:
             token_ids, finite = self._choose(logits, rows, positions, masks, windows)
-        if windows is not None:
-            return Sampled(token_ids, finite)
-        self._count(rows, token_ids)
+        if windows is None:
+            self.count(rows, token_ids)
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
 
-    def accept(
-        self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor, kept: IntArray
-    ) -> RowScores | None:
-        """Count and score those of the positions sampled with windows that are kept."""
-        if all(row.counts is None and row.params.logprobs is None for row in rows):
-            return None
-        rows, index = [rows[i] for i in kept.tolist()], self._platform.upload(kept.astype(np.int64))
-        logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-        self._count(rows, token_ids)
-        return self._score(logits, rows, token_ids)
+    def count(self, rows: Sequence[RowSampling], token_ids: Tensor, kept: Callable[[], Tensor] | None = None) -> None:
+        """Tell the counts, on the device, what was sampled; of positions with windows those that are `kept`, `[N]`."""
+        counted = [(i, row.line, row.counts) for i, row in enumerate(rows) if row.counts is not None]
+        if counted:
+            index, lines = self._platform.upload(np.asarray([[i, line] for i, line, _ in counted], np.int64).T.copy())
+            often = None if kept is None else kept().index_select(0, index)
+            counted[0][2].record(lines, token_ids.index_select(0, index), often)
 
     def _choose(
         self,
@@ -140,8 +136,7 @@ class Sampler:
             lines = [rows[i].line for i in penalised]
             table = counts.table
             if windows is not None:  # a position has seen the drafts before it
-                seen = (upload(column.numpy()) for column in windows.ahead(penalised))
-                table, lines = counts.ahead(lines, *seen), list(range(len(lines)))
+                table, lines = counts.ahead(lines, *upload(windows.ahead(penalised))), list(range(len(lines)))
             self._ops.apply_penalties(adjusted, table, self._penalties(rows, penalised, lines))
         if masks is not None:
             self._ops.apply_bitmasks(adjusted, upload(masks.rows.astype(np.int64)), upload(masks.bits))
@@ -169,13 +164,6 @@ class Sampler:
         temperature, reach, top_p = upload(reals)
         top_k = upload(np.asarray([max(p.top_k, 0) for p in params], np.int32))
         return SamplingColumns(temperature, reach, top_k, top_p, upload(uniform))
-
-    def _count(self, rows: Sequence[RowSampling], token_ids: Tensor) -> None:
-        """Tell the counts, on the device, what was sampled."""
-        counted = [(i, row.line, row.counts) for i, row in enumerate(rows) if row.counts is not None]
-        if counted:
-            index, lines = self._platform.upload(np.asarray([[i, line] for i, line, _ in counted], np.int64).T.copy())
-            counted[0][2].record(lines, token_ids.index_select(0, index))
 
     def _score(self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor) -> RowScores | None:
         asked = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]

@@ -28,6 +28,7 @@ from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, 
 
 Arrays = dict[str, npt.NDArray[Any]]
 Tensors = dict[str, Tensor]
+HostLens = tuple[tuple[int, ...], tuple[int, ...]]  # of queries, of keys; empty where only the device knows
 
 # What padded rows have in the fields of VerifyIndex.
 _VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
@@ -114,6 +115,10 @@ class StepBuilder:
                 if fill is None:  # where each row's tokens begin, and the last's end
                     count, fill = count + 1, int(column[-1])
                 arrays[f"verify_{name}"] = _padded(column.astype(np.int32), count, fill)
+            if self._splits is not None:
+                late, spare = self._records.late(rows)[: plan.num_decodes].astype(np.int64), self._table.num_rows
+                arrays["verify_late"] = _padded(late, shape.num_verified, spare)
+                arrays["late"] = _padded(np.repeat(late, lens[: plan.num_decodes]), shape.num_decodes, spare)
             if self._most_drafts:
                 at, row, number = draft_places(plan)
                 arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
@@ -124,6 +129,18 @@ class StepBuilder:
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
         arrays |= self._attention(lens[chunks], kv_lens, table_rows, decodes, shape)
         return arrays
+
+    def catch_up(self, t: Tensors) -> None:
+        """On the device: rows that were planned ahead are behind by the drafts that they turned out to miss."""
+        assert self._records is not None
+        missed = self._records.missed[t["late"]]
+        positions, kv_lens, slots = (t[name][: len(missed)] for name in ("positions", "kv_lens", "slot_mapping"))
+        positions -= missed
+        kv_lens -= missed
+        if self._has_kv:
+            rows = t["table_rows"][: len(missed)].long()
+            slots.copy_(self._table.kv_slots_there(rows, positions, slots))
+        t["verify_pending"] -= self._records.missed[t["verify_late"]]
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape) -> Arrays:
         """What the state operators read and write; what decode rows save is for DraftRecords."""
@@ -178,6 +195,13 @@ def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
     return np.repeat(last + 1 - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
 
 
+def rows_to_draft(rows: StepRows) -> tuple[npt.NDArray[np.int64], IntArray]:
+    """Which rows leave their drafts to the runner, and the first token of every row."""
+    first = running_total(rows.num_tokens)[:-1]
+    second = np.minimum(first + 1, len(rows.tokens) - 1)
+    return np.flatnonzero((rows.num_drafts > 0) & (rows.tokens[second] == TO_DRAFT)), first
+
+
 def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:
     """The drafts that a plan leaves to the runner: which of its tokens, of which rows, which of their drafts."""
     at = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
@@ -192,7 +216,7 @@ def context_of(
     block_table: Tensor,
     caches: tuple[LayerCache, ...],
     operators: StateOperators,
-    host_lens: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    host_lens: HostLens = ((), ()),
 ) -> ForwardContext:
     """What the model sees; `host_lens` are (query lengths, key lengths) of all rows, decodes first, for operators on a
     CPU."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from forkpoint.sched.plan import IntArray, StepRows
 
-NO_DRAFT = -2  # behind a row's last draft: equal to no id, and not what stands for logits that are not finite
+NO_DRAFT = -3  # behind a row's last draft: equal to no id, and not what stands for logits that are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Windows:
 
     sizes: IntArray  # [R] positions of each row
     starts: IntArray  # [R]
-    drafts: IntArray  # [P]
+    drafts: IntArray  # [P], TO_DRAFT where only the device knows
 
     @classmethod
     def of(cls, rows: StepRows) -> Windows:
@@ -42,16 +43,27 @@ class Windows:
         """A value of each row, one more for each of its positions after the first: so do outputs count on."""
         return np.repeat(values - self.starts, self.sizes) + np.arange(len(self.drafts), dtype=np.int32)
 
-    def confirm(self, token_ids: IntArray) -> tuple[IntArray, IntArray]:
-        """From the ids sampled at all positions: those positions that count, and how many of each row."""
-        wrong = np.cumsum(token_ids != self.drafts)
-        before = np.concatenate([[0], wrong])[:-1]  # wrong ones before each position
-        counts = before == np.repeat(before[self.starts], self.sizes)
-        return np.flatnonzero(counts).astype(np.int32), np.add.reduceat(counts, self.starts, dtype=np.int32)
+    def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
+        """From the ids sampled at all positions `[P]`, and the drafts and starts on their device, int64: how many
+        positions of each row count `[R]`. Nothing is waited for."""
+        steps = torch.arange(int(self.sizes.max()), device=starts.device)
+        places = (starts[:, None] + steps).clamp(max=len(self.drafts) - 1)
+        return (token_ids == drafts)[places].cumprod(1).sum(1) + 1
 
-    def ahead(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """For those positions the drafts before them in their rows: (index into `positions`, id), int64."""
+    def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
+        """Whether each position counts `[P]`, where so many of each row do; all on the device."""
+        ends, num_positions = starts + counts, len(self.drafts)
+        return torch.arange(num_positions, device=ends.device) < ends.repeat_interleave(
+            sizes, output_size=num_positions
+        )
+
+    def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
+        """The positions that count, where so many of each row do."""
+        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self.starts, counts) + offsets
+
+    def ahead(self, positions: list[int]) -> npt.NDArray[np.int64]:
+        """For those positions the drafts before them in their rows `[2, N]`: index into `positions`, id."""
         first = np.repeat(self.starts, self.sizes)
         pairs = [(i, self.drafts[p]) for i, at in enumerate(positions) for p in range(first[at], at)]
-        found = torch.from_numpy(np.asarray(pairs, np.int64).reshape(-1, 2))
-        return found[:, 0], found[:, 1]
+        return np.asarray(pairs, np.int64).reshape(-1, 2).T.copy()

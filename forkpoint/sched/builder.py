@@ -112,7 +112,7 @@ class PlanBuilder:
         count = num_steady + len(works)
         columns = np.zeros((8, count + 1), np.int32)
         row, start, num_tokens, num_drafts, read_slot, write_slot = columns[:6, :count]
-        samples = np.ones(count, np.bool_)
+        samples, ahead = np.ones(count, np.bool_), np.zeros(count, np.bool_)
         if num_steady:
             leases = [entry.lease for entry in self._steady]
             row[:num_steady] = [entry.row for entry in self._steady]
@@ -134,6 +134,9 @@ class PlanBuilder:
             saves += [(save.num_tokens, save.slot) for save in lease.pending]
             columns[6:, i + 1] = (len(blocks), len(saves))
             samples[i] = begin + num_own >= entry.num_known
+            if begin > entry.request.num_tokens:
+                ahead[i] = True
+                issued.ahead.append((len(issued.sampled), num_own))
             if work.num_drafts:
                 issued.drafting.append((len(issued.sampled), work.num_drafts))
             if samples[i]:
@@ -157,6 +160,7 @@ class PlanBuilder:
             columns[7],
             positions,
             slots,
+            ahead,
         )
 
     def _issue(self, work: _Work, start: int, samples: bool, issued: IssuedStep) -> None:

@@ -65,6 +65,11 @@ class DraftLength:
             return most
         return count
 
+    def tries(self, name: str, num_outputs: int) -> bool:
+        """Whether `choose` would take drafts for a request with so many outputs. Changes nothing."""
+        row = self._rows.get(name, _Row())
+        return row.rate > self._times.price or num_outputs >= row.next_try
+
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
         """What became of a row's drafts: those up to the first wrong one tell something."""
         row = self._rows.setdefault(name, _Row())

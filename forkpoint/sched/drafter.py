@@ -14,6 +14,15 @@ class Drafter:
         """Up to `most` ids that may follow the request's newest token; None or empty: none."""
         return None
 
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        """Whether the request's next step may be planned before what its last one sampled is known: with the drafts of
+        `draft_ahead` instead of those of `draft`."""
+        return False
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
+        """Up to `most` drafts that the runner is to make (TO_DRAFT), of a request that goes ahead."""
+        return None
+
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step took `num_accepted` of the `num_drafts` that it was given for the request."""
 

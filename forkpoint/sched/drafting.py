@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.manager import CacheManager
 from forkpoint.errors import StructuredOutputError
@@ -14,6 +14,8 @@ from forkpoint.sched.plan import IntArray, StepResult
 from forkpoint.sched.request import Grammar, Request
 from forkpoint.sched.stats import DraftStats
 
+MOST_HELD = 1 / 8  # of the rows that decode, if the others are to go ahead
+
 
 class DraftPlanner:
     """Asks the drafter for rows that decode."""
@@ -22,17 +24,45 @@ class DraftPlanner:
         self._drafter, self._cache, self._clock = drafter, cache, clock
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position
+        self._settled_s = 0.0  # when the last result was known
+
+    def ahead(self, running: Iterable[Entry]) -> set[Entry] | None:
+        """The rows that can be planned before the result of their step in flight is known; None: too many cannot, and
+        all are better planned together once it is."""
+        decoding = [entry for entry in running if entry.prefill_end <= entry.lease.num_planned < entry.last]
+        late = [entry for entry in decoding if entry.lease.num_planned >= entry.request.num_tokens]
+        found = {entry for entry in late if self._goes_ahead(entry)}
+        return found if len(late) - len(found) <= MOST_HELD * len(decoding) else None
+
+    def _goes_ahead(self, entry: Entry) -> bool:
+        """Where drafts are in flight it is not known where the row's next step starts: whatever counts of them, that
+        must be in one block with them, and what is sampled must not depend on it."""
+        request, end = entry.request, entry.lease.num_planned
+        if request.grammar is not None:
+            return False
+        if end > request.num_tokens:
+            params, size = request.params, self._cache.layout.block_size
+            placed = not params.is_greedy or params.has_penalties or params.min_tokens > len(request.output_token_ids)
+            if placed or (request.num_tokens - 1) // size != end // size:
+                return False
+        return self._drafter.goes_ahead(request, entry.lease)
 
     def plan(self, builder: PlanBuilder, entry: Entry, num_running: int) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Guesses of what follows the row's newest token, for which there are blocks, and what its grammar allows
         after each; None: none. They leave budget for every other row and for a chunk of a prompt, and do not come as
-        far as the block after the next."""
+        far as the block after the next. What is planned ahead in deterministic mode stays in its block: how keys are
+        split follows from their number, and that is not known."""
         request, start, layout = entry.request, entry.lease.num_planned, self._cache.layout
-        if start + 1 != request.num_tokens:
+        if start + 1 < request.num_tokens:
             return None, ()
         spare = builder.budget - num_running - layout.checkpoint_grid
         most = min(spare, entry.last - start - 1, layout.block_size - 1)
-        drafts = self._drafter.draft(request, entry.lease, most) if most > 0 else None
+        if start > request.num_tokens and self._cache.deterministic:
+            most = min(most, layout.block_size - 1 - start % layout.block_size)
+        if most <= 0:
+            return None, ()
+        known = start < request.num_tokens
+        drafts = self._drafter.draft(request, entry.lease, most) if known else self._drafter.draft_ahead(request, most)
         if drafts is None or not len(drafts):
             return None, ()
         masks: Sequence[IntArray] = ()
@@ -59,8 +89,10 @@ class DraftPlanner:
             self._num_tokens += num_drafts
             self._accepted.update(range(num_accepted))
             self._drafter.judged(request, num_drafts, num_accepted)
+        now, began_s = self._clock(), max(issued.started_s, self._settled_s)  # it may have waited for the one before
         if issued.decodes_only:
-            self._drafter.stepped(result.num_tokens, len(result.token_ids), self._clock() - issued.started_s)
+            self._drafter.stepped(result.num_tokens, len(result.token_ids), now - began_s)
+        self._settled_s = now
 
     def forget(self, request: Request) -> None:
         self._drafter.forget(request)

@@ -94,6 +94,7 @@ class IssuedStep:
     ends: list[int] = field(default_factory=list)  # tokens that the step takes each of the sampled to, drafts included
     silent: list[tuple[Entry, int]] = field(default_factory=list)  # those not sampled, with their ends
     drafting: list[tuple[int, int]] = field(default_factory=list)  # (index among the sampled, number of drafts)
+    ahead: list[tuple[int, int]] = field(default_factory=list)  # (index, tokens) of rows planned ahead of their result
     readers: list[Checkpoint] = field(default_factory=list)
     made: list[Node | Checkpoint] = field(default_factory=list)
     decodes_only: bool = False

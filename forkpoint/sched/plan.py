@@ -57,7 +57,9 @@ class StepRows:
     tokens in `save_slots[j]`. These positions are confirmed when the plan is made: in `(start, end]` and before any
     draft, or in `(start of the row's last step, start)` where that step confirmed several tokens. `new_blocks` are
     appended to the row's block table first. `samples`: the logits of the last token, and of the one before each draft,
-    are sampled.
+    are sampled. A row that is `ahead` was planned before the result of its last step was known: its `start` supposes
+    that all drafts of that step were right, and the runner takes off those that were not. No block ends between where
+    that step began and `start`.
     """
 
     row: IntArray  # [N], as all that follow unless said
@@ -73,6 +75,7 @@ class StepRows:
     save_ptr: IntArray  # [N + 1]
     save_positions: IntArray
     save_slots: IntArray
+    ahead: BoolArray  # [N]
 
     def __len__(self) -> int:
         return len(self.row)
@@ -81,7 +84,7 @@ class StepRows:
     def empty(cls) -> StepRows:
         none, pointers = _no_ints(), np.zeros(1, np.int32)
         empty = np.empty(0, np.bool_)
-        return cls(none, none, none, none, none, none, empty, none, pointers, none, pointers, none, none)
+        return cls(none, none, none, none, none, none, empty, none, pointers, none, pointers, none, none, empty)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
@@ -139,11 +139,16 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
+        suspect, ahead = self._next_suspect() if self._suspects else None, set[Entry]()
+        if self._drafting is not None and self._issued and suspect is None:
+            found = self._drafting.ahead(self._running.entries)
+            if found is None:
+                return None
+            ahead = found
         step, budget = next(self._steps), self.config.max_num_batched_tokens
-        suspect = self._next_suspect() if self._suspects else None
         builder = PlanBuilder(step, budget, self.cache)
         if suspect is None:
-            self._plan_all(builder)
+            self._plan_all(builder, ahead)
         else:
             self._plan_alone(builder, suspect)
             if builder.budget == budget and not self._issued:  # others hold what it needs
@@ -162,8 +167,8 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _plan_all(self, builder: PlanBuilder) -> None:
-        for entry in self._plan_decodes(builder, list(self._running.entries)):
+    def _plan_all(self, builder: PlanBuilder, ahead: Collection[Entry]) -> None:
+        for entry in self._plan_decodes(builder, list(self._running.entries), ahead):
             if self._waiting.is_more_urgent(entry) and not self._preempted_now:
                 self._admission.admit_waiting(builder, more_urgent_than=entry)
             if entry.leaving is None and entry.row != NO_ROW:  # a decode may have preempted it
@@ -187,8 +192,11 @@ class Scheduler:
             for entry in self._plan_decodes(builder, [suspect]):
                 self._plan_prefill(builder, entry)
 
-    def _plan_decodes(self, builder: PlanBuilder, running: Iterable[Entry]) -> list[Entry]:
-        """Plan every row that decodes; returns those that are still in prefill."""
+    def _plan_decodes(
+        self, builder: PlanBuilder, running: Iterable[Entry], ahead: Collection[Entry] = ()
+    ) -> list[Entry]:
+        """Plan every row that decodes; returns those that are still in prefill. Of rows that wait for a result those
+        that may go `ahead` of it do not."""
         size, step = self.layout.block_size, builder.step
         in_prefill: list[Entry] = []
         steady: list[Entry] = []
@@ -202,7 +210,7 @@ class Scheduler:
             elif start >= entry.last:
                 continue  # its last token is in flight
             elif entry.waits:
-                if start < entry.request.num_tokens:  # what may come next depends on a token in flight
+                if start < entry.request.num_tokens or entry in ahead:  # else it depends on a token in flight
                     self._plan_decode(builder, entry)
             elif start % size and start > entry.num_known and not lease.has_duplicates:
                 entry.planned_step = step
@@ -365,14 +373,16 @@ class Scheduler:
         for entry, end in issued.silent:
             self.cache.confirm(entry.lease, end)
         sampled, ends = issued.sampled, issued.ends
+        for index, num_tokens in issued.ahead:
+            ends[index] = sampled[index].lease.num_confirmed + num_tokens
         if not issued.drafting:
             return sampled, ends
         assert result.counts is not None, f"the result of step {result.step} says nothing of its drafts"
         counts = result.counts.tolist()
         for index, num_drafts in issued.drafting:
-            num_rejected = 1 + num_drafts - counts[index]
+            entry, num_rejected = sampled[index], 1 + num_drafts - counts[index]
             ends[index] -= num_rejected
-            self.cache.reject(sampled[index].lease, counts[index], num_rejected)
+            self.cache.reject(entry.lease, num_rejected, counts[index] if entry.planned_step == issued.step else 1)
         which = [i for i, count in enumerate(counts) for _ in range(count)]
         return [sampled[i] for i in which], [ends[i] for i in which]
 

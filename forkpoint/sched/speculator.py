@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.sched.draft_length import DraftLength
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, ModelSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
-from forkpoint.sched.plan import IntArray
+from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
 
 
@@ -19,6 +21,7 @@ class Speculator(Drafter):
 
     def __init__(self, sources: Sequence[DraftSource], most: int) -> None:
         self._sources, self._most = tuple(sources), most
+        self._by_model = any(isinstance(source, ModelSource) for source in sources)
         self._length = DraftLength()
 
     @classmethod
@@ -45,6 +48,19 @@ class Speculator(Drafter):
                 guess = source.draft(request, lease, count)
                 best = guess if guess and (best is None or best.num_matched < guess.num_matched) else best
         return best.token_ids if best else None
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        """Where drafts do not pay, or nothing but the model has any, judged by what is known."""
+        if not self._length.tries(request.id, len(request.output_token_ids)):
+            return True
+        lookups = [source for source in self._sources if not isinstance(source, ModelSource)]
+        return all(source.draft(request, lease, 1) is None for source in lookups)
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
+        if not self._by_model:
+            return None
+        count = self._length.choose(request.id, len(request.output_token_ids), min(most, self._most))
+        return np.full(count, TO_DRAFT, np.int32) if count else None
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._length.judged(request.id, num_drafts, num_accepted)

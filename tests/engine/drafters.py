@@ -13,8 +13,10 @@ from forkpoint.config import LEAST_MATCH
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, ModelSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
-from forkpoint.sched.plan import IntArray
+from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
+
+AHEAD = 0.8  # of the times that a row could
 
 
 class RandomDrafter(Drafter):
@@ -25,6 +27,7 @@ class RandomDrafter(Drafter):
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
         past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
         self._sources: list[DraftSource] = [CacheSource(BLOCK_SIZE), NgramSource(1, 3), past, *[ModelSource()] * mtp]
+        self._mtp = mtp
         self.num_of_past = 0  # ids drafted out of past outputs
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
@@ -35,6 +38,13 @@ class RandomDrafter(Drafter):
             self.num_of_past += len(guess.token_ids) if guess and kind == 2 else 0
             return guess.token_ids if guess else None
         return np.asarray([self._random.randrange(self._vocab_size) for _ in range(count)], np.int32)
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return self._random.random() < AHEAD
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
+        count = min(most, self._random.randint(0, self._most)) if self._mtp else 0
+        return np.full(count, TO_DRAFT, np.int32)
 
     def forget(self, request: Request) -> None:
         for source in self._sources:

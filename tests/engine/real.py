@@ -28,6 +28,7 @@ from forkpoint.ops.select import select_table, torch_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.graphs import StepOutputs
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.runtime.runner import ModelRunner
@@ -331,7 +332,9 @@ class RealEngine:
         assert left.num_free_pages == left.num_pages - 1, "pages are lost after a reset"
 
 
-def start(bank: ModelBank, options: Options, drafter: Drafter | None = None) -> RealEngine:
+def start(
+    bank: ModelBank, options: Options, drafter: Drafter | None = None, platform: Platform | None = None
+) -> RealEngine:
     """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give."""
     models = bank.models(options)
     layout = CacheLayout.create(models[0].layer_specs)
@@ -347,6 +350,7 @@ def start(bank: ModelBank, options: Options, drafter: Drafter | None = None) -> 
             max_model_len=MAX_MODEL_LEN,
             force_state_copy=options.force_state_copy,
             max_num_drafts=options.max_num_drafts,
+            platform=platform,
         )
         for model in models
     ]

@@ -23,11 +23,13 @@ from forkpoint.engine.llm import LLM
 from forkpoint.models.mtp import MTPHead
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import SamplingParams
+from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray, StepPlan
 from forkpoint.sched.request import Request
 from tests.engine.real import ModelBank, Options, RealEngine, start
+from tests.runtime.test_graphs import RecordingPlatform
 from train.data import encode
 from train.delta_rule import torch_delta_rule
 from train.loss import ahead
@@ -44,6 +46,16 @@ class Always(Drafter):
     """Every row has as many drafts of the model's as it may."""
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        return np.full(min(most, DEPTH), TO_DRAFT, np.int32)
+
+
+class GoingAhead(Always):
+    """Nor do they wait for anything."""
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return True
+
+    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
         return np.full(min(most, DEPTH), TO_DRAFT, np.int32)
 
 
@@ -94,6 +106,50 @@ def test_drafts_are_those_of_a_cold_run(bank: ModelBank, model: str) -> None:
         assert drafts_of(run, prompt) == want
     assert drafts_of(run, prompt) == want
     assert run.sched.stats().cache.hit_tokens >= 3 * 64
+    run.check_nothing_leaked()
+
+
+def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
+    """Of what the layer drafted most is put right on the device: `answers` by the length of the prompt."""
+    runner, chance = run.probe.inner, np.random.default_rng(5)
+    drafts, records = runner._drafts, runner._records
+    assert isinstance(drafts, DraftGraphs) and records is not None
+    make = drafts._make
+
+    def made(row: IntArray, start: IntArray, counts: IntArray, *rest: IntArray) -> None:
+        make(row, start, counts, *rest)
+        firsts = start - records.missed.numpy()[rest[-1]]
+        for r, first, count in zip(row.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+            num_prompt = int(runner.batch.num_prompt_tokens[r])
+            for i, token in enumerate(answers[num_prompt][first + 1 - num_prompt :][:count]):
+                drafts.drafted[r, i] = token + int(chance.random() > 0.8)
+
+    drafts._make = made  # type: ignore[method-assign]
+
+
+def test_a_device_goes_ahead_of_its_results(bank: ModelBank) -> None:
+    """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit."""
+    params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=top) for top in (2, None)]
+    prompts = [[4 + (j * j + 3 * j + i) % 250 for j in range(50 + 31 * i)] for i in range(2)]
+    options = Options("qwen3_next", "torch", deterministic=True, async_scheduling=True, max_num_seqs=3)
+    found = list[list[Any]]()
+    for num_drafts in (0, DEPTH):
+        platform = RecordingPlatform() if num_drafts else None
+        if platform is not None:
+            platform.has_graphs = False
+        own = replace(options, max_num_drafts=num_drafts, mtp=num_drafts > 0)
+        run = start(bank, own, GoingAhead() if num_drafts else None, platform)
+        if num_drafts:
+            draft_well(run, {len(ids): list(answer.token_ids) for ids, answer in zip(prompts, found[0], strict=True)})
+        plans = list[StepPlan]()
+        run.probe.before_step = plans.append
+        names = [run.add(*pair) for pair in zip(prompts, params, strict=True)]
+        run.run()
+        found.append([run.outputs[name].outputs[0] for name in names])
+    assert found[0] == found[1]
+    drafts, rows = run.sched.stats().drafts, np.concatenate([plan.rows.ahead for plan in plans])
+    assert 20 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 20
+    assert rows.sum() > len(rows) / 3
     run.check_nothing_leaked()
 
 

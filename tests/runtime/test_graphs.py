@@ -275,7 +275,7 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path, mo
             result = driver.runner.submit(plan).result()
             assert result.counts is not None
             drafts = driver.runner._drafts
-            told = drafts.told(plan, drafts.drafted) if isinstance(drafts, DraftGraphs) else seen[-1]
+            told = drafts.told(plan) if isinstance(drafts, DraftGraphs) else seen[-1]
             outputs.append((result.token_ids.tolist(), result.counts.tolist(), told.rows.tokens.tolist()))
             ends = [end + count for end, count in zip(ends, [*result.counts.tolist(), 0], strict=False)]
         found.append(outputs)

@@ -8,6 +8,7 @@ import pytest
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Origin
 from forkpoint.sched.drafter import Drafter
+from forkpoint.sched.plan import TO_DRAFT
 from forkpoint.sched.request import Request
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
@@ -49,6 +50,37 @@ def test_steps_confirm_what_is_right(layout: str, right: int, async_scheduling: 
     expected = -(-99 // (right + 1))  # after the token that the prefill samples
     assert expected <= harness.runner.num_steps - 1 <= expected + 1
     assert harness.runner.num_confirmed_drafts == 99 - (harness.runner.num_steps - 1)
+
+
+class GoingAhead(Drafting):
+    """The runner makes three drafts for every step, whatever is known."""
+
+    def draft(self, request: Request, lease: Lease, most: int) -> np.ndarray:
+        return np.full(min(most, 3), TO_DRAFT, np.int32)
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return True
+
+    def draft_ahead(self, request: Request, most: int) -> np.ndarray:
+        return np.full(min(most, 3), TO_DRAFT, np.int32)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_are_planned_before_it_is_known_where_they_start(layout: str, deterministic: bool) -> None:
+    """Most are, and states are kept as ever: at the end of a block a row waits for what counts."""
+    harness = GoingAhead(layout=LAYOUTS[layout], async_scheduling=True, deterministic=deterministic)
+    for i in range(9):
+        harness.add(str(i), tokens(i, 50 + 11 * i), 100 + i)
+    harness.run()
+    for name in harness.requests:
+        harness.check_output(name)
+    num_of_rows = 9 * 104 - harness.runner.num_confirmed_drafts
+    assert harness.runner.num_ahead > num_of_rows / 2
+    assert harness.runner.num_steps < 1.5 * num_of_rows / 9
+    histories = [request.all_token_ids() for request in harness.requests.values()]
+    kept = [state.origin for history in histories for state in harness.checkpoints(history).values()]
+    assert kept.count(Origin.DECODE) >= 9 or deterministic or not harness.layout.has_states  # whose are private
 
 
 @pytest.mark.parametrize("layout", HYBRIDS)
