@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.errors import ModelFolderError
@@ -17,6 +18,7 @@ from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
 from forkpoint.ops.table import RouteRule
 
+ALIGNED = 8  # rows
 DUMMY_BIAS = (-0.1, 0.1)
 
 
@@ -96,7 +98,9 @@ class SparseMLP:
             parts = [_wide(source, part, (count, hidden)) for part, count in rows.items()]
             self._router = Projection(build.ops, torch.cat(parts))
         else:
-            self._router = Projection(build.ops, join_rows(source, list(rows), list(rows.values()), hidden))
+            joined = join_rows(source, list(rows), list(rows.values()), hidden)
+            self._router = Projection(build.ops, joined if isinstance(joined, ScaledMatrix) else _aligned(joined))
+        self._num_scores = sum(rows.values())
         self._bias = None
         if moe.bias is not None:
             self._bias = source.get(f"{name}.{moe.bias}", (moe.num_experts,), fp32, DUMMY_BIAS)
@@ -167,7 +171,7 @@ class SparseMLP:
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """`x[T, H] -> [T, H]`, whatever the context."""
-        scores = self._router(x.float() if self._is_wide else x)
+        scores = self._router(x.float() if self._is_wide else x)[:, : self._num_scores]
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
         if not self._down_up:
             return self._all_ranks(self._ops.experts(x, self._experts, weights, ids))
@@ -178,6 +182,11 @@ class SparseMLP:
         if not self._ranks.gathers:
             return self._ranks.sum(own)
         return self._ranks.gather(own) if self._cuts_rows else own
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """With rows of zeros behind: vendors' libraries are slow where rows of answers are not aligned."""
+    return F.pad(weight, (0, 0, 0, -len(weight) % ALIGNED))
 
 
 def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:

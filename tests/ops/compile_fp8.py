@@ -17,7 +17,8 @@ from forkpoint.ops.attention.inputs_kernel import _inputs_kernel
 from forkpoint.ops.attention.prefill_kernel import prefill_kernel
 from forkpoint.ops.linear import fp8_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
-from forkpoint.ops.linear.tiles import Tile, scaled_tile
+from forkpoint.ops.linear.scaled import BLOCK
+from forkpoint.ops.linear.tiles import ONE_SCALED, Tile, fixed_scaled_tile, scaled_tile
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 
@@ -33,6 +34,8 @@ POINTERS = {
     "down": "*fp8e4nv",
     "codes": "*fp8e4nv",
     "scales": "*fp32",
+    "x_scales": "*fp32",
+    "out_scales": "*fp32",
     "weights": "*fp32",
     "pairs": "*i32",
     "tiles": "*i32",
@@ -44,11 +47,14 @@ POINTERS = {
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
+NARROW: dict[str, str] = {"x": "*fp8e4nv"}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
     constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
-    signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
+    pointers = {**POINTERS, **(NARROW if constants.get("NARROW") else {})}
+    pointers["out"] = "*fp8e4nv" if constants.get("NARROW_OUT") else "*bf16"
+    signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
     aligned = [places[arg] for arg, kind in signature.items() if kind.startswith("*") or arg in ALIGNED]
     source = ASTSource(
@@ -64,24 +70,32 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
 
 
 def of_tile(tile: Tile) -> dict[str, Any]:
-    masks = {"MASK_OUTPUTS": False, "MASK_WIDTH": False}
-    return {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": tile.width, "TURNED": tile.turned, **masks}
+    flags = {"MASK_OUTPUTS": False, "MASK_WIDTH": False, "SHARED": True, "NARROW": tile.narrows}
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": tile.width}
+    return {**sizes, "TURNED": tile.turned, "TOGETHER": tile.together, **flags}
 
 
 def main() -> None:
     bf16 = torch.bfloat16
     for gated in (False, True):
-        tile = scaled_tile(128, 4096, 4096, gated, bf16)
         flags = {"GATED": gated, "BIAS": not gated, "SPLIT": False}
-        compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
-        tile = _scaled_tiles(bf16, 128)[0 if gated else 1]
-        compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), GATED=gated)
+        narrow = scaled_tile(32, 4096, 4096, gated, bf16, alone=True, narrows=True)
+        for tile in (fixed_scaled_tile(128, 4096, gated, bf16), narrow):
+            assert tile is not None
+            compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
+        for narrows, mean_rows in ((False, 128), (True, 8), (True, 128)):
+            tile = _scaled_tiles(bf16, mean_rows, narrows)[0 if gated else 1]
+            flags = {"GATED": gated, "NARROW_OUT": gated and narrows and tile.outputs == BLOCK}
+            compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), **flags)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
-    into, out_of = moe.PAIR_IN, moe.PAIR_OUT
+    into, out_of = moe.SCALED_PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)
-    compiled("pair_out", moe._pair_out_kernel, out_of, CHOICES=16, OUTPUTS=out_of.outputs, WIDTH=out_of.width)
+    sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}
+    compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
+    sizes = {"OUTPUTS": ONE_SCALED.outputs, "WIDTH": ONE_SCALED.width, "STAGES": ONE_SCALED.num_stages}
+    compiled("row", linear._row_kernel, ONE_SCALED, **sizes, GATED=True, BIAS=False)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.fp8_kernel import narrow
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledLinear, ScaledMatrix
-from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_tile, scaled_tile
+from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, ONE_SCALED, Tile, fixed_scaled_tile, scaled_tile
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
@@ -27,7 +27,13 @@ OURS, TORCH = triton_ops(), torch_table()
 DTYPES = [torch.float32, torch.bfloat16]
 # As in test_triton_linear.
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 2.4e-2}
-TILES = [Tile(16, 32, 64, 4, 3), Tile(16, 64, 128, 4, 3, turned=True), Tile(16, 64, 128, 4, 2, splits=2, turned=True)]
+TILES = [
+    Tile(16, 32, 64, 4, 3),
+    Tile(16, 64, 128, 4, 3, turned=True, together=2),
+    Tile(16, 64, 128, 4, 2, splits=2, turned=True),
+    Tile(16, 64, 128, 4, 3, turned=True, narrows=True, together=3),
+    Tile(16, 32, 128, 4, 2, splits=2, narrows=True),
+]
 
 
 def scaled(*shape: int, layout: str, dtype: torch.dtype) -> ScaledMatrix:
@@ -44,6 +50,12 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+def rounded(x: Tensor) -> Tensor:
+    """As `narrow` rounds it."""
+    codes, scales = narrow(x, 128)
+    return (codes.double() * scales.repeat_interleave(128, 1)[:, : x.shape[1]])[: len(x)]
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,15 +66,29 @@ def test_products(rows: int, inner: int, width: int, dtype: torch.dtype, layout:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, width).to(DEVICE, dtype), torch.randn(2 * inner).to(DEVICE, dtype)
     weight = scaled(2 * inner, width, layout=layout, dtype=dtype)
-    exact = x.double() @ widened(weight).T
+    exact = (rounded(x) if tile.narrows else x.double()) @ widened(weight).T
     close(multiply(x, weight, bias, tile), exact + bias.double(), dtype)
     gate, up = exact.chunk(2, -1)
     close(multiply(x, weight, None, tile, gated=True), F.silu(gate) * up, dtype)
 
 
+@pytest.mark.parametrize("layout", ["block", "channel"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_row(gated: bool, layout: str) -> None:
+    from forkpoint.ops.linear.kernel import multiply
+
+    torch.manual_seed(0)
+    x, bias = torch.randn(1, 296).to(DEVICE, torch.bfloat16), torch.randn(256).to(DEVICE, torch.bfloat16)
+    weight = scaled(256, 296, layout=layout, dtype=torch.bfloat16)
+    exact = x.double() @ widened(weight).T
+    gate, up = exact.chunk(2, -1)
+    want = F.silu(gate) * up if gated else exact + bias.double()
+    close(multiply(x, weight, None if gated else bias, ONE_SCALED, gated), want, torch.bfloat16)
+
+
 @gpu_only
 @pytest.mark.parametrize("layout", ["block", "channel"])
-@pytest.mark.parametrize("rows", [1, 16, 33, 150])
+@pytest.mark.parametrize("rows", [1, 16, 32, 33, 100, 150])
 @pytest.mark.parametrize(("outputs", "width"), [(4096, 4096), (12288, 4096), (272, 12288)])
 def test_products_of_full_size(outputs: int, width: int, rows: int, layout: str) -> None:
     """With many rows x is in FP8 too: 3 fraction bits, errors of a step's 32nd, which add up as a random walk."""
@@ -130,7 +156,7 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 11
+    assert len(lines) == 18
     for name, num_instructions in lines:
         assert (int(num_instructions) > 0) == (name in ("linear", "experts", "decode", "prefill"))
 
@@ -140,7 +166,10 @@ def test_choices() -> None:
         for gated in (False, True):
             tile = fixed_scaled_tile(rows, 4096, gated, torch.bfloat16)
             assert tile.width == 128 and tile.splits == 1 and (rows <= tile.rows or rows > LARGEST)
-            assert replace(scaled_tile(rows, 4096, 4096, gated, torch.bfloat16), splits=1) == tile
+            widened = scaled_tile(rows, 4096, 4096, gated, torch.bfloat16, alone=False, narrows=False)
+            assert (widened is None) == (rows > LARGEST) and (widened is None or replace(widened, splits=1) == tile)
+            narrows = scaled_tile(rows, 4096, 4096, gated, torch.bfloat16, alone=True, narrows=True)
+            assert narrows is None or (rows <= narrows.rows and narrows.narrows == (rows > FEW_SCALED))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,6 +207,10 @@ def test_experts(layout: str, inner: int, gated: bool, dtype: torch.dtype) -> No
     close(grouped_experts(x, packed, weights, ids, tile, tile), want, dtype)
     if layout != "row":
         close(paired_experts(x[:1], packed, weights[:1], ids[:1]), want[:1], dtype)
+    for outputs in (64, 128):  # the answers of the first product are rounded by themselves, or by its programs
+        narrow_tile = Tile(16, outputs, 128, 4, 3, turned=True, narrows=True)
+        got = grouped_experts(x, packed, weights, ids, narrow_tile, narrow_tile)
+        assert relative_error(got, want) <= 6e-2
 
 
 def test_the_experts_operator_takes_fp8() -> None:

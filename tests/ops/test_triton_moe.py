@@ -14,6 +14,7 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.registry import load_config
 from forkpoint.models.weights import FileWeights
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe import order_kernel
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import RouteRule
@@ -99,12 +100,14 @@ def test_scores_that_are_not_numbers_name_experts_that_are_there(rule: RouteRule
 @pytest.mark.parametrize(
     ("tokens", "experts", "choices"), sized([(1, 7, 3), (33, 5, 4)], [(129, 257, 9), (5000, 513, 11), (8192, 257, 9)])
 )
-def test_pairs_are_ordered_by_expert(tokens: int, experts: int, choices: int) -> None:
-    from forkpoint.ops.moe.order_kernel import order_by_expert
-
+@pytest.mark.parametrize("most", [order_kernel.FEW_PAIRS, 0])
+def test_pairs_are_ordered_by_expert(
+    tokens: int, experts: int, choices: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order_kernel, "FEW_PAIRS", most)
     torch.manual_seed(1)
     ids = torch.rand(tokens, experts).topk(choices).indices.int().to(DEVICE)
-    order = order_by_expert(ids, experts, 16)
+    order = order_kernel.order_by_expert(ids, experts, 16)
     flat = ids.flatten().long()
     assert torch.equal(order.pairs.long(), flat.argsort(stable=True))
     covered = []

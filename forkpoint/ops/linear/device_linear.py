@@ -14,8 +14,6 @@ from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import (
-    FEW_SCALED,
-    LARGEST,
     GatedTile,
     Tile,
     fastest_gated_tile,
@@ -87,10 +85,9 @@ class DeviceLinear:
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
-        """None: more rows than pay here. The vendor's library takes them, in FP8 or the weights widened."""
+        """None: the vendor's library takes them, in FP8 or the weights widened."""
         num_outputs, width = packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
         if self.deterministic:
             return fixed_scaled_tile(x.shape[0], num_outputs, gated, x.dtype)
-        if x.shape[0] > (LARGEST if packed.library_scales is None else FEW_SCALED):
-            return None
-        return scaled_tile(x.shape[0], num_outputs, width, gated, x.dtype)
+        alone, narrows = packed.weight.by_one_row(gated), packed.library_scales is not None
+        return scaled_tile(x.shape[0], num_outputs, width, gated, x.dtype, alone=alone, narrows=narrows)

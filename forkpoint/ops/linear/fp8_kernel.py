@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.scaled import BLOCK, CODES, FP8_MAX, LEAST_AMAX, ScaledMatrix
 
 ROWS = 64  # to a multiple of which rows are filled up: the library is slower with 32 than with 64
@@ -18,8 +20,27 @@ _MAX, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_AMAX)
 
 
 @triton.jit
-def _narrow_kernel(x, codes, scales, num_rows, padded_rows, width, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def narrowed(value):
+    """Rows of fp32 in the range of FP8, and the scale of each."""
+    scale = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _MAX
+    return value / scale[:, None], scale
+
+
+@triton.jit
+def _narrow_kernel(
+    x,
+    codes,
+    scales,
+    num_rows,
+    padded_rows,
+    width,
+    x_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """`ROWS x WIDTH` elements; a row's have one scale. Rows from `num_rows` on are zeros."""
+    await_inputs(OVERLAP)
     pieces = tl.cdiv(width, WIDTH)
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
     piece = tl.program_id(0) % pieces
@@ -27,23 +48,49 @@ def _narrow_kernel(x, codes, scales, num_rows, padded_rows, width, x_stride, ROW
     inside, row = (columns < width)[None, :], rows.to(tl.int64)[:, None]
     there = (rows < num_rows)[:, None] & inside
     value = tl.load(x + row * x_stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _MAX
-    tl.store(codes + row * width + columns[None, :], (value / scale[:, None]).to(codes.dtype.element_ty), mask=inside)
+    value, scale = narrowed(value)
+    tl.store(codes + row * width + columns[None, :], value.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + piece.to(tl.int64) * padded_rows + rows, scale)
 
 
-def narrow(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes and fp32 scales of `x[M, K]`, a scale for each row and `columns` of it, with M rounded up to ROWS:
-    `[M', K]`, `[M', K / columns]`, the latter column after column."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """`rows[M, K]`, and, if they are in FP8, a scale for each BLOCK columns of a row `[M, K / BLOCK]`."""
+
+    rows: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, narrows: bool) -> Activations:
+        """x as it is, or rounded."""
+        return cls(*narrow(x, BLOCK, NARROW_ROWS)) if narrows else cls(x, None)
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, like: Tensor, narrows: bool) -> Activations:
+        """Of `like`'s dtype, or FP8."""
+        device = like.device
+        if not narrows:
+            return cls(torch.empty(num_rows, width, dtype=like.dtype, device=device), None)
+        scales = torch.empty(triton.cdiv(width, BLOCK), num_rows, dtype=torch.float32, device=device)
+        return cls(torch.empty(num_rows, width, dtype=CODES, device=device), scales.t())
+
+    @property
+    def scale_step(self) -> int:
+        """From a row's scale to its next."""
+        return 0 if self.scales is None else self.scales.stride(1)
+
+
+def narrow(x: Tensor, columns: int, to_rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Codes and fp32 scales of `x[M, K]`, a scale for each row and `columns` of it, with M rounded up to a
+    multiple of `to_rows`: `[M', K]`, `[M', K / columns]`, the latter column after column."""
     num_rows, width = x.shape
-    padded, pieces = triton.cdiv(num_rows, ROWS) * ROWS, triton.cdiv(width, columns)
+    padded, pieces = triton.cdiv(num_rows, to_rows) * to_rows, triton.cdiv(width, columns)
     codes = torch.empty(padded, width, dtype=CODES, device=x.device)
     scales = torch.empty(pieces, padded, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     rows = NARROW_ROWS if block == BLOCK else 1
-    _narrow_kernel[(padded // rows * pieces,)](
-        x, codes, scales, num_rows, padded, width, x.stride(0), ROWS=rows, WIDTH=block, num_warps=4
-    )
+    sizes = {"ROWS": rows, "WIDTH": block, "num_warps": 4, **overlap(x.device, num_rows)}
+    _narrow_kernel[(padded // rows * pieces,)](x, codes, scales, num_rows, padded, width, x.stride(0), **sizes)
     return codes, scales.t()
 
 

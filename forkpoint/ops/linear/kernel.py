@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
+from forkpoint.ops.linear.fp8_kernel import Activations
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile
@@ -60,19 +61,58 @@ def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, x_tile, w_tile, scale, TURNED: tl.constexpr, SCALED: tl.constexpr, BITS: tl.constexpr):
-    """`acc` and the product of two tiles. FP8 is exact in x's dtype, so that sums are scaled, not weights."""
-    if SCALED:
-        wide = widened(w_tile, x_tile.dtype, BITS)
-        if TURNED:
-            acc += tl.dot(wide, tl.trans(x_tile), input_precision="ieee") * scale[:, None]
-        else:
-            acc += tl.dot(x_tile, tl.trans(wide), input_precision="ieee") * scale[None, :]
-    elif TURNED:
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+def _product(x_tile, w_tile, TURNED: tl.constexpr, BITS: tl.constexpr):
+    """Of two tiles, of which both may be in FP8; it alone is exact in x's dtype."""
+    if x_tile.dtype != w_tile.dtype:
+        w_tile = widened(w_tile, x_tile.dtype, BITS)
+    if TURNED:
+        return tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee")
     else:
-        acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision="ieee")
+        return tl.dot(x_tile, tl.trans(w_tile), input_precision="ieee")
+
+
+@triton.jit
+def _add_product(
+    acc,
+    x_tile,
+    x_scale,
+    w_tile,
+    scale,
+    TURNED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """`acc` and the product of two tiles. Sums are scaled, not weights: by the scale of each row of x, of each output
+    or of all, as there are any."""
+    if NARROW or SCALED:
+        part = _product(x_tile, w_tile, TURNED, BITS)
+        if SHARED:
+            x_scale *= scale
+        if NARROW:
+            part *= x_scale[None, :] if TURNED else x_scale[:, None]
+        elif SHARED:
+            part *= scale
+        if SCALED and not SHARED:
+            part *= scale[:, None] if TURNED else scale[None, :]
+        acc += part
+    elif TURNED:
+        acc = tl.dot(widened(w_tile, x_tile.dtype, BITS), tl.trans(x_tile), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x_tile, tl.trans(widened(w_tile, x_tile.dtype, BITS)), acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """Of a tile's outputs, or the one that they share."""
+    if SHARED:
+        return tl.load(scales + at)
+    elif SCALED:
+        return tl.load(scales + at, mask=inside, other=0.0)
+    else:
+        return 0.0
 
 
 @triton.jit
@@ -80,6 +120,9 @@ def accumulate(
     x,
     x_offsets,
     rows_inside,
+    x_scales,
+    x_scale_at,
+    x_scale_step,
     weight,
     up_weight,
     outputs_inside,
@@ -93,18 +136,23 @@ def accumulate(
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's rows at `x_offsets` with the rows of `weight`, and,
     if GATED, of `up_weight`. The steps of K are the same whatever the tile; float32 is not cut to tf32.
 
     With SCALED weights are in FP8, and the scales of the outputs' rows start at `scale_at`: one for each SCALE_WIDTH
-    columns if BLOCKED, else one. A step of K lies in a block."""
+    columns if BLOCKED, else one. With SHARED all outputs have the same, and `scale_at` is one place. If NARROW so is x,
+    with a scale for each SCALE_WIDTH columns of a row, `x_scale_step` apart. A step of K lies in a block; TOGETHER of
+    them are loaded as one."""
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     x_at = x_offsets[:, None] + columns[None, :]
@@ -114,35 +162,44 @@ def accumulate(
     up_weight += start
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32) if TURNED else tl.zeros((ROWS, OUTPUTS), tl.float32)
     up = acc
-    for k in range(start, end, WIDTH):
-        block = k // SCALE_WIDTH if BLOCKED else 0
-        scale = tl.load(scales + scale_at + block, mask=outputs_inside, other=0.0) if SCALED else 0.0
-        if MASK_WIDTH:
-            inside = (columns < end - k)[None, :]
-            x_tile = tl.load(x + x_at, mask=rows_inside[:, None] & inside, other=0.0)
-            w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
-        else:
-            x_tile = tl.load(x + x_at, mask=rows_inside[:, None], other=0.0)
-            if MASK_OUTPUTS:
-                w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
-            else:
-                w_tile = tl.load(weight + w_at)
-        acc = _add_product(acc, x_tile, w_tile, scale, TURNED, SCALED, BITS)
-        if GATED:
+    for first in range(start, end, WIDTH * TOGETHER):
+        for step in tl.static_range(TOGETHER):
+            k = first + step * WIDTH
+            block = k // SCALE_WIDTH
+            scale = _scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
+            x_scale = 0.0
+            if NARROW:
+                x_scale = tl.load(x_scales + x_scale_at + block * x_scale_step, mask=rows_inside, other=0.0)
             if MASK_WIDTH:
-                u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
-            elif MASK_OUTPUTS:
-                u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None], other=0.0)
+                inside = (columns < end - k)[None, :]
+                x_tile = tl.load(x + x_at, mask=rows_inside[:, None] & inside, other=0.0)
+                w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
             else:
-                u_tile = tl.load(up_weight + w_at)
-            up_scale = tl.load(scales + up_scale_at + block, mask=outputs_inside, other=0.0) if SCALED else 0.0
-            up = _add_product(up, x_tile, u_tile, up_scale, TURNED, SCALED, BITS)
-        x += WIDTH
-        weight += WIDTH
-        up_weight += WIDTH
+                x_tile = tl.load(x + x_at, mask=rows_inside[:, None], other=0.0)
+                if MASK_OUTPUTS:
+                    w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
+                else:
+                    w_tile = tl.load(weight + w_at)
+            acc = _add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            if GATED:
+                if MASK_WIDTH:
+                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
+                elif MASK_OUTPUTS:
+                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None], other=0.0)
+                else:
+                    u_tile = tl.load(up_weight + w_at)
+                up_scale = _scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
+                up = _add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            x += WIDTH
+            weight += WIDTH
+            up_weight += WIDTH
     if TURNED:
         acc = tl.trans(acc)
         up = tl.trans(up) if GATED else acc
+    if SCALED and not BLOCKED:
+        acc *= tl.load(scales + scale_at, mask=outputs_inside, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(scales + up_scale_at, mask=outputs_inside, other=0.0)[None, :]
     return acc, up
 
 
@@ -167,10 +224,13 @@ def _linear_kernel(
     splits,
     group,
     scales,
+    x_scales,
+    x_scale_step,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -178,6 +238,8 @@ def _linear_kernel(
     MASK_WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -201,12 +263,16 @@ def _linear_kernel(
     w_at = weight + output_start.to(tl.int64) * width
     scale_at, up_scale_at = 0, 0
     if SCALE_ROWS:
-        scale_at = outputs // SCALE_ROWS * scale_columns(width, BLOCKED)
-        up_scale_at = (num_outputs + outputs) // SCALE_ROWS * scale_columns(width, BLOCKED)
+        scaled_rows = output_start if SHARED else outputs
+        scale_at = scaled_rows // SCALE_ROWS * scale_columns(width, BLOCKED)
+        up_scale_at = (num_outputs + scaled_rows) // SCALE_ROWS * scale_columns(width, BLOCKED)
     acc, up = accumulate(
         x,
         rows.to(tl.int64) * x_stride,
         rows_inside,
+        x_scales,
+        rows,
+        x_scale_step,
         w_at,
         w_at + num_outputs.to(tl.int64) * width,
         outputs_inside,
@@ -220,11 +286,14 @@ def _linear_kernel(
         OUTPUTS,
         WIDTH,
         TURNED,
+        TOGETHER,
         GATED,
         MASK_OUTPUTS,
         MASK_WIDTH,
         SCALE_ROWS > 0,
         BLOCKED,
+        SHARED,
+        NARROW,
         BITS,
     )
     start_next(OVERLAP)
@@ -246,27 +315,26 @@ def _linear_kernel(
 
 
 @triton.jit
-def _row_kernel(
+def row_sums(
     x,
     weight,
-    bias,
-    out,
-    num_outputs,
+    up_weight,
+    inside,
     width,
+    scales,
+    scale_at,
+    up_scale_at,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKED: tl.constexpr,
 ):
-    await_before(OVERLAP)
-    start = tl.program_id(0) * OUTPUTS
+    """As `accumulate`, of one row of x, without the matrix units: `[OUTPUTS]`. All outputs share the scales of their
+    blocks, and WIDTH is SCALE_WIDTH, if BLOCKED; else outputs have one each."""
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
-    inside = outputs < num_outputs - start
-    w_at = weight + start.to(tl.int64) * width
-    up_at = w_at + num_outputs.to(tl.int64) * width
     at = outputs[:, None] * width + columns[None, :]
     acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     up = acc
@@ -274,15 +342,68 @@ def _row_kernel(
         left = columns < width - k
         valid = inside[:, None] & left[None, :]
         value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)
-        acc += tl.load(w_at + k + at, mask=valid, other=0.0).to(tl.float32) * value[None, :]
+        own = value * tl.load(scales + scale_at + k // WIDTH) if BLOCKED else value
+        acc += tl.load(weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
         if GATED:
-            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * value[None, :]
-    start_next(OVERLAP)
+            own = value * tl.load(scales + up_scale_at + k // WIDTH) if BLOCKED else value
+            up += tl.load(up_weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
     total = tl.sum(acc, 1)
+    total_up = tl.sum(up, 1) if GATED else total
+    if SCALED and not BLOCKED:
+        total *= tl.load(scales + scale_at + outputs, mask=inside, other=0.0)
+        if GATED:
+            total_up *= tl.load(scales + up_scale_at + outputs, mask=inside, other=0.0)
+    return total, total_up
+
+
+@triton.jit
+def _row_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_outputs,
+    width,
+    scales,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    await_before(OVERLAP)
+    start = tl.program_id(0) * OUTPUTS
+    outputs = tl.arange(0, OUTPUTS)
+    inside = outputs < num_outputs - start
+    w_at = weight + start.to(tl.int64) * width
+    scale_at, up_scale_at = 0, 0
+    if SCALE_ROWS:
+        scale_at = start // SCALE_ROWS * scale_columns(width, BLOCKED)
+        up_scale_at = (num_outputs + start) // SCALE_ROWS * scale_columns(width, BLOCKED)
+    total, up = row_sums(
+        x,
+        w_at,
+        w_at + num_outputs.to(tl.int64) * width,
+        inside,
+        width,
+        scales,
+        scale_at,
+        up_scale_at,
+        OUTPUTS,
+        WIDTH,
+        STAGES,
+        GATED,
+        SCALE_ROWS > 0,
+        BLOCKED,
+    )
+    start_next(OVERLAP)
     if BIAS:
         total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        total = gate(total, tl.sum(up, 1), out.dtype.element_ty)
+        total = gate(total, up, out.dtype.element_ty)
     tl.store(out + start + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -344,11 +465,18 @@ def by_bits(weight: Matrix) -> bool:
     return traits_of(weight.codes.device).multiplies_fp8
 
 
+def shares_scales(weight: Matrix, tile: Tile, gated: bool) -> bool:
+    """Whether the outputs of a program share the scales of their blocks."""
+    if not isinstance(weight, ScaledMatrix) or not weight.by_block or weight.rows % tile.outputs:
+        return False
+    return not gated or weight.shape[-2] % (2 * weight.rows) == 0
+
+
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
     """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride.
 
     With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
-    In FP8 a tile's width divides 128, and a tile has more than 1 row.
+    In FP8 a tile's width divides 128; where it has 1 row, it is 128, and `weight.by_one_row(gated)` holds.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width = x.shape
@@ -357,7 +485,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     if not num_rows:
         return out
     if tile.rows == 1:
-        assert num_rows == 1 and isinstance(weight, Tensor)
+        assert num_rows == 1
         _multiply_row(x, weight, bias, out, tile, gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
@@ -367,30 +495,36 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     if splits > 1:
         target = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     codes, scales = parts(weight)
+    given = Activations.of(x, tile.narrows)
     _linear_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
-        x,
+        given.rows,
         codes,
         bias,
         target,
         num_rows,
         num_outputs,
         width,
-        x.stride(0),
+        given.rows.stride(0),
         num_outputs,
         split_width,
         splits,
         min(tile.group, row_tiles),
         scales,
+        given.scales,
+        given.scale_step,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         TURNED=tile.turned,
+        TOGETHER=tile.steps_together(width, split_width),
         GATED=gated,
         BIAS=bias is not None,
         SPLIT=splits > 1,
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
         **scale_options(weight),
+        SHARED=shares_scales(weight, tile, gated),
+        NARROW=tile.narrows,
         BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -420,20 +554,23 @@ def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> N
     )
 
 
-def _multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
+def _multiply_row(x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
     num_outputs, width = out.shape[1], x.shape[1]
+    codes, scales = parts(weight)
     _row_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
         x,
-        weight,
+        codes,
         bias,
         out,
         num_outputs,
         width,
+        scales,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         STAGES=tile.num_stages,
         GATED=gated,
         BIAS=bias is not None,
+        **scale_options(weight),
         num_warps=tile.num_warps,
         **_options(x, tile),
     )

@@ -37,6 +37,12 @@ class Tile:
     turned: bool = False
     group: int = 8
     overlaps: bool = False  # starts while the launch before ends; beyond a few rows that does not pay
+    narrows: bool = False  # rounds x to FP8 first, where weights are in FP8
+    together: int = 1  # steps of K that are loaded as one
+
+    def steps_together(self, *widths: int) -> int:
+        """1 where parts of K of these widths cannot be cut so."""
+        return 1 if any(width % (self.width * self.together) for width in widths) else self.together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,8 @@ class GatedTile:
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
-FEW_SCALED = 16  # rows; above, its product of both sides in FP8 is
+FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
+ONE_SCALED = Tile(1, 8, 128, 1, 6, overlaps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +151,26 @@ def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | No
     return _fixed(_GATED, num_rows) if dtype == torch.bfloat16 else None
 
 
-def scaled_tile(num_rows: int, num_outputs: int, width: int, gated: bool, dtype: torch.dtype) -> Tile:
-    """The tile for weights in FP8."""
-    tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
+def scaled_tile(
+    num_rows: int, num_outputs: int, width: int, gated: bool, dtype: torch.dtype, *, alone: bool, narrows: bool
+) -> Tile | None:
+    """The tile for weights in FP8; None for the vendor's library. `alone`: one row can do without the matrix units;
+    `narrows`: activations can be rounded to FP8 too."""
+    if num_rows > LARGEST:
+        return None
+    if num_rows == 1 and alone and dtype == torch.bfloat16:
+        return ONE_SCALED
     few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
-    return replace(tile, splits=4) if few else tile
+    if num_rows <= FEW_SCALED or not narrows:
+        tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
+        return replace(tile, splits=4) if few else tile
+    if not few and not (gated and num_rows <= 32):
+        return None
+    if num_rows > 64:
+        return Tile(LARGEST, 64, 128, 4, 4, splits=4, narrows=True)
+    splits = 1 if gated else 8 if num_outputs <= WIDE_SCALED or width > FEW_OUTPUTS else 4
+    outputs = 64 if gated else 128
+    return Tile(32 if num_rows <= 32 else 64, outputs, 128, 4, 4, splits=splits, turned=True, narrows=True)
 
 
 def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:

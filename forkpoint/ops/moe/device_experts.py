@@ -40,12 +40,16 @@ class DeviceExperts:
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         size, inner = packed.down.shape[1:]
         masks = traits_of(x.device).masks_gathers  # else rows that are gathered take whole steps of columns
-        apart, choose = masks or inner % PAIR_OUT.width == 0, _tiles
+        mean_rows = ids.numel() / packed.down.shape[0]
         if isinstance(packed, ScaledExperts):
-            apart, choose = packed.by_pairs, _scaled_tiles
+            apart = packed.by_pairs
+            narrows = apart and not self.deterministic and traits_of(x.device).multiplies_fp8
+            into, out_of = _scaled_tiles(x.dtype, mean_rows, narrows)
+        else:
+            apart = masks or inner % PAIR_OUT.width == 0
+            into, out_of = _tiles(x.dtype, mean_rows)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids)
-        into, out_of = choose(x.dtype, ids.numel() / packed.down.shape[0])
         if not masks:
             into = replace(into, width=max(FEWEST_COLUMNS, math.gcd(size, into.width)))
         return grouped_experts(x, packed, weights, ids, into, out_of)
@@ -62,10 +66,16 @@ def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
     return Tile(128, 128, 64, 8, 4, turned=True), Tile(128, 256, 64, 8, 4)
 
 
-def _scaled_tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
-    """The same for experts in FP8. The weights are the left operand, which may be widened in registers."""
+def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -> tuple[Tile, Tile]:
+    """The same for experts in FP8. If `narrows`, activations are rounded to it too; else the weights are the left
+    operand, which may be widened in registers."""
     if dtype == torch.float32:
         return _tiles(dtype, mean_rows)
+    if narrows:
+        if mean_rows <= 12:
+            tile = Tile(16, 128, 128, 4, 3, turned=True, narrows=True)
+            return tile, tile
+        return Tile(64, 64, 128, 4, 4, narrows=True), Tile(64, 128, 128, 4, 3, narrows=True)
     if mean_rows > 96:
         return Tile(128, 64, 128, 8, 3, turned=True), Tile(128, 128, 128, 8, 3, turned=True)
     tile = Tile(16 if mean_rows <= 12 else 64, 64, 128, 4, 3, turned=True)

@@ -10,13 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
+from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
 from forkpoint.ops.linear.kernel import (
     accumulate,
     by_bits,
     gate,
     parts,
+    row_sums,
     scale_columns,
     scale_options,
+    shares_scales,
 )
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
@@ -27,7 +30,8 @@ from forkpoint.ops.moe.reference import PackedExperts
 BLOCK = 1024
 SCALE_WIDTH = tl.constexpr(SCALE_BLOCK)
 PAIR_IN = Tile(1, 8, 512, 4, 3)
-PAIR_OUT = Tile(1, 2, 512, 8, 1)
+SCALED_PAIR_IN = Tile(1, 8, 128, 1, 6)
+PAIR_OUT = Tile(1, 4, 512, 1, 1)
 
 
 @triton.jit
@@ -52,16 +56,24 @@ def _grouped_kernel(
     x_stride,
     out_stride,
     scales,
+    x_scales,
+    x_scale_step,
+    out_scales,
+    out_scale_step,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
+    NARROW_OUT: tl.constexpr,
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -90,13 +102,16 @@ def _grouped_kernel(
         if SCALE_ROWS:
             rows_of_all = num_outputs * (2 if GATED else 1)
             first = tl.load(tiles + tile).to(tl.int64) * tl.cdiv(rows_of_all, SCALE_ROWS)
-            here = output_start + outputs
+            here = output_start if SHARED else output_start + outputs
             scale_at = (first + here // SCALE_ROWS) * scale_columns(width, BLOCKED)
             up_scale_at = (first + (num_outputs + here) // SCALE_ROWS) * scale_columns(width, BLOCKED)
         acc, up = accumulate(
             x,
             source * x_stride,
             rows_inside,
+            x_scales,
+            source,
+            x_scale_step,
             w_at,
             w_at + num_outputs.to(tl.int64) * width,
             outputs_inside,
@@ -110,18 +125,25 @@ def _grouped_kernel(
             OUTPUTS,
             WIDTH,
             TURNED,
+            TOGETHER,
             GATED,
             MASK_OUTPUTS,
             MASK_WIDTH,
             SCALE_ROWS > 0,
             BLOCKED,
+            SHARED,
+            NARROW,
             BITS,
         )
         start_next(OVERLAP)
+        dtype: tl.constexpr = tl.bfloat16 if NARROW else out.dtype.element_ty
         if GATED:
-            acc = gate(acc, up, out.dtype.element_ty)
+            acc = gate(acc, up, dtype)
         if SQUARED:
-            acc = relu_squared(acc, out.dtype.element_ty)
+            acc = relu_squared(acc, dtype)
+        if NARROW_OUT:  # OUTPUTS is SCALE_WIDTH
+            acc, scale = narrowed(acc)
+            tl.store(out_scales + output_start // SCALE_WIDTH * out_scale_step + target, scale, mask=rows_inside)
         at = target[:, None] * out_stride + output_start + outputs[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=rows_inside[:, None] & outputs_inside[None, :])
 
@@ -138,26 +160,6 @@ def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.conste
         pair = token * top_k + choice
         total += tl.load(weights + pair) * tl.load(answers + pair * size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _block_scales(scales, row, columns, inside, width, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
-    """For products without the matrix units: of each of `columns`, for all rows of `row`'s block; 1 if a block is not
-    one of SCALE_WIDTH columns."""
-    if SCALE_ROWS and BLOCKED:
-        at = row // SCALE_ROWS * scale_columns(width, True) + columns // SCALE_WIDTH
-        return tl.load(scales + at, mask=inside, other=0.0)
-    else:
-        return 1.0
-
-
-@triton.jit
-def _row_scales(scales, rows, inside, SCALE_ROWS: tl.constexpr, BLOCKED: tl.constexpr):
-    """Of each of `rows`; 1 if rows do not have one each."""
-    if SCALE_ROWS and not BLOCKED:
-        return tl.load(scales + rows, mask=inside, other=0.0)
-    else:
-        return 1.0
 
 
 @triton.jit
@@ -185,33 +187,33 @@ def _pair_in_kernel(
     pair = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
     outputs = tl.arange(0, OUTPUTS)
-    columns = tl.arange(0, WIDTH)
     inside = outputs < inner - start
     matrix = tl.load(ids + pair).to(tl.int64)
-    gate_at = gate_up + (matrix * (2 if GATED else 1) * inner + start) * width
-    up_at = gate_at + inner.to(tl.int64) * width
-    x_at = x + pair // top_k * x_stride
-    at = outputs[:, None] * width + columns[None, :]
     row = matrix * (2 if GATED else 1) * inner + start  # of all matrices, one below another; `by_one_row` holds
-    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
-    up = acc
-    for k in tl.range(0, width, WIDTH, num_stages=STAGES):
-        left = columns < width - k
-        valid = inside[:, None] & left[None, :]
-        value = tl.load(x_at + k + columns, mask=left, other=0.0).to(tl.float32)
-        scaled = value * _block_scales(scales, row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-        acc += tl.load(gate_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
-        if GATED:
-            scaled = value * _block_scales(scales, inner + row, k + columns, left, width, SCALE_ROWS, BLOCKED)
-            up += tl.load(up_at + k + at, mask=valid, other=0.0).to(tl.float32) * scaled[None, :]
+    scale_at, up_scale_at = 0, 0
+    if SCALE_ROWS:
+        scale_at = row // SCALE_ROWS * scale_columns(width, BLOCKED)
+        up_scale_at = (inner + row) // SCALE_ROWS * scale_columns(width, BLOCKED)
+    total, up = row_sums(
+        x + pair // top_k * x_stride,
+        gate_up + row * width,
+        gate_up + (inner + row) * width,
+        inside,
+        width,
+        scales,
+        scale_at,
+        up_scale_at,
+        OUTPUTS,
+        WIDTH,
+        STAGES,
+        GATED,
+        SCALE_ROWS > 0,
+        BLOCKED,
+    )
     start_next(OVERLAP)
-    total = tl.sum(acc, 1) * _row_scales(scales, row + outputs, inside, SCALE_ROWS, BLOCKED)
-    if GATED:
-        total_up = tl.sum(up, 1) * _row_scales(scales, inner + row + outputs, inside, SCALE_ROWS, BLOCKED)
-        result = gate(total, total_up, out.dtype.element_ty)
-    else:
-        result = relu_squared(total, out.dtype.element_ty)
-    tl.store(out + pair * inner + start + outputs, result.to(out.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = gate(total, up, dtype) if GATED else relu_squared(total, dtype)
+    tl.store(out + pair * inner + start + outputs, result.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -221,11 +223,10 @@ def _pair_out_kernel(
     ids,
     weights,
     out,
-    top_k,
     size,
-    inner,
     pieces,
     scales,
+    INNER: tl.constexpr,
     CHOICES: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -237,33 +238,30 @@ def _pair_out_kernel(
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     start = pid % pieces * OUTPUTS
-    choices = tl.arange(0, CHOICES)
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
-    chosen = choices < top_k
-    pairs = token * top_k + choices
-    weight = tl.load(weights + pairs, mask=chosen, other=0.0)
-    matrix = tl.load(ids + pairs, mask=chosen, other=0).to(tl.int64)
-    rows = (matrix * size + start)[:, None] + outputs[None, :]
-    valid = chosen[:, None] & (outputs < size - start)[None, :]
-    # All experts at once, so that their loads do not wait for each other.
-    acc = tl.zeros((CHOICES, OUTPUTS, WIDTH), tl.float32)
-    for k in range(0, inner, WIDTH):
-        left = columns < inner - k
-        value = tl.load(
-            hidden + pairs[:, None] * inner + k + columns[None, :], mask=chosen[:, None] & left[None, :], other=0.0
-        )
-        value = value.to(tl.float32) * weight[:, None]
-        if SCALE_ROWS and BLOCKED:
-            first = (matrix * tl.cdiv(size, SCALE_ROWS) + start // SCALE_ROWS) * scale_columns(inner, True)
-            at = first[:, None] + ((k + columns) // SCALE_WIDTH)[None, :]
-            value *= tl.load(scales + at, mask=chosen[:, None] & left[None, :], other=0.0)
-        at = rows[:, :, None] * inner + k + columns[None, None, :]
-        tile = tl.load(down + at, mask=valid[:, :, None] & left[None, None, :], other=0.0)
-        acc += tile.to(tl.float32) * value[:, None, :]
+    inside = outputs < size - start
+    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    # No loops, so that loads of one expert do not wait for those of another.
+    for choice in tl.static_range(CHOICES):
+        pair = token * CHOICES + choice
+        weight = tl.load(weights + pair)
+        matrix = tl.load(ids + pair).to(tl.int64)
+        row = matrix * size + start
+        if SCALE_ROWS and not BLOCKED:
+            row_scales = tl.load(scales + row + outputs, mask=inside, other=0.0)
+        for k in tl.static_range(0, INNER, WIDTH):
+            left = columns < INNER - k
+            value = tl.load(hidden + pair * INNER + k + columns, mask=left, other=0.0).to(tl.float32) * weight
+            if BLOCKED:
+                scale_row = matrix * tl.cdiv(size, SCALE_ROWS) + start // SCALE_ROWS
+                scale_at = scale_row * scale_columns(INNER, True) + (k + columns) // SCALE_WIDTH
+                value *= tl.load(scales + scale_at, mask=left, other=0.0)
+            at = (row + outputs)[:, None] * INNER + k + columns[None, :]
+            tile = tl.load(down + at, mask=inside[:, None] & left[None, :], other=0.0).to(tl.float32) * value[None, :]
+            acc += tile * row_scales[:, None] if SCALE_ROWS and not BLOCKED else tile
     start_next(OVERLAP)
-    total = tl.sum(tl.sum(acc, 2) * _row_scales(scales, rows, valid, SCALE_ROWS, BLOCKED), 0)
-    tl.store(out + token * size + start + outputs, total.to(out.dtype.element_ty), mask=outputs < size - start)
+    tl.store(out + token * size + start + outputs, tl.sum(acc, 1).to(out.dtype.element_ty), mask=inside)
 
 
 def grouped_experts(
@@ -271,40 +269,43 @@ def grouped_experts(
 ) -> Tensor:
     """As `experts`: pairs in the order of their experts, each product in tiles of one expert's rows.
 
-    `into.rows` and `out_of.rows` are the same. A row's bits depend on the tiles alone.
+    `into.rows` and `out_of.rows` are the same. A row's bits depend on the tiles alone, which may say that activations
+    are rounded to FP8 too.
     """
     num_tokens, top_k = ids.shape
     num_experts, size, inner = packed.down.shape
     order = order_by_expert(ids, num_experts, into.rows)
-    hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
-    answers = torch.empty(ids.numel(), size, dtype=x.dtype, device=x.device)
     kind: Literal["gated", "squared"] = "gated" if packed.gated else "squared"
-    _grouped_product(x, packed.gate_up, hidden, order, top_k, into, kind)
+    hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
+    answers = Activations.empty(ids.numel(), size, x, False)
+    _grouped_product(Activations.of(x, into.narrows), packed.gate_up, hidden, order, top_k, into, kind)
+    if out_of.narrows and hidden.scales is None:
+        hidden = Activations.of(hidden.rows, True)
     _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain")
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
     _combine_kernel[(num_tokens * pieces,)](
-        answers, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device, num_tokens)
+        answers.rows, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device, num_tokens)
     )
     return out
 
 
 def _grouped_product(
-    x: Tensor,
+    x: Activations,
     weight: Matrix,
-    out: Tensor,
+    out: Activations,
     order: ExpertOrder,
     top_k: int,
     tile: Tile,
     kind: Literal["gated", "squared", "plain"],
 ) -> None:
     codes, scales = parts(weight)
-    num_outputs, width = out.shape[1], weight.shape[2]
+    num_outputs, width = out.rows.shape[1], weight.shape[2]
     num_tiles, output_tiles = order.tiles.shape[1], triton.cdiv(num_outputs, tile.outputs)
     _grouped_kernel[(num_tiles * output_tiles,)](
-        x,
+        x.rows,
         codes,
-        out,
+        out.rows,
         order.pairs,
         order.tiles,
         num_tiles,
@@ -312,22 +313,30 @@ def _grouped_product(
         num_outputs,
         width,
         top_k,
-        x.stride(0),
-        out.stride(0),
+        x.rows.stride(0),
+        out.rows.stride(0),
         scales,
+        x.scales,
+        x.scale_step,
+        out.scales,
+        out.scale_step,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         TURNED=tile.turned,
+        TOGETHER=tile.steps_together(width),
         GATED=kind == "gated",
         SQUARED=kind == "squared",
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
         **scale_options(weight),
+        SHARED=shares_scales(weight, tile, kind == "gated"),
+        NARROW=x.scales is not None,
+        NARROW_OUT=out.scales is not None,
         BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlap(x.device, x.shape[0]),
+        **overlap(x.rows.device, x.rows.shape[0]),
     )
 
 
@@ -337,7 +346,8 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    pieces = triton.cdiv(inner, PAIR_IN.outputs)
+    into = PAIR_IN if isinstance(packed, PackedExperts) else SCALED_PAIR_IN
+    pieces = triton.cdiv(inner, into.outputs)
     gate_up, gate_up_scales = parts(packed.gate_up)
     down, down_scales = parts(packed.down)
     _pair_in_kernel[(ids.numel() * pieces,)](
@@ -352,11 +362,11 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         pieces,
         gate_up_scales,
         GATED=packed.gated,
-        OUTPUTS=PAIR_IN.outputs,
-        WIDTH=PAIR_IN.width,
-        STAGES=PAIR_IN.num_stages,
+        OUTPUTS=into.outputs,
+        WIDTH=into.width,
+        STAGES=into.num_stages,
         **scale_options(packed.gate_up),
-        num_warps=PAIR_IN.num_warps,
+        num_warps=into.num_warps,
         **overlap(x.device, num_tokens),
     )
     pieces = triton.cdiv(size, PAIR_OUT.outputs)
@@ -366,12 +376,11 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         ids,
         weights,
         out,
-        top_k,
         size,
-        inner,
         pieces,
         down_scales,
-        CHOICES=triton.next_power_of_2(top_k),
+        INNER=inner,
+        CHOICES=top_k,
         OUTPUTS=PAIR_OUT.outputs,
         WIDTH=PAIR_OUT.width,
         **scale_options(packed.down),

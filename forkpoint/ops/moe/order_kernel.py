@@ -10,8 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.platforms.table import traits_of
 
 SUB = 32  # pairs, or tiles, that are looked at together
+FEW_PAIRS = 2048  # up to here each program looks at all of them
+FEW_ROWS = 8
 MAX_BLOCKS = 128  # each program reads the counts of all blocks
 NUM_WARPS = 8
 
@@ -45,6 +48,25 @@ def _count_kernel(
         chosen = tl.load(ids + at, mask=at < num_pairs, other=-1)
         total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
     tl.store(counts + block * EXPERTS + experts, total)
+
+
+@triton.jit
+def _store_tiles(total, tiles, block, num_tiles, tile_rows, SUB: tl.constexpr, EXPERTS: tl.constexpr):
+    """`SUB` tiles from `block * SUB` on, where experts have `total` pairs each."""
+    experts = tl.arange(0, EXPERTS)
+    first = tl.cumsum(total, 0) - total
+    needed = (total + tile_rows - 1) // tile_rows
+    behind = tl.cumsum(needed, 0)
+    tile = block * SUB + tl.arange(0, SUB)
+    expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
+    here = expert[:, None] == experts[None, :]
+    offset = first - (behind - needed) * tile_rows
+    begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + tile * tile_rows
+    end = tl.sum(tl.where(here, (first + total)[None, :], 0), 1)
+    inside = tile < num_tiles
+    tl.store(tiles + tile, expert, mask=inside)
+    tl.store(tiles + num_tiles + tile, begin, mask=inside)
+    tl.store(tiles + 2 * num_tiles + tile, end, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_tiles", "tile_rows"])
@@ -84,31 +106,56 @@ def _order_kernel(
             tl.store(pairs + rank, at, mask=at < num_pairs)
             place += tl.sum(hit, 0)
     else:
-        needed = (total + tile_rows - 1) // tile_rows
-        behind = tl.cumsum(needed, 0)
-        tile = (pid - num_blocks) * SUB + tl.arange(0, SUB)
-        expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
-        here = expert[:, None] == experts[None, :]
-        offset = first - (behind - needed) * tile_rows
-        begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + tile * tile_rows
-        end = tl.sum(tl.where(here, (first + total)[None, :], 0), 1)
-        inside = tile < num_tiles
-        tl.store(tiles + tile, expert, mask=inside)
-        tl.store(tiles + num_tiles + tile, begin, mask=inside)
-        tl.store(tiles + 2 * num_tiles + tile, end, mask=inside)
+        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, SUB, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "tile_rows"])
+def _few_kernel(
+    ids,
+    pairs,
+    tiles,
+    num_pairs,
+    num_tiles,
+    tile_rows,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SUB: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Both in one launch, each program for itself: a pair's place is the number of those that come before it."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    num_blocks = tl.cdiv(num_pairs, ROWS)
+    every = tl.arange(0, PAIRS)
+    there = every < num_pairs
+    chosen = tl.load(ids + every, mask=there, other=EXPERTS)
+    if pid < num_blocks:
+        at = pid * ROWS + tl.arange(0, ROWS)
+        own = tl.load(ids + at, mask=at < num_pairs, other=EXPERTS) * PAIRS + at
+        place = tl.sum(((chosen * PAIRS + every)[None, :] < own[:, None]).to(tl.int32), 1)
+        tl.store(pairs + place, at, mask=at < num_pairs)
+    else:
+        total = tl.histogram(chosen, EXPERTS, mask=there)
+        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, SUB, EXPERTS)
 
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
     """The order of `ids[T, top_k]` int32, contiguous, and tiles of `tile_rows` pairs: as many as any routing needs."""
     num_pairs = ids.numel()
-    block = SUB * triton.next_power_of_2(triton.cdiv(num_pairs, SUB * MAX_BLOCKS))
-    num_blocks = triton.cdiv(num_pairs, block)
     num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
     padded = triton.next_power_of_2(num_experts)
-    sizes = {"BLOCK": block, "SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
-    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
+    sizes = {"SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
+    if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
+        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, SUB),)
+        few = {"PAIRS": triton.next_power_of_2(num_pairs), "ROWS": FEW_ROWS}
+        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, **few, **sizes)
+        return ExpertOrder(pairs, tiles)
+    sizes["BLOCK"] = block = SUB * triton.next_power_of_2(triton.cdiv(num_pairs, SUB * MAX_BLOCKS))
+    num_blocks = triton.cdiv(num_pairs, block)
+    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
     _count_kernel[(num_blocks,)](ids, counts, num_pairs, **sizes)
     grid = (num_blocks + triton.cdiv(num_tiles, SUB),)
     _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
