@@ -130,7 +130,7 @@ class StepGraphs:
 
     def _empty(self, shape: StepShape) -> Arrays:
         """A step of nothing but padding, with room for all parts."""
-        arrays = self._builder.build(StepPlan(0), shape, shape.num_rows)
+        arrays = self._builder.build(StepPlan(0), shape, recorded=True)
         arrays["parts"] = np.full((self._builder.most_parts(shape.num_decodes), 3), NO_ROW, np.int32)
         return arrays
 

@@ -149,7 +149,7 @@ class ModelRunner:
         exact = StepShape.of(plan, self._verifies(plan))
         asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
         shape = None if self._graphs is None or asking else self._graphs.find(exact)
-        arrays = self._builder.build(plan, shape or exact, shape.num_rows if shape is not None else len(sampling))
+        arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
         copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
         prompts: tuple[PromptScores, ...] = ()
         if shape is not None and self._graphs is not None:

@@ -87,8 +87,11 @@ class StepBuilder:
         """Entries of `parts` that a step of so many decode rows can need."""
         return 0 if self._splits is None else self._splits.most(num_decodes, self._table.max_entries_per_row)
 
-    def build(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Arrays:
-        """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`."""
+    def build(self, plan: StepPlan, shape: StepShape, recorded: bool) -> Arrays:
+        """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`.
+
+        For a `recorded` step all but the last field have one size for every plan: that of any step of the shape.
+        """
         rows, lens = plan.rows, plan.rows.num_tokens
         offsets = running_total(lens)
         decodes = int(offsets[plan.num_decodes])
@@ -100,6 +103,7 @@ class StepBuilder:
         if self._has_kv:
             _place(slots, self._table.kv_slots(table_rows, positions), decodes, gap)
         last = sampled_tokens(rows)
+        num_samples = shape.num_rows if recorded else len(last)
         arrays: Arrays = {
             "token_ids": _spread(rows.tokens.astype(np.int64), num_tokens, decodes, gap, 0),
             "positions": _spread(positions, num_tokens, decodes, gap, 0),
@@ -108,7 +112,7 @@ class StepBuilder:
             "sampled": _padded(last + gap * (last >= decodes), num_samples, 0),
             "sampled_rows": _padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
         }
-        arrays |= self._segments(rows, plan.num_decodes, shape)
+        arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
         if self._records is not None and shape.num_verified:
             for name, column in zip(_VERIFY, self._records.columns(plan), strict=True):
                 count, fill = shape.num_verified, _VERIFY[name]
@@ -127,7 +131,7 @@ class StepBuilder:
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
-        arrays |= self._attention(lens[chunks], kv_lens, table_rows, decodes, shape)
+        arrays |= self._attention(lens[chunks], kv_lens, table_rows, decodes, shape, recorded)
         return arrays
 
     def catch_up(self, t: Tensors) -> None:
@@ -142,12 +146,12 @@ class StepBuilder:
             slots.copy_(self._table.kv_slots_there(rows, positions, slots))
         t["verify_pending"] -= self._records.missed[t["verify_late"]]
 
-    def _segments(self, rows: StepRows, decodes: int, shape: StepShape) -> Arrays:
+    def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
         """What the state operators read and write; what decode rows save is for DraftRecords."""
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers = rows.save_ptr[decodes:] - first
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
-        capacity = max(len(saved), shape.num_prefill_tokens // TILE + count if count > len(lens) else 0)
+        capacity = _most_tiles(shape) if recorded else len(saved)
         arrays: Arrays = {
             "cu_seqlens": running_total(_padded(lens, count, 0)),
             "decode_src": _padded(rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
@@ -163,11 +167,11 @@ class StepBuilder:
             arrays[f"{kind}_placed"] = np.where(dst >= 0, dst, src)
         if self._splits is not None:
             tiles = tile_table(lens)
-            arrays["segment_tiles"] = _padded(tiles, _num_tiles(tiles, shape, len(lens)), NO_ROW)
+            arrays["segment_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
         return arrays
 
     def _attention(
-        self, lens: IntArray, kv_lens: IntArray, rows: IntArray, num_decodes: int, shape: StepShape
+        self, lens: IntArray, kv_lens: IntArray, rows: IntArray, num_decodes: int, shape: StepShape, recorded: bool
     ) -> Arrays:
         """`lens` are those of the segments; `kv_lens` and `rows` of the `num_decodes` tokens of decode rows, then of
         the segments."""
@@ -179,7 +183,7 @@ class StepBuilder:
         }
         if self._splits is not None:
             tiles = tile_table(lens, shape.num_decodes)
-            arrays["query_tiles"] = _padded(tiles, _num_tiles(tiles, shape, len(lens)), NO_ROW)
+            arrays["query_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
             parts, pointers = self._splits.table(kv_lens[:num_decodes])
             arrays["part_ptr"] = _padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
             arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
@@ -238,9 +242,9 @@ def context_of(
     return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify)
 
 
-def _num_tiles(tiles: IntArray, shape: StepShape, num_chunks: int) -> int:
-    """Exact for an exact shape, and what any such step can need for a padded one."""
-    return len(tiles) if shape.num_segments == num_chunks else shape.num_prefill_tokens // TILE + shape.num_segments
+def _most_tiles(shape: StepShape) -> int:
+    """Tiles that the segments of such a step can have, and states that they can save."""
+    return shape.num_prefill_tokens // TILE + shape.num_segments
 
 
 def _padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:

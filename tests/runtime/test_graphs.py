@@ -135,10 +135,13 @@ def test_padding_changes_nothing_but_adds_rows_that_do_nothing(
     plan = plan_of(0, [*decodes, *chunks])
     exact = StepShape.of(plan)
     tokens = -(-exact.num_prefill_tokens // 64) * 64 + 64
-    shape = StepShape(num_decodes + 2, tokens, len(chunks) + 1) if chunks else StepShape(num_decodes + 2, 0, 0)
+    more = data.draw(st.integers(0, 1))
+    shape = StepShape(num_decodes + 2, tokens, len(chunks) + more) if chunks else StepShape(num_decodes + 2, 0, 0)
     builder = StepBuilder(table, has_kv=True, splits=KeySplits(), copies=True)
-    own = builder.build(plan, exact, len(plan.sampled_rows))
-    wide = builder.build(plan, shape, shape.num_rows)
+    own = builder.build(plan, exact, recorded=False)
+    wide = builder.build(plan, shape, recorded=True)
+    empty = builder.build(StepPlan(0), shape, recorded=True)
+    assert all(wide[name].shape == array.shape for name, array in empty.items() if name != "parts")
     assert list(own) == list(wide) and list(wide)[-1] == "parts"
     gap, real = shape.num_decodes - num_decodes, np.arange(exact.num_tokens)
     places = np.where(real < num_decodes, real, real + gap)
