@@ -46,6 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=str(repository_root() / "demo_model"), help="bits: a model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
+    parser.add_argument("--mamba-ssm-cache-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--batches", default="1,32,128", help="speed, agents: rows that decode together, separated by commas"
+    )
     parser.add_argument("--config", type=Path, help="speed, agents: the config.json of another shape")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
@@ -107,6 +111,7 @@ def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
         **engine_options(args.device, enforce_eager=False, quantization=args.quantization),
         "tensor_parallel_size": args.tensor_parallel_size,
         "deterministic": args.deterministic,
+        "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
         "max_num_seqs": MAX_SEQS,
         **more,
     }
@@ -119,6 +124,11 @@ def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
     return llm
 
 
+def chosen_sizes(args: argparse.Namespace) -> Sizes:
+    batches = tuple(int(batch) for batch in args.batches.split(","))
+    return replace(Sizes(), repeats=args.repeats, decode_batches=batches)
+
+
 def tell_decode_rates(client: Client, sizes: Sizes) -> None:
     for batch in sizes.decode_batches:
         client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)
@@ -129,7 +139,7 @@ def tell_decode_rates(client: Client, sizes: Sizes) -> None:
 
 def measure_speed(args: argparse.Namespace, folder: Path) -> None:
     """Print a line for each measure."""
-    sizes = replace(Sizes(), repeats=args.repeats)
+    sizes = chosen_sizes(args)
     with started(args, folder) as llm:
         client = Client(llm, NUM_IDS)
         client.ask([client.ids(sizes.prompt)], 1)
@@ -141,7 +151,7 @@ def measure_speed(args: argparse.Namespace, folder: Path) -> None:
 
 def measure_agents(args: argparse.Namespace, folder: Path) -> None:
     """Print decode rates, and what loops of agents take and find cached."""
-    sizes = replace(Sizes(), repeats=args.repeats)
+    sizes = chosen_sizes(args)
     config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     os.environ[SYNTHETIC] = "1"
     use_synthetic_windows()

@@ -18,7 +18,7 @@ from forkpoint.ops.attention.prefill_kernel import prefill_kernel
 from forkpoint.ops.linear import fp8_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.linear.scaled import BLOCK
-from forkpoint.ops.linear.tiles import ONE_SCALED, Tile, fixed_scaled_tile, scaled_tile
+from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 
@@ -94,8 +94,9 @@ def main() -> None:
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)
     sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
-    sizes = {"OUTPUTS": ONE_SCALED.outputs, "WIDTH": ONE_SCALED.width, "STAGES": ONE_SCALED.num_stages}
-    compiled("row", linear._row_kernel, ONE_SCALED, **sizes, GATED=True, BIAS=False)
+    alone = one_scaled_tile(4096)
+    sizes = {"OUTPUTS": alone.outputs, "WIDTH": alone.width, "STAGES": alone.num_stages}
+    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, BIAS=False)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.fp8_kernel import narrow
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledLinear, ScaledMatrix
-from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, ONE_SCALED, Tile, fixed_scaled_tile, scaled_tile
+from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
@@ -83,7 +83,7 @@ def test_one_row(gated: bool, layout: str) -> None:
     exact = x.double() @ widened(weight).T
     gate, up = exact.chunk(2, -1)
     want = F.silu(gate) * up if gated else exact + bias.double()
-    close(multiply(x, weight, None if gated else bias, ONE_SCALED, gated), want, torch.bfloat16)
+    close(multiply(x, weight, None if gated else bias, one_scaled_tile(256), gated), want, torch.bfloat16)
 
 
 @gpu_only
@@ -210,7 +210,7 @@ def test_experts(layout: str, inner: int, gated: bool, dtype: torch.dtype) -> No
     for outputs in (64, 128):  # the answers of the first product are rounded by themselves, or by its programs
         narrow_tile = Tile(16, outputs, 128, 4, 3, turned=True, narrows=True)
         got = grouped_experts(x, packed, weights, ids, narrow_tile, narrow_tile)
-        assert relative_error(got, want) <= 6e-2
+        assert relative_error(got, want) <= 8e-2
 
 
 def test_the_experts_operator_takes_fp8() -> None:

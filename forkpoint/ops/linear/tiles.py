@@ -61,7 +61,6 @@ FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processo
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
-ONE_SCALED = Tile(1, 8, 128, 1, 6, overlaps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ def scaled_tile(
     if num_rows > LARGEST:
         return None
     if num_rows == 1 and alone and dtype == torch.bfloat16:
-        return ONE_SCALED
+        return one_scaled_tile(num_outputs)
     few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
     if num_rows <= FEW_SCALED or not narrows:
         tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
@@ -171,6 +170,13 @@ def scaled_tile(
     splits = 1 if gated else 8 if num_outputs <= WIDE_SCALED or width > FEW_OUTPUTS else 4
     outputs = 64 if gated else 128
     return Tile(32 if num_rows <= 32 else 64, outputs, 128, 4, 4, splits=splits, turned=True, narrows=True)
+
+
+def one_scaled_tile(num_outputs: int) -> Tile:
+    """For one row, without the matrix units."""
+    if num_outputs > FEW_OUTPUTS:
+        return Tile(1, 16, 128, 2, 6, overlaps=True)
+    return Tile(1, 8, 128, 1, 6, overlaps=True) if num_outputs > 2048 else Tile(1, 4, 128, 1, 8, overlaps=True)
 
 
 def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:

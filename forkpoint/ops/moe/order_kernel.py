@@ -15,8 +15,8 @@ from forkpoint.platforms.table import traits_of
 SUB = 32  # pairs, or tiles, that are looked at together
 FEW_PAIRS = 2048  # up to here each program looks at all of them
 FEW_ROWS = 8
-MAX_BLOCKS = 128  # each program reads the counts of all blocks
-NUM_WARPS = 8
+MAX_BLOCKS = 256  # each program reads the counts of all blocks
+NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
