@@ -98,6 +98,10 @@ class DraftRecords:
         """Each row's place in `missed`: its own if it was planned ahead, else that of the 0."""
         return np.where(rows.ahead, rows.row, np.int32(len(self._line)))
 
+    def behind(self, rows: StepRows) -> IntArray:
+        """How many tokens each row may be behind where it was planned to start."""
+        return np.where(rows.ahead, self._pending[rows.row] - 1, 0)
+
     def caught_up(self, rows: StepRows) -> StepRows:
         """With exact starts, where the device's memory is the host's."""
         missed = self.missed.numpy()[self.late(rows)].astype(np.int32)

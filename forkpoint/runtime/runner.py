@@ -28,7 +28,7 @@ from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep, Verified
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.row_sampling import RowSampling
-from forkpoint.runtime.sampler import Sampled, Sampler
+from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import (
@@ -39,7 +39,7 @@ from forkpoint.runtime.step_inputs import (
     context_of,
 )
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepRows
 
 
 class ModelRunner:
@@ -165,6 +165,7 @@ class ModelRunner:
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, greedy) if sampling else None
             prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)
+        sampled = None if outputs is None else self._sample(plan, outputs, sampling, greedy, windows)
         if self._records is not None:
             self._records.issued(plan)
         pending = RunningStep(
@@ -174,8 +175,7 @@ class ModelRunner:
             slot_bytes_copied=copied,
             replayed=shape is not None,
         )
-        if outputs is not None:
-            sampled = self._sample(plan, outputs, sampling, greedy, windows)
+        if sampled is not None:
             answers = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
             verified = self._accept(plan, windows, sampling, answers) if windows is not None else None
             on_host = self.platform.to_host(answers)
@@ -240,12 +240,20 @@ class ModelRunner:
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
         if windows is not None:
             num_outputs = windows.spread(num_outputs)
-        logits = outputs.logits[:count]
-        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, outputs.likeliest)
+        logits, late = outputs.logits[:count], self._late(rows, windows)
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, outputs.likeliest, late)
         if windows is None:
             last = self.platform.upload(plan.sampled_rows.astype(np.int64))
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)
         return sampled
+
+    def _late(self, rows: StepRows, windows: Windows | None) -> Late | None:
+        """What is not known of how many outputs there are behind each of the logits."""
+        if self._records is None or not rows.ahead.any():
+            return None
+        columns = np.stack([self._records.behind(rows), self._records.late(rows)])[:, rows.samples]
+        behind, places = columns if windows is None else np.repeat(columns, windows.sizes, axis=1)
+        return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
 
     def _accept(self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], answers: Tensor) -> Verified:
         """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for."""

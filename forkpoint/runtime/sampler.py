@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forkpoint.ops.metadata import running_total
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
@@ -28,6 +29,15 @@ class Sampled:
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
     logprobs: RowScores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Rows whose numbers of outputs are not known: each has up to `behind[i]` fewer, by `missed[i]`, which the device
+    knows."""
+
+    behind: IntArray  # [N]
+    missed: Tensor  # [N] int64
 
 
 class UniformSource:
@@ -65,16 +75,18 @@ class Sampler:
         masks: TokenMasks | None = None,
         windows: Windows | None = None,
         likeliest: tuple[Tensor, Tensor] | None = None,
+        late: Late | None = None,
     ) -> Sampled:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
         rows by their index; `likeliest` is what `greedy` says of the logits, and perhaps of more, if that is known.
         Counts the sampled ids for the rows that have penalties. With `windows` one row of the logits is a position, and
-        stands in `rows` and `positions` as one; to count what is accepted is for `count`."""
+        stands in `rows` and `positions` as one; to count what is accepted is for `count`. `late` rows have no penalties
+        and are past `min_tokens`."""
         if masks is None and all(row.is_plain_greedy for row in rows):
             found = likeliest or self._ops.greedy(logits)
             token_ids, finite = (each[: len(rows)] for each in found)
         else:
-            token_ids, finite = self._choose(logits, rows, positions, masks, windows)
+            token_ids, finite = self._choose(logits, rows, positions, masks, windows, late)
         if windows is None:
             self.count(rows, token_ids)
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
@@ -94,11 +106,12 @@ class Sampler:
         positions: IntArray,
         masks: TokenMasks | None,
         windows: Windows | None,
+        late: Late | None,
     ) -> tuple[Tensor, Tensor]:
         """An id for each row of the logits, and whether those were finite."""
         adjusted = self._adjust(logits, rows, positions, masks, windows)
         if any(row.temperature > 0 for row in rows):
-            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions))
+            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))
         else:
             token_ids, finite = self._ops.greedy(adjusted)
         if adjusted is not logits:  # a mask hides what is not finite
@@ -149,7 +162,7 @@ class Sampler:
         upload = self._platform.upload
         return PenaltyColumns(*upload(where), *upload(np.asarray(factors, np.float32).T.copy()))
 
-    def _columns(self, rows: Sequence[RowSampling], positions: IntArray) -> SamplingColumns:
+    def _columns(self, rows: Sequence[RowSampling], positions: IntArray, late: Late | None) -> SamplingColumns:
         params = [row.params for row in rows]
         reals = np.asarray(
             [
@@ -159,11 +172,20 @@ class Sampler:
             ],
             np.float32,
         )
-        uniform = self._uniform.draw([row.seed for row in rows], positions.tolist())
-        upload = self._platform.upload
+        uniform, upload = self._uniforms([row.seed for row in rows], positions, late), self._platform.upload
         temperature, reach, top_p = upload(reals)
         top_k = upload(np.asarray([max(p.top_k, 0) for p in params], np.int32))
-        return SamplingColumns(temperature, reach, top_k, top_p, upload(uniform))
+        return SamplingColumns(temperature, reach, top_k, top_p, uniform)
+
+    def _uniforms(self, seeds: Sequence[int], positions: IntArray, late: Late | None) -> Tensor:
+        upload = self._platform.upload
+        if late is None:
+            return upload(self._uniform.draw(seeds, positions.tolist()))
+        counts = 1 + late.behind  # one for each number of outputs that the row may have, and the device takes its own
+        first = running_total(counts)
+        seen = np.repeat(positions + first[:-1], counts) - np.arange(first[-1])
+        drawn = upload(self._uniform.draw(np.repeat(seeds, counts).tolist(), seen.tolist()))
+        return drawn[upload(first[:-1].astype(np.int64)) + late.missed]
 
     def _score(self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor) -> RowScores | None:
         asked = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]

@@ -9,7 +9,7 @@ RATE_MEMORY = 1 / 8  # weight of the newest draft
 FIRST_PRICE = 0.1  # of one more token, as a share of a step of one token a row
 TIME_MEMORY = 0.97  # weight of what was known before each step
 SLOWEST = 4.0  # times the usual: what takes longer was held up by something else
-MOST_WAIT = 64  # tokens between two tries of a row whose drafts do not pay
+MOST_WAIT = 64  # steps between two tries of a row whose drafts do not pay
 
 
 class StepTimes:
@@ -40,35 +40,39 @@ class StepTimes:
 @dataclass(slots=True)
 class _Row:
     rate: float = FIRST_RATE
-    wait: int = 1  # outputs until the next try, doubled by each as long as drafts do not pay
-    next_try: int = 0  # outputs from which on drafts that do not seem to pay are tried; at once if all were right
+    wait: int = 1  # steps until the next try, doubled by each as long as drafts do not pay
+    next_try: int = 0  # step from which on a draft that does not seem to pay is tried; at once if the last was right
 
 
 class DraftLength:
-    """Decides how many drafts a row may have. Written by the Speculator."""
+    """Decides how many drafts a row may have. Written by the Speculator.
+
+    Rows whose drafts do not pay try one in the same steps, at multiples of how long they wait: a step with few drafts
+    costs nearly as much as one in which every row has one.
+    """
 
     def __init__(self) -> None:
-        self._times = StepTimes()
+        self._times, self._num_steps = StepTimes(), 0
         self._rows: dict[str, _Row] = {}
 
-    def choose(self, name: str, num_outputs: int, most: int) -> int:
-        """For a request with so many outputs: as long as the next draft is likelier right than what it costs, or, now
-        and then, as many as there may be, to see whether that has changed."""
+    def choose(self, name: str, most: int) -> int:
+        """As many as are likelier right than what each costs; now and then one, to see whether that has changed."""
         row, price = self._rows.setdefault(name, _Row()), self._times.price
         likely, count = row.rate, 0
         while count < most and likely > price:
             count, likely = count + 1, likely * row.rate
         if count:
             row.wait = 1
-        elif num_outputs >= row.next_try:
-            row.next_try, row.wait = num_outputs + row.wait, min(2 * row.wait, MOST_WAIT)
-            return most
+        elif self._num_steps >= row.next_try:
+            row.next_try = (self._num_steps // row.wait + 1) * row.wait
+            row.wait = min(2 * row.wait, MOST_WAIT)
+            return min(1, most)
         return count
 
-    def tries(self, name: str, num_outputs: int) -> bool:
-        """Whether `choose` would take drafts for a request with so many outputs. Changes nothing."""
+    def tries(self, name: str) -> bool:
+        """Whether `choose` would take drafts. Changes nothing."""
         row = self._rows.get(name, _Row())
-        return row.rate > self._times.price or num_outputs >= row.next_try
+        return row.rate > self._times.price or self._num_steps >= row.next_try
 
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
         """What became of a row's drafts: those up to the first wrong one tell something."""
@@ -78,8 +82,10 @@ class DraftLength:
         if num_accepted == num_drafts:
             row.next_try = 0
 
-    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
-        self._times.add(num_tokens, num_confirmed, elapsed_s)
+    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
+        self._num_steps += 1
+        if elapsed_s is not None:
+            self._times.add(num_tokens, num_confirmed, elapsed_s)
 
     def forget(self, name: str) -> None:
         self._rows.pop(name, None)

@@ -26,8 +26,8 @@ class Drafter:
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step took `num_accepted` of the `num_drafts` that it was given for the request."""
 
-    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
-        """A step of decode rows alone computed `num_tokens` tokens and confirmed some of them."""
+    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
+        """A step computed `num_tokens` tokens and confirmed some of them. None: not of decode rows alone."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -42,7 +42,7 @@ class DraftPlanner:
             return False
         if end > request.num_tokens:
             params, size = request.params, self._cache.layout.block_size
-            placed = not params.is_greedy or params.has_penalties or params.min_tokens > len(request.output_token_ids)
+            placed = params.has_penalties or params.min_tokens > len(request.output_token_ids)
             if placed or (request.num_tokens - 1) // size != end // size:
                 return False
         return self._drafter.goes_ahead(request, entry.lease)
@@ -90,8 +90,8 @@ class DraftPlanner:
             self._accepted.update(range(num_accepted))
             self._drafter.judged(request, num_drafts, num_accepted)
         now, began_s = self._clock(), max(issued.started_s, self._settled_s)  # it may have waited for the one before
-        if issued.decodes_only:
-            self._drafter.stepped(result.num_tokens, len(result.token_ids), now - began_s)
+        elapsed_s = now - began_s if issued.decodes_only else None
+        self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
         self._settled_s = now
 
     def forget(self, request: Request) -> None:

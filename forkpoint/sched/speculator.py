@@ -39,7 +39,7 @@ class Speculator(Drafter):
         return cls(sources, config.num_speculative_tokens)
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        count = self._length.choose(request.id, len(request.output_token_ids), min(most, self._most))
+        count = self._length.choose(request.id, min(most, self._most))
         if not count:
             return None
         best: Guess | None = None
@@ -51,7 +51,7 @@ class Speculator(Drafter):
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         """Where drafts do not pay, or nothing but the model has any, judged by what is known."""
-        if not self._length.tries(request.id, len(request.output_token_ids)):
+        if not self._length.tries(request.id):
             return True
         lookups = [source for source in self._sources if not isinstance(source, ModelSource)]
         return all(source.draft(request, lease, 1) is None for source in lookups)
@@ -59,13 +59,13 @@ class Speculator(Drafter):
     def draft_ahead(self, request: Request, most: int) -> IntArray | None:
         if not self._by_model:
             return None
-        count = self._length.choose(request.id, len(request.output_token_ids), min(most, self._most))
+        count = self._length.choose(request.id, min(most, self._most))
         return np.full(count, TO_DRAFT, np.int32) if count else None
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._length.judged(request.id, num_drafts, num_accepted)
 
-    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float) -> None:
+    def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
         self._length.stepped(num_tokens, num_confirmed, elapsed_s)
 
     def forget(self, request: Request) -> None:

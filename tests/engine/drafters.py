@@ -27,7 +27,7 @@ class RandomDrafter(Drafter):
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
         past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
         self._sources: list[DraftSource] = [CacheSource(BLOCK_SIZE), NgramSource(1, 3), past, *[ModelSource()] * mtp]
-        self._mtp = mtp
+        self._mtp, self._ahead = mtp, random.Random(seed)
         self.num_of_past = 0  # ids drafted out of past outputs
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
@@ -40,10 +40,10 @@ class RandomDrafter(Drafter):
         return np.asarray([self._random.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
-        return self._random.random() < AHEAD
+        return self._ahead.random() < AHEAD
 
     def draft_ahead(self, request: Request, most: int) -> IntArray | None:
-        count = min(most, self._random.randint(0, self._most)) if self._mtp else 0
+        count = min(most, self._ahead.randint(0, self._most)) if self._mtp else 0
         return np.full(count, TO_DRAFT, np.int32)
 
     def forget(self, request: Request) -> None:

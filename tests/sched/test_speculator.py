@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_the_tree_drafts_what_was_said_before(deterministic: bool) -> None:
     """A prompt that is sent again: all of its answer up to the last whole block comes out of the tree."""
     harness = Harness(deterministic=deterministic, most_drafts=1)
     harness.sched._drafting._drafter = speculator = Speculator([CacheSource(64)], 7)
-    speculator._length.choose = lambda name, num_outputs, most: most  # type: ignore[method-assign]
+    speculator._length.choose = lambda name, most: most  # type: ignore[method-assign]
     first = harness.add("first", tokens(1, 150), 200)
     harness.run()
     assert first.num_draft_tokens == 0
@@ -81,7 +82,7 @@ def test_siblings_draft_for_each_other() -> None:
     """One is half a block behind the other at the same tokens."""
     harness = Harness(most_drafts=1)
     harness.sched._drafting._drafter = speculator = Speculator([CacheSource(64)], 3)
-    speculator._length.choose = lambda name, num_outputs, most: most  # type: ignore[method-assign]
+    speculator._length.choose = lambda name, most: most  # type: ignore[method-assign]
     harness.add("ahead", tokens(2, 100), 150)
     for _ in range(70):
         harness.step()
@@ -103,7 +104,7 @@ class Clocked:
         """(tokens a unit of time, mean number of drafts a step)."""
         end, begun, drafted, steps, first = self.num_outputs + num_outputs, self.time, 0, 0, self.num_outputs
         while self.num_outputs < end:
-            count = self.length.choose("r", self.num_outputs, self.most)
+            count = self.length.choose("r", self.most)
             accepted = int(np.cumprod(self.rng.random(count) < chance).sum())
             elapsed = 1 + self.price * count
             if count:
@@ -129,6 +130,20 @@ def test_drafts_that_cost_more_than_they_bring_are_left_out() -> None:
     row.run(128, 0.6)
     speed, drafted = row.run(600, 0.6)
     assert drafted < 0.3 and speed > 0.93
+
+
+def test_rows_try_in_the_same_steps() -> None:
+    """However long each has been there."""
+    length, tries = DraftLength(), [list[int](), list[int]()]
+    for step in range(400):
+        for name, own in enumerate(tries):
+            count = length.choose(str(name), 3) if step >= 37 * name else 0
+            if count:
+                length.judged(str(name), count, 0)
+                own.append(step)
+        length.stepped(2, 2, 1.0 + sum(own[-1:] == [step] for own in tries))
+    assert len(tries[0]) < 40 and all(later - earlier == 64 for own in tries for earlier, later in pairwise(own[-3:]))
+    assert tries[0][-3:] == tries[1][-3:]
 
 
 SAID = [10, 11, 12, 13, 14, 15, 16, 17]
@@ -214,7 +229,7 @@ def slow_find(stream: list[int], tail: list[int], count: int) -> tuple[list[list
 def test_the_longest_match_is_taken(prompt: list[int], drafts: list[int]) -> None:
     config = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 4})
     speculator = Speculator.of(config, 64)
-    speculator._length.choose = lambda name, num_outputs, most: 4  # type: ignore[method-assign]
+    speculator._length.choose = lambda name, most: 4  # type: ignore[method-assign]
     say(speculator, SAID)
     request = request_of(prompt)
     lease = Harness().sched.cache.new_lease("r", "", request.prompt_token_ids)
