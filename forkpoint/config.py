@@ -247,6 +247,11 @@ class EngineConfig:
         "auto", "of keys and values; auto: the model's; fp8: 8 bits (e4m3) with a scale for each token and head"
     )
     mamba_ssm_cache_dtype: Literal["float32", "bfloat16"] = option("float32", "of the recurrent matrix states")
+    state_write_interval: int | None = option(
+        None,
+        "tokens that a decoding request computes between two writes of its recurrent states, of which it keeps small "
+        "records: 1, 2, 4, .. 64; default: 16 on a GPU without drafts and without --deterministic, else 1",
+    )
     device: str = option(
         "auto",
         "where the model runs: cpu, cuda, cuda:<index>, npu (Ascend; see docs/ascend.md), or a kind that an "
@@ -374,6 +379,9 @@ class EngineConfig:
             raise ConfigError(
                 f"checkpoint_interval={cache.checkpoint_interval} must be a multiple of {BLOCK_SIZE}, or 0"
             )
+        interval = self.state_write_interval
+        if interval is not None and (interval < 1 or BLOCK_SIZE % interval):
+            raise ConfigError(f"state_write_interval={interval} must be 1, 2, 4, 8, 16, 32 or {BLOCK_SIZE}")
         if budget is not None and rows is not None and budget < rows + MIN_CHUNK - 1:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} must exceed max_num_seqs={rows} by {MIN_CHUNK - 1} or more, so that "

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 
 # One layer's share of the arena: strided views by the names that its specs give the tensors.
 LayerCache: TypeAlias = Mapping[str, Tensor]
@@ -20,7 +20,8 @@ class ForwardContext:
 
     `decode` and `prefill` have the slots for each state operator, by name: they differ only where an operator cannot
     redirect and its states were copied beforehand. `caches[i]` belongs to layer i. With `verify` decode rows may have
-    several tokens, and it says what the state operators read and write of them.
+    several tokens, and it says what the state operators read and write of them. With `record` states are written every
+    few tokens.
     """
 
     positions: Tensor  # [T] int64
@@ -28,5 +29,6 @@ class ForwardContext:
     attention: AttentionIndex
     decode: Mapping[str, DecodeIndex]
     prefill: Mapping[str, SegmentIndex]
-    caches: tuple[LayerCache, ...]  # with `verify` also what tokens leave behind, by the names of its specs
+    caches: tuple[LayerCache, ...]  # with `verify`, `record` also what tokens leave behind, by its specs' names
     verify: VerifyIndex | None = None
+    record: RecordIndex | None = None

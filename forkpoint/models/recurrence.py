@@ -15,7 +15,7 @@ from forkpoint.ops.table import OpTable, Recurrence, RecurrenceParams
 # Slow decay for made-up weights, so that their states matter.
 DUMMY_A_LOG = (-4.0, -1.0)
 DUMMY_DT_BIAS = (-3.0, -1.0)
-RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify
+RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify and recurrence_record
 
 
 class ConvRecurrence:
@@ -46,7 +46,11 @@ class ConvRecurrence:
             records = [cache[name] for name in RECORDS]
             found = self._ops.recurrence_verify(mixed, a, b, self._params, cache["matrix"], ctx.verify, records)
             return found if out is None else out.copy_(found)
-        return self._ops.recurrence_decode(mixed, a, b, self._params, cache["matrix"], slots["recurrence_decode"], out)
+        where = cache["matrix"], slots["recurrence_decode"]
+        if ctx.record is not None and not self._params.spec.per_key:
+            records = [cache[name] for name in RECORDS]
+            return self._ops.recurrence_record(mixed, a, b, self._params, *where, ctx.record, records, out)
+        return self._ops.recurrence_decode(mixed, a, b, self._params, *where, out)
 
     def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.prefill

@@ -121,6 +121,20 @@ class VerifyIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordIndex:
+    """What `B` one-token rows have recorded since the states in their slots were written.
+
+    Row `b` has the records of `held[b]` tokens in line `line[b]`. Where `folds[b]` is not 0 the state after them and
+    the row's token is written to its `dst`; elsewhere the token's record goes behind the others, and the state to
+    `dst` as it is if `src` is another slot. A padded row has line -1 and records nothing.
+    """
+
+    line: Tensor  # [B]
+    held: Tensor  # [B]
+    folds: Tensor  # [B]
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentIndex:
     """`N` prefill segments, laid end to end.
 

@@ -19,6 +19,7 @@ from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.moe import reference as moe
 from forkpoint.ops.norm import reference as norm
+from forkpoint.ops.recurrence import record as recurrence_record
 from forkpoint.ops.recurrence import reference as recurrence
 from forkpoint.ops.recurrence import verify as recurrence_verify
 from forkpoint.ops.rope import reference as rope
@@ -61,6 +62,7 @@ def torch_table(deterministic: bool = False) -> OpTable:
         conv_update=conv1d.conv_update,
         recurrence_prefill=recurrence.recurrence_prefill,
         recurrence_decode=recurrence.recurrence_decode,
+        recurrence_record=recurrence_record.recurrence_record,
         scan_prefill=scan.scan_prefill,
         scan_decode=scan.scan_decode,
         conv_verify=conv_verify.conv_verify,

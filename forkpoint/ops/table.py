@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from forkpoint.ops.linear.scaled import Matrix
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = (
@@ -273,6 +273,23 @@ class RecurrenceDecode(Protocol):
         """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`, in `out` if given."""
 
 
+class RecurrenceRecord(Protocol):
+    def __call__(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor | None,
+        params: RecurrenceParams,
+        pool: Tensor,
+        index: DecodeIndex,
+        kept: RecordIndex,
+        records: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """recurrence_decode for rows whose states are written every few tokens, equal to rounding. Records, fp32:
+        updates `[L, M, HV, V]`, keys `[L, M, H, K]`, sums of g since the slot's state `[L, M, HV]`."""
+
+
 class ScanInputs(NamedTuple):
     """Of `T` tokens of a selective scan: `x`, the raw step `dt` and the gate `z` `[T, D]`, `b` and `c` `[T, N]`."""
 
@@ -434,6 +451,7 @@ class OpTable:
     conv_update: ConvUpdate
     recurrence_prefill: RecurrencePrefill
     recurrence_decode: RecurrenceDecode
+    recurrence_record: RecurrenceRecord
     scan_prefill: ScanPrefill
     scan_decode: ScanDecode
     conv_verify: ConvVerify

@@ -25,6 +25,7 @@ class DeviceTraits:
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here
     kernel_block_sizes: tuple[int, ...] = ()  # tokens; the first that divides a block is what attention reads at a time
+    state_write_interval: int = 1  # where the user says nothing
     masks_gathers: bool = True  # a load keeps its mask where the rows that it takes are no straight line
 
 

@@ -31,6 +31,7 @@ from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.state_operators import StateOperators
+from forkpoint.runtime.state_records import StateRecords
 from forkpoint.runtime.step_inputs import (
     HostLens,
     StepBuilder,
@@ -66,6 +67,7 @@ class ModelRunner:
         platform: Platform | None = None,
         graph_shapes: Sequence[StepShape] = (),
         max_num_drafts: int = 0,
+        state_write_interval: int = 1,
     ) -> None:
         self.platform = platform or CpuPlatform()
         self.arena = ArenaBuffer(layout, num_pages, self.platform.device)
@@ -86,8 +88,12 @@ class ModelRunner:
                 if self.platform.shares_memory
                 else DraftGraphs(*parts, ops, max_num_drafts, graph_shapes)
             )
+        self._state_records: StateRecords | None = None
+        if state_write_interval > 1:
+            assert not max_num_drafts, "drafts have records of their own"
+            self._state_records = StateRecords(self.arena, max_num_rows, state_write_interval, self.platform)
         on_device = max_num_drafts if isinstance(self._drafts, DraftGraphs) else 0
-        kept = (self._states.copies, self._records, on_device)
+        kept = (self._states.copies, self._records, on_device, self._state_records)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         self._graphs: StepGraphs | None = None
         if graph_shapes and self.platform.has_graphs:
@@ -110,6 +116,8 @@ class ModelRunner:
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
         else:
             self._records.leave(plan.removed, plan.moves)
+        if self._state_records is not None:
+            self._state_records.leave(plan.removed)
         moved_bytes = self.arena.move(plan.moves) if plan.moves else 0
         self.batch.update(plan)
         if self._failure is not None:
@@ -121,6 +129,8 @@ class ModelRunner:
         except Exception as error:
             self._failure = error
             return FailedStep(error, self._failure_seen)
+        if self._state_records is not None:
+            self._state_records.confirm(plan)
         return replace(pending, moved_bytes=moved_bytes, done=self.platform.mark())
 
     def close(self) -> None:
@@ -200,7 +210,7 @@ class ModelRunner:
         shape: StepShape,
         host_lens: HostLens = ((), ()),
     ) -> Tensor:
-        caches = self.arena.layers if self._records is None else self._records.layers
+        caches = (self._records or self._state_records or self.arena).layers
         context = context_of(tensors, shape, self.batch.table.device, caches, self._states, host_lens)
         if "late" in tensors:
             self._builder.catch_up(tensors)

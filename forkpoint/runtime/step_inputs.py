@@ -17,6 +17,7 @@ from forkpoint.ops.metadata import (
     AttentionIndex,
     AttentionWork,
     KeySplits,
+    RecordIndex,
     VerifyIndex,
     running_total,
     tile_table,
@@ -24,6 +25,7 @@ from forkpoint.ops.metadata import (
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import DraftRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
+from forkpoint.runtime.state_records import StateRecords
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -35,6 +37,7 @@ _VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
     "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "pending": 0, "mark": 0, "mark_dst": NO_SLOT, "read": 0,
     "write": 0,
 })  # fmt: skip
+_RECORD: Final = ("line", "held", "folds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class StepBuilder:
     Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
     samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
     kernels on a device run over; None makes none. `copies` is whether some operators find states copied, `records` is
-    asked where drafts are verified. `most_drafts` of a row are found on the device (DraftGraphs); 0: none are.
+    asked where drafts are verified, `states` where states are written every few tokens. `most_drafts` of a row are
+    found on the device (DraftGraphs); 0: none are.
     """
 
     def __init__(
@@ -79,9 +83,10 @@ class StepBuilder:
         copies: bool = False,
         records: DraftRecords | None = None,
         most_drafts: int = 0,
+        states: StateRecords | None = None,
     ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
-        self._records, self._most_drafts = records, most_drafts
+        self._records, self._most_drafts, self._states = records, most_drafts, states
 
     def most_parts(self, num_decodes: int) -> int:
         """Entries of `parts` that a step of so many decode rows can need."""
@@ -127,6 +132,9 @@ class StepBuilder:
                 at, row, number = draft_places(plan)
                 arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
                 arrays["draft_at"][at] = row * self._most_drafts + number
+        if self._states is not None:
+            for name, fill, column in zip(_RECORD, (NO_ROW, 0, 0), self._states.columns(plan), strict=True):
+                arrays[f"record_{name}"] = _padded(column, shape.num_decodes, fill)
         # To attention each token of a decode row is a row of its own.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -239,7 +247,8 @@ def context_of(
     )
     decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
     verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY)) if shape.num_verified else None
-    return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify)
+    record = RecordIndex(*(t[f"record_{name}"] for name in _RECORD)) if "record_line" in t else None
+    return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
 
 def _most_tiles(shape: StepShape) -> int:

@@ -26,6 +26,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.state_records import state_records_bytes
 from forkpoint.worker.memory import GIB, Loaded, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.sizing import choose_num_pages
 from forkpoint.worker.weights_progress import WeightsProgress
@@ -64,7 +65,8 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
     alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}
     ranks.check_equal(alike, platform.device)
-    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts)
+    interval = _state_write_interval(config, layout, platform)
+    loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
     _log_model(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     runner = _make_runner(config, loaded, num_pages)
@@ -90,6 +92,19 @@ def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> 
     if not ops.redirects.issuperset(layout.state_operators):
         raise ConfigError(f"--speculative-config needs state operators that redirect (no --force-state-copy); {remedy}")
     return config.speculative_config.num_speculative_tokens
+
+
+def _state_write_interval(config: EngineConfig, layout: CacheLayout, platform: Platform) -> int:
+    """Raises ConfigError where tokens cannot be recorded."""
+    asked, drafting = config.state_write_interval, config.speculative_config is not None
+    if drafting and asked not in (None, 1):
+        raise ConfigError(
+            f"state_write_interval={asked} is not possible with --speculative-config; leave one of them out"
+        )
+    if not state_records_bytes(layout, num_rows=1, interval=1):
+        return 1
+    usual = 1 if drafting or config.deterministic else platform.traits(platform.device).state_write_interval
+    return asked or usual
 
 
 def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) -> Model:
@@ -159,6 +174,8 @@ def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     kept = ", weights FP8" if model.config.quantization else ""
     kept += ", keys and values FP8" if model.config.fp8_keys and layout.has_kv else ""
     kept += f", states {config.mamba_ssm_cache_dtype}" if layout.has_states else ""
+    every = loaded.state_write_interval
+    kept += f", written every {every} tokens" if every > 1 else ""
     LOGGER.info(
         "model: %s from %s, %d attention and %d recurrent layers, %s%s, %d CPU threads",
         model.config.architecture,

@@ -18,6 +18,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.state_records import state_records_bytes
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
@@ -51,6 +52,7 @@ class Loaded:
     platform: Platform
     shapes: Sequence[StepShape] = ()
     max_num_drafts: int = 0
+    state_write_interval: int = 1
 
     def runner(
         self, num_pages: int, *, num_rows: int | None = None, shapes: Sequence[StepShape] | None = None
@@ -66,12 +68,14 @@ class Loaded:
             platform=self.platform,
             graph_shapes=tuple(self.shapes if shapes is None else shapes),
             max_num_drafts=self.max_num_drafts,
+            state_write_interval=self.state_write_interval,
         )
 
 
 def bytes_beside_arena(loaded: Loaded) -> int:
     """What steps will need of the device's memory beyond what is in use afterwards: activations of a full one,
-    measured by running it, the sampler's copies of the logits, graphs of the `shapes`, and what drafts leave behind.
+    measured by running it, the sampler's copies of the logits, graphs of the `shapes`, and what drafts, or tokens
+    between two writes of their states, leave behind.
 
     Raises ConfigError where a full step does not fit beside the weights.
     """
@@ -88,8 +92,9 @@ def bytes_beside_arena(loaded: Loaded) -> int:
     recorded = activations * largest // sched.max_num_batched_tokens
     with explained_exhaustion("recording graphs on trial", "give enforce_eager, or " + remedy):
         recorded += len(shapes) * graph_bytes(loaded)
-    drafts = loaded.max_num_drafts
+    drafts, interval = loaded.max_num_drafts, loaded.state_write_interval
     records = records_bytes(loaded.layout, sched.max_num_seqs, 1 + drafts) if drafts else 0
+    records += state_records_bytes(loaded.layout, sched.max_num_seqs, interval) if interval > 1 else 0
     return max(0, activations) + logits + recorded + records + SLACK_BYTES
 
 

@@ -61,12 +61,13 @@ class Oracle:
     def solve(self, options: Options, asked: Answer) -> Answer:
         """The same prompt, parameters and seed, alone."""
         no_cache = CacheConfig(enable_prefix_caching=False)
-        alone = Options(**options.numbers, cache=no_cache)
+        interval = options.state_write_interval if options.deterministic else 1  # elsewhere it is rounding
+        alone = Options(**options.numbers, cache=no_cache, state_write_interval=interval)
         first = asked.requests[0]
         # what was cut off the prompt is not asked for again
         params = replace(first.params, seed=first.seed, truncate_prompt_tokens=None, cache_breakpoints=())
         prompt = tuple(first.prompt_token_ids.tolist())
-        key = (*alone.numbers.values(), prompt, repr(params))
+        key = (*alone.numbers.values(), interval, prompt, repr(params))
         if key not in self._known:
             run = start(self._bank, alone)
             run.scrub = False

@@ -124,6 +124,7 @@ class Options:
     cache: CacheConfig = field(default_factory=CacheConfig)
     max_queue_len: int = 4096
     max_num_drafts: int = 0  # of a row in a step
+    state_write_interval: int = 1
     mtp: bool = False
     num_ranks: int = 1  # which run as threads
 
@@ -350,6 +351,7 @@ def start(
             max_model_len=MAX_MODEL_LEN,
             force_state_copy=options.force_state_copy,
             max_num_drafts=options.max_num_drafts,
+            state_write_interval=options.state_write_interval,
             platform=platform,
         )
         for model in models

@@ -160,6 +160,7 @@ class Example:
         if options.force_state_copy or not verifies:
             options = replace(options, max_num_drafts=0)
         most = options.max_num_drafts
+        options = replace(options, state_write_interval=1 if most else (16, 8)[seed % 2])
         options = replace(options, mtp=most > 0 and options.model.partition(":")[0] in WITH_MTP)
         self.drafter = RandomDrafter(seed, most, bank.vocab_size, options.mtp) if most else None
         self.run = start(bank, self._with_room(options), self.drafter)
@@ -291,6 +292,8 @@ class Example:
             flips=0 if options.rounds_what_is_kept else flips,
             fp8_keys=options.kv_cache_dtype == "fp8",
             fp8_keys_deterministic=options.kv_cache_dtype == "fp8" and options.deterministic,
+            states_recorded=options.state_write_interval > 1 and stats.cache.num_checkpoints,
+            states_recorded_deterministic=options.state_write_interval > 1 and options.deterministic,
             bfloat16_states=options.state_dtype == "bfloat16",
             hits=hits > 0,
             moves=stats.cache.moves,

@@ -41,6 +41,8 @@ DRAWN = [
     "fp8_keys",
     "fp8_keys_deterministic",
     "bfloat16_states",
+    "states_recorded",
+    "states_recorded_deterministic",
     "async_scheduling",
     "ranks",
     "ranks_deterministic",

@@ -113,5 +113,10 @@ def test_the_option(tiny_model: Path) -> None:
             found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             assert found == wanted
             assert llm.get_metrics()["num_draft_tokens"] > 0
+    with LLM(str(tiny_model), state_write_interval=16, **options) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == wanted
+    for interval, wrong in ((16, "not possible"), (3, "must be 1, 2")):
+        with pytest.raises(ConfigError, match=wrong):
+            LLM(str(tiny_model), speculative_config=config, state_write_interval=interval, **options)
     with pytest.raises(ConfigError, match="redirect"):
         LLM(str(tiny_model), speculative_config=config, force_state_copy=True, **options)

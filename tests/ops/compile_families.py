@@ -14,15 +14,28 @@ from triton.compiler import ASTSource
 
 from forkpoint.ops.attention import expanded_kernel, latent_kernel
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
-from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, verify_kernel
+from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, record_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
 HALF += ("inputs", "bias", "own_q", "shared_q", "up")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays", "systems", "totals")
+WIDE += ("updates", "decays", "systems", "totals", "vectors", "gates", "sums")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
-INTS += ("table_rows", "block_table", "tiles", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
+INTS += (
+    "table_rows",
+    "block_table",
+    "tiles",
+    "cu_tokens",
+    "pending",
+    "mark",
+    "mark_dst",
+    "read",
+    "write",
+    "line",
+    "held",
+    "folds",
+)
 POINTERS = {
     **dict.fromkeys(HALF, "*bf16"),
     **dict.fromkeys(WIDE, "*fp32"),
@@ -61,6 +74,8 @@ def main() -> None:
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
     compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
+    compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting)
+    compiled("record", record_kernel._record_kernel, 1, **sizes, **flags, **drafting)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)

@@ -194,10 +194,13 @@ def play(driver: Driver) -> list[list[int]]:
 
 
 @pytest.mark.skipif(ON_GPU, reason="a graph that is run again needs the interpreter; tests/gpu has real graphs")
-def test_recorded_steps_do_what_others_do(models: tuple[Model, Model]) -> None:
+@pytest.mark.parametrize("interval", [1, 2])
+def test_recorded_steps_do_what_others_do(models: tuple[Model, Model], interval: int) -> None:
     ours, plain = models
     shapes = [StepShape(0, 68, 2), StepShape(2, 6, 2), StepShape(4, 0, 0)]
-    driver = Driver.create(ours, triton_ops(), platform=RecordingPlatform(), graph_shapes=shapes)
+    driver = Driver.create(
+        ours, triton_ops(), platform=RecordingPlatform(), graph_shapes=shapes, state_write_interval=interval
+    )
     driver.runner.record_graphs()
     got = play(driver)
     assert sum(result.replayed for result in driver.results) == driver.step == 5
