@@ -1,20 +1,22 @@
-"""What drafts bring to the 9B shape on one GPU: `python -m benchmarks.gpu_9b.drafts`.
+"""What drafts bring to the 9B shape, or another, on one GPU: `python -m benchmarks.gpu_9b.drafts`.
 
 Dummy weights cannot be guessed, so acceptance is set: at each position of a window with the given probability,
 whatever was sampled there, as vLLM's `synthetic` rejection does. All work is done; the text means nothing. Ids are
 compared apart from that: with `--deterministic`, drafts that are right with those probabilities, and plain decoding in
-the same run. Decode rates are batch x 128 over t(129 tokens) - t(1 token), medians.
+the same run. Decode rates are batch x 128 over t(257 tokens) - t(129 tokens), medians: prompts, and rows that end one
+after the other, are in both. With a chance of 0, drafts are as many as the engine thinks worth it.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +37,8 @@ from forkpoint.sched.request import Request
 
 RATES = (0.8, 0.64, 0.512)  # of drafts 1, 2 and 3 being right
 PROMPT, TOKENS, REPEATS = 256, 128, 3
+LONG = 16_384  # tokens of a prompt whose first token is timed
+NUM_IDS = 32_000  # of which prompts are made; every vocabulary has as many
 COMPARED = 8  # rows whose ids are compared
 MIB = 1 << 20
 
@@ -68,7 +72,7 @@ class SyntheticDrafter(Drafter):
 class SyntheticWindows(Windows):
     """Drafts count by chance, whatever was sampled."""
 
-    rates = RATES
+    rates: ClassVar[tuple[float, ...]] = RATES
 
     def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
         sizes = torch.diff(starts, append=torch.full_like(starts[:1], len(drafts)))
@@ -93,8 +97,8 @@ class Rate:
     tokens_a_step: float
 
 
-def ids(rng: np.random.Generator, count: int) -> list[Ids]:
-    found: list[Ids] = rng.integers(1, SHAPE_9B.vocab_size, (count, PROMPT)).tolist()
+def ids(rng: np.random.Generator, count: int, length: int = PROMPT) -> list[Ids]:
+    found: list[Ids] = rng.integers(1, NUM_IDS, (count, length)).tolist()
     return found
 
 
@@ -107,48 +111,66 @@ def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tupl
 
 
 def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
-    rng, rates, before = np.random.default_rng(batch), [], llm.get_metrics()
-    for number in range(repeats + 1):
-        short, _ = ask(llm, ids(rng, batch), 1)
-        long, _ = ask(llm, ids(rng, batch), TOKENS + 1)
-        if number:  # the first is to warm up
-            rates.append(batch * TOKENS / (long - short))
+    rng, rates = np.random.default_rng(batch), []
+    ask(llm, ids(rng, batch), 9)  # to warm up
+    before = llm.get_metrics()
+    for _ in range(repeats):
+        short, long = (ask(llm, ids(rng, batch), count * TOKENS + 1)[0] for count in (1, 2))
+        rates.append(batch * TOKENS / (long - short))
     after = llm.get_metrics()
     drafts, accepted = (after[name] - before[name] for name in ("num_drafts", "num_accepted_tokens"))
     return Rate(float(np.median(rates)), 1 + accepted / max(1, drafts))
 
 
+def first_token_s(llm: LLM, repeats: int) -> float:
+    """Of a long prompt that nobody has seen."""
+    rng = np.random.default_rng(0)
+    return float(np.median([ask(llm, ids(rng, 1, LONG), 1)[0] for _ in range(repeats + 1)][1:]))
+
+
 def start(model: Path, args: argparse.Namespace, **options: Any) -> LLM:
     began = time.perf_counter()
-    common = engine_options(args.device, args.enforce_eager)
-    llm = LLM(str(model), **{**common, "max_num_seqs": max(args.batches), "max_model_len": 4096, **options})
+    common = engine_options(args.device, args.enforce_eager, quantization=args.quantization)
+    limits = {"max_num_seqs": max(args.batches), "max_model_len": LONG + PROMPT}
+    llm = LLM(str(model), **{**common, **limits, **options})
     print(f"# engine {options} started in {time.perf_counter() - began:.1f} s", flush=True)
     return llm
 
 
 def measure(model: Path, args: argparse.Namespace) -> None:
     with start(model, args) as llm:
-        plain = {batch: decode_rate(llm, batch, args.repeats) for batch in args.batches}
+        plain = {batch: decode_rate(llm, batch, args.repeats).tokens_per_s for batch in args.batches}
+        plain_s = first_token_s(llm, args.repeats)
     most = args.num_drafts
     config = {"method": args.method, "num_speculative_tokens": most}
     with start(model, args, speculative_config=config) as llm:
-        layout = llm._engine.core.scheduler.layout
-        extra = records_bytes(layout, 1, 1 + most)
+        core = llm._engine.core.scheduler
+        assert core._drafting is not None
+        extra, own = records_bytes(core.layout, 1, 1 + most), core._drafting._drafter
         print(f"extra memory of a row, {most} drafts: {extra / MIB:.2f} MiB", flush=True)
+        seconds = first_token_s(llm, args.repeats)
+        print(f"first token of {LONG:,}: {seconds * 1e3:.1f} ms, plain {plain_s * 1e3:.1f}", flush=True)
+
+        def told(name: str, batch: int) -> None:
+            rate = decode_rate(llm, batch, args.repeats)
+            print(
+                f"{name}, batch {batch:4}: {rate.tokens_per_s:9.1f} tokens/s, plain {plain[batch]:9.1f}, "
+                f"{rate.tokens_per_s / plain[batch]:6.3f}x, {rate.tokens_a_step:.2f} tokens of a row with drafts",
+                flush=True,
+            )
+
         try:
             vars(runner)["Windows"] = SyntheticWindows
             for count in range(1, most + 1):
-                set_drafter(llm, SyntheticDrafter(RATES[:count], SHAPE_9B.vocab_size, {}, args.method == "mtp"))
+                set_drafter(llm, SyntheticDrafter(RATES[:count], NUM_IDS, {}, args.method == "mtp"))
                 for batch in args.batches:
-                    rate = decode_rate(llm, batch, args.repeats)
-                    print(
-                        f"{count} drafts, batch {batch:4}: {rate.tokens_per_s:9.1f} tokens/s, plain "
-                        f"{plain[batch].tokens_per_s:9.1f}, {rate.tokens_per_s / plain[batch].tokens_per_s:5.2f}x, "
-                        f"{rate.tokens_a_step:.2f} tokens a step",
-                        flush=True,
-                    )
+                    told(f"{count} drafts", batch)
+            SyntheticWindows.rates = ()
+            set_drafter(llm, own)
+            for batch in args.batches:
+                told("none right", batch)
         finally:
-            vars(runner)["Windows"] = Windows
+            vars(runner)["Windows"], SyntheticWindows.rates = Windows, RATES
 
 
 def compare(model: Path, args: argparse.Namespace) -> None:
@@ -160,7 +182,7 @@ def compare(model: Path, args: argparse.Namespace) -> None:
     config = {"method": "ngram", "num_speculative_tokens": args.num_drafts}
     with start(model, args, **small, speculative_config=config) as llm:
         known = {tuple(prompt): answer for prompt, answer in zip(prompts, want, strict=True)}
-        set_drafter(llm, SyntheticDrafter(RATES[: args.num_drafts], SHAPE_9B.vocab_size, known))
+        set_drafter(llm, SyntheticDrafter(RATES[: args.num_drafts], NUM_IDS, known))
         seconds, found = ask(llm, prompts, TOKENS)
         metrics = llm.get_metrics()
     same = sum(mine == other for mine, other in zip(found, want, strict=True))
@@ -178,6 +200,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--num-drafts", type=int, default=len(RATES), choices=range(1, len(RATES) + 1))
     parser.add_argument("--method", choices=("ngram", "mtp"), default="ngram", help="mtp: the model makes the drafts")
+    parser.add_argument("--config", type=Path, help="config.json of another shape")
+    parser.add_argument("--quantization", help="of the engine's options")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
@@ -188,7 +212,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = build_parser().parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        model = write_config(Path(folder) / "model", SHAPE_9B)
+        model = Path(folder) / "model"
+        if args.config is None:
+            write_config(model, SHAPE_9B)
+        else:
+            model.mkdir()
+            shutil.copy(args.config, model / "config.json")
         if args.only != "rates":
             compare(model, args)
         if args.only != "ids":

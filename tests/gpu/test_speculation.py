@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from benchmarks.gpu_9b.drafts import SyntheticDrafter, set_drafter
+from evaluation.suite import DEMO_MODEL
+from evaluation.tasks import make_training_dialogue
 from forkpoint.engine.llm import LLM
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
+from forkpoint.sched.plan import StepPlan
 from tests.checkpoints import write_checkpoint
 from tests.engine.drafters import RandomDrafter
 from tests.gpu.test_engine import prompt, start
+from train.data import encode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -65,6 +72,29 @@ def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_p
             metrics = llm.get_metrics()
             assert metrics["num_accepted_tokens"] > 20 and metrics["slot_bytes_copied"] == 0
             assert (metrics["num_replayed_steps"] > metrics["num_steps"] // 2) != eager
+
+
+def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
+    """Drafts that are right and wrong, greedy rows and random ones, in graphs and launched: bit for bit."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    texts = [encode(make_training_dialogue(random.Random(i), 300), tokenizer)[0][: 120 + 9 * i] for i in range(8)]
+    prompts = [{"prompt_token_ids": text} for text in texts]
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}]
+    common: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1}
+    params = [SamplingParams(seed=i, **common, **kinds[i % 2]) for i in range(8)]
+    with start(DEMO_MODEL, deterministic=True) as llm:
+        want = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    for eager in (False, True):
+        with start(DEMO_MODEL, deterministic=True, speculative_config=drafts, enforce_eager=eager) as llm:
+            runner: Any = llm._engine.core._runner
+            plans, submit = list[StepPlan](), runner.submit
+            runner.submit = lambda plan, plans=plans, submit=submit: [plans.append(plan), submit(plan)][1]
+            for expected in want:
+                check(llm.generate(prompts, params, use_tqdm=False), expected)
+            metrics = llm.get_metrics()
+        ahead = np.concatenate([plan.rows.ahead for plan in plans])
+        assert metrics["num_accepted_tokens"] > 500 and ahead.sum() > len(ahead) / 5
 
 
 def test_states_in_bfloat16_and_default_mode(tmp_path: Path) -> None:
