@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -127,11 +127,12 @@ class Options:
     state_write_interval: int = 1
     mtp: bool = False
     num_ranks: int = 1  # which run as threads
+    kernel_block_sizes: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The options that change a model's numbers."""
-        names = ("model", "cpu_ops", "deterministic", "kv_cache_dtype", "state_dtype")
+        names = ("model", "cpu_ops", "deterministic", "kv_cache_dtype", "state_dtype", "kernel_block_sizes")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -175,7 +176,7 @@ class ModelBank:
     def models(self, options: Options) -> list[Model]:
         """Of all ranks."""
         size = options.num_ranks
-        key = (*options.numbers.items(), options.mtp, size)
+        key = (*replace(options, kernel_block_sizes=()).numbers.items(), options.mtp, size)
         if key not in self._models:
             table = select_table(options.cpu_ops, options.deterministic, False)
             kept = {name: getattr(options, name) for name in ("kv_cache_dtype", "state_dtype", "mtp")}
@@ -338,7 +339,7 @@ def start(
 ) -> RealEngine:
     """A fresh engine; its whole arena holds NaN. `options` say how many drafts a drafter may give."""
     models = bank.models(options)
-    layout = CacheLayout.create(models[0].layer_specs)
+    layout = CacheLayout.create(models[0].layer_specs, kernel_block_sizes=options.kernel_block_sizes)
     num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
     ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
     runners = [

@@ -91,6 +91,7 @@ class Draw:
             max_num_seqs=self.pick(3, 5, 8),
             cache=cache,
             max_num_drafts=(3, 0, 7, 1)[self.seed // 2 % 4],
+            kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
         )
 
     def params(self, prompt_len: int, vocab: int) -> SamplingParams:
