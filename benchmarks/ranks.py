@@ -24,8 +24,12 @@ from benchmarks.gpu_9b.measures import Client, Sizes
 from benchmarks.gpu_9b.options import engine_options
 from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
 from benchmarks.peers.protocol import repository_root
+from forkpoint.cache.layout import CacheLayout
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import EngineStoppedError
+from forkpoint.models.config import ModelConfig, PartConfig
+from forkpoint.models.moe import MoEConfig
+from forkpoint.models.registry import load_config
 from forkpoint.params import SamplingParams
 from forkpoint.runtime import runner
 from forkpoint.worker.remote import RemoteRunner
@@ -35,6 +39,7 @@ NUM_PROMPTS = 24
 MAX_SEQS = 128
 NUM_DRAFTS = 2
 SYNTHETIC = "FORKPOINT_BENCH_SYNTHETIC_DRAFTS"  # set: so ranks are told
+COPY_RATE = 4.28e12  # bytes read and written a second, of an H200
 NUM_IDS = 32_000  # of which prompts are made; every measured vocabulary has as many
 
 
@@ -129,6 +134,24 @@ def chosen_sizes(args: argparse.Namespace) -> Sizes:
     return replace(Sizes(), repeats=args.repeats, decode_batches=batches)
 
 
+def least_step_s(config: ModelConfig, num_rows: int, num_ranks: int) -> float:
+    """Of decode rows with drafts: what a step reads and writes of weights and states, once each, at the copy rate."""
+    num_tokens, hidden, num_bytes = num_rows * (1 + NUM_DRAFTS), config.hidden_size, 0.0
+
+    def met(part: PartConfig, tokens: int) -> float:
+        if not isinstance(part, MoEConfig):
+            return part.num_weights(hidden)
+        chosen = part.top_k / part.num_experts
+        return part.num_weights(hidden) + part.routed_weights(hidden) * (1 - (1 - chosen) ** tokens - chosen)
+
+    weights = sum(met(part, num_tokens) for part in config.parts)
+    weights += NUM_DRAFTS * sum(met(part, num_rows) for part in config.draft_layer)
+    num_bytes += weights * (1 if config.quantization else 2)
+    num_bytes += 2 * (1 + NUM_DRAFTS) * config.vocab_size * hidden  # the head, in bfloat16
+    num_bytes += 2 * num_rows * CacheLayout.create(config.layer_specs).slot_bytes
+    return num_bytes / num_ranks / COPY_RATE
+
+
 def tell_decode_rates(client: Client, sizes: Sizes) -> None:
     for batch in sizes.decode_batches:
         client.ask([client.ids(sizes.decode_prompt) for _ in range(batch)], 4)
@@ -156,6 +179,10 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
     os.environ[SYNTHETIC] = "1"
     use_synthetic_windows()
     with started(args, folder, speculative_config=config) as llm:
+        shape = load_config(folder, quantization=args.quantization, mtp=True)
+        for batch in sizes.decode_batches:
+            rate = batch * (1 + sum(RATES[:NUM_DRAFTS])) / least_step_s(shape, batch, args.tensor_parallel_size)
+            print(f"floor of decode, batch {batch}: {rate:,.0f} tok/s", flush=True)
         set_drafter(llm, SyntheticDrafter(RATES[:NUM_DRAFTS], NUM_IDS, {}, by_model=True))
         client = Client(llm, NUM_IDS)
         tell_decode_rates(client, sizes)

@@ -1,0 +1,77 @@
+"""Exchanges of ranks that wait for each other, as streams of one GPU, and long products of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+if torch.cuda.is_available():
+    from forkpoint.ops.exchange.kernel import inbox_words
+    from forkpoint.ops.exchange.peers import PIECE_ROWS, Peers
+
+DEVICE = torch.device("cuda", 0)
+NUM_SUMS, REPLAYS = 15, 20
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("nccl", init_method=(tmp_path / "ranks").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_long_product_is_whole_when_its_pieces_are(group: None) -> None:
+    peers, weight = Peers.meet(0, 1, DEVICE), torch.randn(512, 256, device=DEVICE).bfloat16()
+
+    def product(x: Tensor) -> Tensor:
+        return x @ weight.t()
+
+    for _ in range(8):
+        x = torch.randn(3 * PIECE_ROWS + 5, 256, device=DEVICE).bfloat16()
+        found = peers.sum_pieces(product, x).clone()
+        assert torch.equal(found, torch.cat([product(part) for part in x.split(PIECE_ROWS)]))
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_graphs_of_two_ranks(rows: int) -> None:
+    inboxes = [torch.zeros(inbox_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
+    xs = [torch.randn(rows, 4096, device=DEVICE).bfloat16() for _ in range(2)]
+    # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
+    for rank, peers in enumerate(ranks):
+        inboxes[rank].fill_(1 << 32)
+        peers.sum(xs[rank]), inboxes[rank].fill_(2 << 32), peers.gather(xs[rank])
+        torch.cuda.synchronize()
+    for inbox in inboxes:
+        inbox.zero_()
+    for peers in ranks:
+        peers._numbers.zero_()
+    streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, Tensor]]()
+    for peers, x, stream in zip(ranks, xs, streams, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = x
+            for _ in range(NUM_SUMS):
+                y = peers.sum(y) * 0.5
+            found.append((y, peers.gather(x)))
+        graphs.append(graph)
+    for _ in range(REPLAYS):
+        for x in xs:
+            x.copy_(torch.randn(rows, 4096, device=DEVICE))
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        one, other = xs
+        for _ in range(NUM_SUMS):
+            one = other = (one + other) * 0.5
+        for total, beside in found:
+            assert torch.equal(total, one) and torch.equal(beside, torch.cat(xs, -1))
