@@ -188,7 +188,7 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
         tell_decode_rates(client, sizes)
         measures.warm_up(client, sizes)
         before = llm.get_metrics()
-        for run in measures.agent_loop(client, sizes):
+        for run in measures.agent_loop(client, replace(sizes, repeats=1)):
             print(
                 f"agent loop {sizes.conversations} x {sizes.turns}: {run.seconds:.2f} s, "
                 f"{100 * run.num_cached / run.num_prompt:.1f} % of prompts cached",
