@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu_9b import measures
 from benchmarks.gpu_9b.drafts import RATES, SyntheticDrafter, SyntheticWindows, set_drafter
 from benchmarks.gpu_9b.measures import Client, Sizes
@@ -201,7 +203,8 @@ def measure_agents(args: argparse.Namespace, folder: Path) -> None:
 
 
 def use_synthetic_windows() -> None:
-    """In this process."""
+    """In this process; all ranks draw the same."""
+    torch.manual_seed(0)
     vars(runner)["Windows"] = SyntheticWindows
 
 
