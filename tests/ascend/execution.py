@@ -241,7 +241,7 @@ def run(lowered: Lowered, given: list[tuple[str, Any]], grid: tuple[int, int, in
     kernel = _kernel(lowered.linalg, lowered.name)
     total = grid[0] * grid[1] * grid[2]
     programs = range(total - 1, -1, -1) if ORDER == "reverse" else range(total)
-    if GUARD and lowered.name != "_copy_kernel":  # that one has addresses in a table
+    if GUARD:
         _run_guarded(kernel, lowered.name, given, grid, programs)
     else:
         kernel([v.data_ptr() if isinstance(v, Tensor) else v for _, v in given], grid, programs)
@@ -280,7 +280,10 @@ def _run_guarded(
 ) -> None:
     """In a child; what it did to memory is copied back if it ended well, else the launch is run as it is."""
     libc, regions, values = _libc(), dict[int, tuple[_Guarded, Any]](), list[Any]()
+    pools = list[tuple[_Guarded, int]]()
     for argument, value in given:
+        if argument == "pools":
+            value, pools = _guarded_pools(libc, dict(given))
         if not isinstance(value, Tensor):
             values.append(value)
             continue
@@ -299,14 +302,31 @@ def _run_guarded(
     failed = os.waitpid(child, 0)[1] != 0
     if failed:
         address = ctypes.c_int64.from_address(told.start).value
-        where = "".join(region.says(address) for region, _ in regions.values()) or hex(address)
+        where = "".join(region.says(address) for region, _ in [*regions.values(), *pools]) or hex(address)
         RAN.faults.append(Fault(name, where, RAN.test))
         kernel([v.data_ptr() if isinstance(v, Tensor) else v for _, v in given], grid, programs)
     for region, storage in regions.values():
         if not failed:
             ctypes.memmove(storage.data_ptr(), region.start, storage.nbytes())
         region.close()
+    for region, address in pools:
+        if not failed:
+            ctypes.memmove(address, region.start, region.num_bytes)
+        region.close()
     told.close()
+
+
+def _guarded_pools(libc: Any, given: dict[str, Any]) -> tuple[Tensor, list[tuple[_Guarded, int]]]:
+    """The table of a launch that copies states, with copies of the pools whose addresses it has, up to the last slot
+    that is named; and where each was."""
+    table, last = given["pools"].clone(), int(max(given["src"].max(), given["dst"].max()))
+    pools = []
+    for line, (address, stride, size) in enumerate(table.tolist()):
+        region = _Guarded(libc, f"pool {line}", stride * last + size)
+        ctypes.memmove(region.start, address, region.num_bytes)
+        table[line, 0] = region.start
+        pools.append((region, address))
+    return table, pools
 
 
 LAUNCHES.run = run
