@@ -30,9 +30,17 @@ class DraftPlanner:
         """The rows that can be planned before the result of their step in flight is known; None: too many cannot, and
         all are better planned together once it is."""
         decoding = [entry for entry in running if entry.prefill_end <= entry.lease.num_planned < entry.last]
-        late = [entry for entry in decoding if entry.lease.num_planned >= entry.request.num_tokens]
-        found = {entry for entry in late if self._goes_ahead(entry)}
-        return found if len(late) - len(found) <= MOST_HELD * len(decoding) else None
+        found, may_be_held = set[Entry](), int(MOST_HELD * len(decoding))
+        for entry in decoding:
+            if entry.lease.num_planned < entry.request.num_tokens:
+                continue
+            if self._goes_ahead(entry):
+                found.add(entry)
+            elif may_be_held:
+                may_be_held -= 1
+            else:
+                return None
+        return found
 
     def _goes_ahead(self, entry: Entry) -> bool:
         """Where drafts are in flight it is not known where the row's next step starts: whatever counts of them, that
