@@ -293,7 +293,7 @@ class Example:
             flips=0 if options.rounds_what_is_kept else flips,
             fp8_keys=options.kv_cache_dtype == "fp8",
             fp8_keys_deterministic=options.kv_cache_dtype == "fp8" and options.deterministic,
-            states_recorded=options.state_write_interval > 1 and stats.cache.num_checkpoints,
+            states_recorded=options.state_write_interval > 1 and sum(stats.cache.checkpoints_saved.values()),
             states_recorded_deterministic=options.state_write_interval > 1 and options.deterministic,
             bfloat16_states=options.state_dtype == "bfloat16",
             hits=hits > 0,
