@@ -106,9 +106,17 @@ def _triton(base: OpTable) -> OpTable:
     return triton_table(base)
 
 
+def _triton_in_turns(base: OpTable) -> OpTable:
+    from forkpoint.ops.turns import in_turns
+
+    return in_turns(_triton(base))
+
+
 # Each makes a table out of torch's.
 OPERATORS: Final[Registry[Callable[[OpTable], OpTable]]] = Registry(
-    "operator table", "forkpoint.operators", {"auto": _auto, "cpp": _cpp, "torch": _torch, "triton": _triton}
+    "operator table",
+    "forkpoint.operators",
+    {"auto": _auto, "cpp": _cpp, "torch": _torch, "triton": _triton, "triton-in-turns": _triton_in_turns},
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from typing import Final
 
 import torch
@@ -16,6 +15,7 @@ from forkpoint.platforms.platform import DeviceTraits
 # A key head's share of 32 tokens, and what attention makes of it beside 16 query rows of 256 dims in bf16, live on
 # 113 KiB of the 192 on the chip; of 64 tokens on 153, of 128 (the pages of CANN's own attention) on 233: estimates.
 KERNEL_BLOCK_SIZES: Final = (32,)
+MOST_PROGRAMS = 65_535
 
 
 def _missing() -> str:
@@ -37,15 +37,22 @@ def _has_triton() -> bool:
     return here and importlib.util.find_spec("triton.backends.ascend") is not None
 
 
+def npu_traits(num_processors: int) -> DeviceTraits:
+    """Of a card of so many matrix units."""
+    return DeviceTraits(
+        num_processors=num_processors,
+        has_fp8=False,
+        kernel_block_sizes=KERNEL_BLOCK_SIZES,
+        small_tiles=True,
+        most_programs=MOST_PROGRAMS,
+        masks_gathers=False,
+    )
+
+
 class NpuPlatform(AcceleratorPlatform):
     """One NPU."""
 
     kind, graph_class, allocator_variable = "npu", "NPUGraph", "PYTORCH_NPU_ALLOC_CONF"
-
-    def __init__(self, index: int = 0) -> None:
-        # More than 65,535 programs of a launch take turns; ours may run in any order.
-        os.environ.setdefault("TRITON_ALL_BLOCKS_PARALLEL", "1")
-        super().__init__(index)
 
     @classmethod
     def num_devices(cls) -> int:
@@ -58,12 +65,7 @@ class NpuPlatform(AcceleratorPlatform):
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
         properties = torch.get_device_module("npu").get_device_properties(device)
-        return DeviceTraits(
-            num_processors=properties.cube_core_num,
-            has_fp8=False,
-            kernel_block_sizes=KERNEL_BLOCK_SIZES,
-            masks_gathers=False,
-        )
+        return npu_traits(properties.cube_core_num)
 
     def operators(self, cpu_ops: str) -> str:
         if cpu_ops == "cpp":
@@ -74,4 +76,4 @@ class NpuPlatform(AcceleratorPlatform):
         if name == "auto":
             name = "triton" if _has_triton() else "torch"
         self.has_graphs = name != "torch"  # those wait for the device: they look at lengths
-        return name
+        return "triton-in-turns" if name == "triton" else name

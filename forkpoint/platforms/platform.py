@@ -26,6 +26,8 @@ class DeviceTraits:
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here
     kernel_block_sizes: tuple[int, ...] = ()  # tokens; the first that divides a block is what attention reads at a time
     state_write_interval: int = 1  # where the user says nothing
+    small_tiles: bool = False  # what a program holds must fit in 192 KiB; else the compiler sees to it
+    most_programs: int | None = None  # of a launch
     masks_gathers: bool = True  # a load keeps its mask where the rows that it takes are no straight line
 
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.platforms.npu import KERNEL_BLOCK_SIZES
+from forkpoint.platforms.npu import npu_traits
 from forkpoint.platforms.platform import DeviceTraits
 
 TARGET = GPUTarget("npu", "Ascend910B2", 0)
@@ -132,6 +132,6 @@ def _traits(cls: type[CpuPlatform], device: torch.device) -> DeviceTraits:
 
 
 assert triton.__version__ == "3.2.0", "the Triton here is not triton-ascend's"
-NPU = DeviceTraits(num_processors=24, has_fp8=False, kernel_block_sizes=KERNEL_BLOCK_SIZES, masks_gathers=False)
+NPU = npu_traits(24)
 CpuPlatform.traits = _traits
 JITFunction.run = _launch

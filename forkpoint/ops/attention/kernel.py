@@ -20,12 +20,12 @@ from forkpoint.ops.attention.latent_kernel import latent_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
 from forkpoint.ops.launch import overlap, straight
+from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, AttentionIndex
 from forkpoint.ops.table import KVScales
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
-LATENT_ROWS, LATENT_KEYS = 64, 64  # (query, head) pairs of a program over latents, and keys that it takes at a time
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -50,7 +50,7 @@ MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor; oth
 class PrefillLaunch:
     """How the prefill kernel is launched."""
 
-    rows: int = 128  # (query, head) pairs of a program
+    rows: int | None = None  # (query, head) pairs of a program; None: by the device
     programs: int | None = None  # that the device runs at once; None: one on each processor
     num_warps: int = 8
     num_stages: int = 2
@@ -234,24 +234,26 @@ class PagedAttention:
         tokens, heads, dim = q.shape
         work, wide, options = index.work, q.dtype == torch.float32, overlap(q.device, q.shape[0])
         assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1 and work is not None
-        out, num_parts, num_tiles = q.new_empty(tokens, heads, rank), work.parts.shape[0], work.tiles.shape[0]
-        block_m = max(16, LATENT_ROWS, triton.next_power_of_2(heads))
+        out, num_parts = q.new_empty(tokens, heads, rank), work.parts.shape[0]
+        table = launch_table(q.device)
+        block_m = max(16, table.latent_rows, triton.next_power_of_2(heads))
         queries = min(TILE, block_m // heads)
         subs = triton.cdiv(TILE, queries)
         scratch = _Scratch(num_parts * heads, rank, q.device)
         row_block = max(16, triton.next_power_of_2(heads))
-        for decode, programs, rows in ((True, num_parts, row_block), (False, num_tiles * subs, block_m)):
-            if programs:
+        launches = [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in turns(work.tiles, subs))]
+        for decode, items, rows in launches:
+            if items.shape[0]:
                 # What on-chip memory has room for.
-                keys = LATENT_KEYS // 2 if wide or rows > LATENT_ROWS else LATENT_KEYS
-                latent_kernel[(programs,)](
+                keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
+                latent_kernel[(items.shape[0] * (1 if decode else subs),)](
                     q,
                     cache,
                     out,
                     scratch.acc,
                     scratch.l_i,
                     scratch.m_i,
-                    work.parts if decode else work.tiles,
+                    items,
                     work.part_ptr,
                     index.cu_queries,
                     index.kv_lens,
@@ -325,7 +327,13 @@ class PagedAttention:
         work, sizes, how, heads = index.work, call.sizes, self._prefill_launch, call.q.shape[1]
         assert work is not None
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
-        block_m = max(16, min(how.rows // (1 + wide), triton.next_power_of_2(TILE * group)))
+        block_m = max(
+            16,
+            min(
+                (how.rows or launch_table(call.q.device).prefill_rows) // (1 + wide),
+                triton.next_power_of_2(TILE * group),
+            ),
+        )
         form = straight(call.q.device)
         heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
         queries = min(TILE, block_m // heads_wide)
@@ -336,36 +344,38 @@ class PagedAttention:
         scratch = _Scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         gate = call.out if call.gate is None else call.gate
         shared = {"QUERIES": queries, "TOKENS": TILE, **call.options}
-        prefill_kernel[(programs * splits,)](
-            call.q,
-            call.k_cache,
-            call.v_cache,
-            *call.scale_tensors,
-            call.out,
-            gate,
-            scratch.acc,
-            scratch.l_i,
-            scratch.m_i,
-            work.tiles,
-            index.cu_queries,
-            index.kv_lens,
-            index.table_rows,
-            index.block_table,
-            num_tiles,
-            splits,
-            index.block_table.stride(0),
-            call.gate_token,
-            *call.strides,
-            call.scale,
-            call.window or 0,
-            **sizes,
-            **shared,
-            **form,
-            BLOCK_M=block_m,
-            SUBS=subs,
-            SPLIT=splits > 1,
-            num_warps=how.num_warps if block_m == 128 or wide else 4,
-            num_stages=1 if wide else how.num_stages,
-        )
+        each = subs * sizes["HEADS"] * splits
+        for tiles in turns(work.tiles, each):  # in parts only if there are no splits
+            prefill_kernel[(tiles.shape[0] * each,)](
+                call.q,
+                call.k_cache,
+                call.v_cache,
+                *call.scale_tensors,
+                call.out,
+                gate,
+                scratch.acc,
+                scratch.l_i,
+                scratch.m_i,
+                tiles,
+                index.cu_queries,
+                index.kv_lens,
+                index.table_rows,
+                index.block_table,
+                tiles.shape[0],
+                splits,
+                index.block_table.stride(0),
+                call.gate_token,
+                *call.strides,
+                call.scale,
+                call.window or 0,
+                **sizes,
+                **shared,
+                **form,
+                BLOCK_M=block_m,
+                SUBS=subs,
+                SPLIT=splits > 1,
+                num_warps=how.num_warps if block_m == 128 or wide else 4,
+                num_stages=1 if wide else how.num_stages,
+            )
         if splits > 1:
             _join(call, index, scratch, splits, shared)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
 from forkpoint.ops.launch import await_inputs, overlap, straight
+from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
@@ -234,29 +235,31 @@ def conv_prefill(
     assert index.tiles is not None, "kernels need the index's tiles"
     pieces = triton.cdiv(dim, CHANNELS)
     tokens = SHORT if x.shape[0] <= FEW_TOKENS else LONG
-    _prefill_kernel[(index.tiles.shape[0] * pieces * (TOKEN_TILE // tokens),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        pool,
-        out,
-        index.tiles,
-        *index.columns,
-        x.stride(0),
-        pool.stride(0),
-        pool.stride(1),
-        *weight.stride(),
-        D=dim,
-        W=width,
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        TOKENS=tokens,
-        BLOCK=CHANNELS,
-        PIECES=pieces,
-        **straight(x.device),
-        **overlap(x.device, x.shape[0]),
-        num_warps=2,
-    )
+    each = pieces * (TOKEN_TILE // tokens)
+    for tiles in turns(index.tiles, each):
+        _prefill_kernel[(tiles.shape[0] * each,)](
+            x,
+            weight,
+            x if bias is None else bias,
+            pool,
+            out,
+            tiles,
+            *index.columns,
+            x.stride(0),
+            pool.stride(0),
+            pool.stride(1),
+            *weight.stride(),
+            D=dim,
+            W=width,
+            HAS_BIAS=bias is not None,
+            SILU=silu,
+            TOKENS=tokens,
+            BLOCK=CHANNELS,
+            PIECES=pieces,
+            **straight(x.device),
+            **overlap(x.device, x.shape[0]),
+            num_warps=2,
+        )
     return out
 
 

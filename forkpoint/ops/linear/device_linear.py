@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.gated_kernel import multiply_gated
 from forkpoint.ops.linear.kernel import multiply
@@ -26,6 +27,14 @@ from forkpoint.ops.linear.tiles import (
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.table import SiluMul
 from forkpoint.platforms.table import traits_of
+
+
+def _within(tile: Tile, device: torch.device) -> Tile:
+    """As large as the device allows; the bits are the same."""
+    most = launch_table(device)
+    if tile.rows == 1:
+        return tile if tile.width <= most.most_row_width else replace(tile, width=most.most_row_width)
+    return tile if tile.rows <= most.most_product_rows else replace(tile, rows=most.most_product_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class DeviceLinear:
         tile = choose(x.shape[0], num_outputs, width, x.dtype)
         if tile is None:
             return F.linear(x, packed.weight, packed.bias)
-        return multiply(x, packed.weight, packed.bias, tile)
+        return multiply(x, packed.weight, packed.bias, _within(tile, x.device))
 
     def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
         """`x[T, K] -> y[T, I]` for a `[2I, K]` weight, gate rows first, without bias."""
@@ -72,7 +81,7 @@ class DeviceLinear:
             return self.silu_mul(self.linear(x, packed))
         if isinstance(tile, GatedTile):
             return multiply_gated(x, packed.weight, tile)
-        return multiply(x, packed.weight, None, tile, gated=True)
+        return multiply(x, packed.weight, None, _within(tile, x.device), gated=True)
 
     def prepare_heads(self, weight: Tensor) -> Tensor:
         """Keep `[H, N, K]` as it is."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
-from forkpoint.ops.moe.kernel import PAIR_OUT, grouped_experts, paired_experts
+from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
 
-FEWEST_COLUMNS = 16  # of a step of a product
 MAX_PAIRED = 72  # (token, choice) pairs: up to here most experts are read by one pair
 
 
@@ -38,20 +37,16 @@ class DeviceExperts:
     def __call__(self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
         """See `table.Experts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
-        size, inner = packed.down.shape[1:]
-        masks = traits_of(x.device).masks_gathers  # else rows that are gathered take whole steps of columns
-        mean_rows = ids.numel() / packed.down.shape[0]
+        mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
             apart = packed.by_pairs
             narrows = apart and not self.deterministic and traits_of(x.device).multiplies_fp8
             into, out_of = _scaled_tiles(x.dtype, mean_rows, narrows)
         else:
-            apart = masks or inner % PAIR_OUT.width == 0
+            apart = traits_of(x.device).masks_gathers
             into, out_of = _tiles(x.dtype, mean_rows)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids)
-        if not masks:
-            into = replace(into, width=max(FEWEST_COLUMNS, math.gcd(size, into.width)))
         return grouped_experts(x, packed, weights, ids, into, out_of)
 
 

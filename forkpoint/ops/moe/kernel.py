@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +27,7 @@ from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.platforms.table import traits_of
 
 BLOCK = 1024
 SCALE_WIDTH = tl.constexpr(SCALE_BLOCK)
@@ -275,6 +277,8 @@ def grouped_experts(
     num_tokens, top_k = ids.shape
     num_experts, size, inner = packed.down.shape
     order = order_by_expert(ids, num_experts, into.rows)
+    if not traits_of(x.device).masks_gathers:  # a row that is gathered must have whole steps of columns
+        x = F.pad(x, (0, -size % into.width))
     kind: Literal["gated", "squared"] = "gated" if packed.gated else "squared"
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
     answers = Activations.empty(ids.numel(), size, x, False)

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
-SUB = 32  # pairs, or tiles, that are looked at together
 FEW_PAIRS = 2048  # up to here each program looks at all of them
 FEW_ROWS = 8
 MAX_BLOCKS = 256  # each program reads the counts of all blocks
@@ -142,21 +142,21 @@ def _few_kernel(
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
     """The order of `ids[T, top_k]` int32, contiguous, and tiles of `tile_rows` pairs: as many as any routing needs."""
-    num_pairs = ids.numel()
+    num_pairs, sub = ids.numel(), launch_table(ids.device).order_pairs
     num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
     padded = triton.next_power_of_2(num_experts)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    sizes = {"SUB": SUB, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
+    sizes = {"SUB": sub, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
-        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, SUB),)
+        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, sub),)
         few = {"PAIRS": triton.next_power_of_2(num_pairs), "ROWS": FEW_ROWS}
         _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, **few, **sizes)
         return ExpertOrder(pairs, tiles)
-    sizes["BLOCK"] = block = SUB * triton.next_power_of_2(triton.cdiv(num_pairs, SUB * MAX_BLOCKS))
+    sizes["BLOCK"] = block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
     num_blocks = triton.cdiv(num_pairs, block)
     counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
     _count_kernel[(num_blocks,)](ids, counts, num_pairs, **sizes)
-    grid = (num_blocks + triton.cdiv(num_tiles, SUB),)
+    grid = (num_blocks + triton.cdiv(num_tiles, sub),)
     _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
     return ExpertOrder(pairs, tiles)

@@ -7,12 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_decode
 from forkpoint.ops.table import RecurrenceParams
-
-VALUES = 8  # value rows of a state that one program takes
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def recurrence_decode(
     if shape.per_key:
         return key_decode(mixed, a, b, params, pool, index, out)
     b, out = checked(shape, mixed, a, b, pool, out)
-    block_v = min(VALUES, triton.next_power_of_2(shape.value_dim))
+    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(shape.value_dim))
     tiles_v = triton.cdiv(shape.value_dim, block_v)
     _decode_kernel[(mixed.shape[0] * shape.num_v_heads * tiles_v,)](
         mixed,

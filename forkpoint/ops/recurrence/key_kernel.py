@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_decay, weight
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
 from forkpoint.ops.table import RecurrenceParams
 
-VALUES = 8  # value rows of a decode program
-SCAN_VALUES = 32  # and of one that carries a state through a prompt
+SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def key_decode(
     spec = params.spec
     b, out = checked(spec, mixed, a, b, pool, out)
     heads, value_dim = spec.num_v_heads, spec.value_dim
-    block_v = min(VALUES, triton.next_power_of_2(value_dim))
+    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(value_dim))
     tiles_v = triton.cdiv(value_dim, block_v)
     _decode_kernel[(mixed.shape[0] * heads * tiles_v,)](
         mixed,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
+from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
@@ -259,7 +260,7 @@ def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
     The results are the same bits. Few programs wait for loads and one product for the other: narrow tiles and loads
     far ahead. Many programs are bound by what they load: wide tiles.
     """
-    if block_k > WIDE_KEYS:
+    if block_k > WIDE_KEYS or launch_table(mixed.device).narrow_scans:
         return {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 1}
     if mixed.dtype == torch.float32:
         return {"BLOCK_V": MIN_WIDTH, "TURN": True, "num_warps": 4, "num_stages": 1}
@@ -279,26 +280,27 @@ def _chunks(
     systems = mixed.new_empty(entries, TILE, TILE) if shape.delta else scores
     gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
     options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
-    _chunk_kernel[(index.tiles.shape[0] * shape.num_v_heads,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        index.tiles,
-        index.cu_seqlens,
-        systems,
-        scores,
-        gains,
-        *(x.stride(0) for x in (mixed, a, b)),
-        shape.key_dim**-0.5,
-        **sizes(shape),
-        BLOCK_K=block_k,
-        **modes(shape),
-        HALF=not wide,
-        **overlap(mixed.device, mixed.shape[0]),
-        **options,
-    )
+    for tiles in turns(index.tiles, shape.num_v_heads):
+        _chunk_kernel[(tiles.shape[0] * shape.num_v_heads,)](
+            mixed,
+            a,
+            b,
+            params.A_log,
+            params.dt_bias,
+            tiles,
+            index.cu_seqlens,
+            systems,
+            scores,
+            gains,
+            *(x.stride(0) for x in (mixed, a, b)),
+            shape.key_dim**-0.5,
+            **sizes(shape),
+            BLOCK_K=block_k,
+            **modes(shape),
+            HALF=not wide,
+            **overlap(mixed.device, mixed.shape[0]),
+            **options,
+        )
     return systems, scores, gains
 
 

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.recurrence.decode_kernel import VALUES, normed, read_state, token_inputs, update
+from forkpoint.ops.recurrence.decode_kernel import normed, read_state, token_inputs, update
 from forkpoint.ops.recurrence.gates import checked, key_block, modes, sizes
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
@@ -149,7 +150,7 @@ def _launch(
 ) -> None:
     spec, num_tokens = params.spec, mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
-    block_v = min(VALUES, triton.next_power_of_2(spec.value_dim))
+    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
     _verify_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
         mixed,

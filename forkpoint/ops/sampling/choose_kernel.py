@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import straight
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.sampling.columns import SamplingColumns
 from forkpoint.ops.sampling.kernel import dense_rows
 
@@ -19,7 +20,6 @@ TILE = 2048
 GROUP = 4  # tiles that a program reads at once
 FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
-BLOCK = 8192  # logits that a pass over a row reads at once
 STAGES = 1  # reads in flight
 WARPS = 8
 
@@ -320,6 +320,6 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
         logits, c.temperature, c.reach, c.top_k, c.top_p, uniform, tops, masses, lists, few_x, few_id, token_ids,
         finite, stride, vocab, num_tiles,
         SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=1 if form["STRAIGHT"] else GROUP,
-        FEW=FEW, WIDE=WIDE, BLOCK=BLOCK, STAGES=STAGES, **form, num_warps=WARPS,
+        FEW=FEW, WIDE=WIDE, BLOCK=launch_table(device).sample_block, STAGES=STAGES, **form, num_warps=WARPS,
     )  # fmt: skip
     return token_ids, finite

@@ -1,0 +1,62 @@
+"""Operators over rows in turns, for devices whose launches have few programs. Kernels over tiles take turns of their
+own: `launch_table.turns`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from forkpoint.ops.table import OpTable
+
+MOST_ROWS = 2048  # of a turn: with up to 31 programs for each a launch stays below 65,535
+# The operators whose rows know nothing of each other: which of their arguments have a row of each token.
+ROWS: Final = MappingProxyType({
+    "linear": (0,),
+    "linear_silu_mul": (0,),
+    "linear_heads": (0,),
+    "rmsnorm": (0,),
+    "add_rmsnorm": (0, 1),
+    "gated_rmsnorm": (0, 1),
+    "silu_mul": (0,),
+    "qk_norm_rope_write": (0, 1, 2, 5, 8),
+    "latent_write": (0, 1, 5, 7),
+    "route": (0,),
+    "experts": (0, 2, 3),
+})  # fmt: skip
+
+LIBRARY: Final = {"linear", "linear_heads"}  # the vendor's, beyond a few rows, unless a row's bits must be the same
+
+
+@dataclass(frozen=True, slots=True)
+class InTurns:
+    """An operator, and where the arguments are that are cut."""
+
+    operator: Callable[..., Any]
+    places: tuple[int, ...]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if args[0].shape[0] <= MOST_ROWS:
+            return self.operator(*args, **options)
+        cut = {place: args[place].split(MOST_ROWS) for place in self.places}
+        parts = [
+            self.operator(*(cut[i][turn] if i in cut else arg for i, arg in enumerate(args)), **options)
+            for turn in range(len(cut[0]))
+        ]
+        return _joined(parts)
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(kind) for kind in zip(*parts, strict=True))
+
+
+def in_turns(table: OpTable) -> OpTable:
+    """The same operators, over at most MOST_ROWS rows at a time."""
+    own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
+    return replace(table, **{name: InTurns(getattr(table, name), places) for name, places in own.items()})
