@@ -51,4 +51,4 @@ def launch_table(device: torch.device) -> LaunchTable:
 def turns(tiles: Tensor, programs: int) -> Iterator[Tensor]:
     """`tiles[N, ..]` with `programs` for each in as many parts, one launch after another, as the device wants."""
     most = traits_of(tiles.device).most_programs
-    return iter((tiles,) if most is None else tiles.split(max(1, most // programs)))
+    return iter((tiles,) if most is None else torch.split(tiles, max(1, most // programs)))

@@ -3,8 +3,8 @@ own: `launch_table.turns`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from forkpoint.ops.table import OpTable
 
 MOST_ROWS = 2048  # of a turn: with up to 31 programs for each a launch stays below 65,535
+MOST_SAMPLED = 512  # rows of logits, with a program for each 2,048 of them
 # The operators whose rows know nothing of each other: which of their arguments have a row of each token.
 ROWS: Final = MappingProxyType({
     "linear": (0,),
@@ -27,6 +28,7 @@ ROWS: Final = MappingProxyType({
     "latent_write": (0, 1, 5, 7),
     "route": (0,),
     "experts": (0, 2, 3),
+    "sample_rows": (0, 1),
 })  # fmt: skip
 
 LIBRARY: Final = {"linear", "linear_heads"}  # the vendor's, beyond a few rows, unless a row's bits must be the same
@@ -38,16 +40,25 @@ class InTurns:
 
     operator: Callable[..., Any]
     places: tuple[int, ...]
+    most: int  # rows
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if args[0].shape[0] <= MOST_ROWS:
+        if args[0].shape[0] <= self.most:
             return self.operator(*args, **options)
-        cut = {place: args[place].split(MOST_ROWS) for place in self.places}
+        cut = {place: _cut(args[place], self.most) for place in self.places}
         parts = [
             self.operator(*(cut[i][turn] if i in cut else arg for i, arg in enumerate(args)), **options)
             for turn in range(len(cut[0]))
         ]
         return _joined(parts)
+
+
+def _cut(argument: Any, most: int) -> Sequence[Any]:
+    """A tensor, or several in columns, in parts of `most` rows."""
+    if isinstance(argument, Tensor):
+        return argument.split(most)
+    columns = {field.name: getattr(argument, field.name).split(most) for field in fields(argument)}
+    return [type(argument)(**dict(zip(columns, part, strict=True))) for part in zip(*columns.values(), strict=True)]
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -59,4 +70,9 @@ def _joined(parts: list[Any]) -> Any:
 def in_turns(table: OpTable) -> OpTable:
     """The same operators, over at most MOST_ROWS rows at a time."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
-    return replace(table, **{name: InTurns(getattr(table, name), places) for name, places in own.items()})
+    cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, _most(name)) for name, places in own.items()}
+    return replace(table, **cut)
+
+
+def _most(name: str) -> int:
+    return MOST_SAMPLED if name == "sample_rows" else MOST_ROWS

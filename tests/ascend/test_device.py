@@ -206,7 +206,8 @@ def _without_cann(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "has_triton", "want"), [("auto", True, "triton"), ("auto", False, "torch"), ("torch", True, "torch")]
+    ("given", "has_triton", "want"),
+    [("auto", True, "triton-in-turns"), ("auto", False, "torch"), ("torch", True, "torch")],
 )
 def test_operators_are_those_that_triton_ascend_allows(
     card: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch, given: str, has_triton: bool, want: str
@@ -215,6 +216,6 @@ def test_operators_are_those_that_triton_ascend_allows(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if has_triton else None)
     platform = NpuPlatform()
     assert platform.operators(given) == want
-    assert platform.has_graphs == (want == "triton")
+    assert platform.has_graphs == (want != "torch")
     with pytest.raises(ConfigError, match="for CPUs"):
         platform.operators("cpp")

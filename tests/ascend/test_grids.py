@@ -18,16 +18,18 @@ from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
-from forkpoint.ops.select import select_table
+from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import OpTable, QKNorm, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.turns import ROWS as ROWS_OF
+from forkpoint.ops.turns import InTurns
 from forkpoint.platforms.npu import MOST_PROGRAMS, npu_traits
 from forkpoint.platforms.table import PLATFORMS, traits_of
 from tests.ascend.shapes import DENSE, FP32, KEYED, MIXTURE, SSD, Shape
 from tests.ops.triton_cases import ON_GPU
 
 TOKENS, ROWS, DRAFTS = 131_072, 256, 4
-WIDE = replace(MIXTURE, name="wide", hidden=4096, inner=10_240, heads=32, experts=(512, 10, 1024, 4096))
-WIDE = replace(WIDE, recurrence=replace(WIDE.recurrence, num_v_heads=64))
+WIDE = replace(DENSE, name="27B", hidden=5120, inner=17_408, heads=24)
+WIDE = replace(WIDE, recurrence=replace(WIDE.recurrence, num_v_heads=48))
 LATENT = replace(KEYED, name="kda", recurrence=replace(KEYED.recurrence, num_k_heads=32, num_v_heads=32))
 LATENT = replace(LATENT, recurrence=replace(LATENT.recurrence, key_dim=128, value_dim=128), hidden=2304, inner=9216)
 SHAPES = (DENSE, MIXTURE, WIDE, LATENT, SSD)
@@ -68,7 +70,25 @@ def test_no_launch_has_more_programs(shape: Shape, deterministic: bool, grids: l
     _prefill(shape, ops)
     _decode(shape, ops)
     assert {name for name, programs in grids if programs > MOST_PROGRAMS} == set()
-    assert len(grids) > 500 and max(programs for _, programs in grids) > 30_000
+    assert len(grids) > 400 and max(programs for _, programs in grids) > 20_000
+
+
+def test_rows_in_turns_are_the_rows_of_one_launch() -> None:
+    ops, rows = torch_table(), 7
+    logits, uniform = torch.randn(rows, 30), torch.rand(rows, dtype=torch.float64)
+    columns = SamplingColumns(torch.ones(rows), torch.full((rows,), -9.0), whole(rows) * 0, torch.ones(rows), uniform)
+    rule, x = RouteRule(top_k=2, num_shared=1, shared="gated"), torch.randn(rows, 12)
+    cases: list[tuple[str, tuple[Any, ...]]] = [
+        ("silu_mul", (x,)),
+        ("add_rmsnorm", (x, x.clone(), torch.ones(12), 1e-6)),
+        ("route", (torch.randn(rows, 7), rule)),
+        ("sample_rows", (logits, columns)),
+    ]
+    for name, args in cases:
+        want = getattr(ops, name)(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
+        got = InTurns(getattr(ops, name), ROWS_OF[name], 3)(*args)
+        pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+        assert all(torch.equal(mine, own) for mine, own in pairs), name
 
 
 def _of_tokens(s: Shape, ops: OpTable) -> None:

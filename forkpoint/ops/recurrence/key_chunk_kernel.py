@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.recurrence.gates import L2_EPS, key_decay, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, unit_lower_inverse
@@ -147,33 +148,36 @@ def ready_chunks(
     `[entries, 3, C, K]`, decays over the chunk `[entries, K]` fp32)."""
     assert index.tiles is not None, "kernels need the index's tiles"
     spec, heads, dim = params.spec, params.spec.num_v_heads, params.spec.key_dim
-    entries, chunks = (mixed.shape[0] // TILE + len(index)) * heads, index.tiles.shape[0] * heads
+    entries = (mixed.shape[0] // TILE + len(index)) * heads
     inverses, scores = mixed.new_empty(2, entries, TILE, TILE)
     keys = mixed.new_empty(entries, 3, TILE, dim)
     systems, wholes = (
         torch.empty(entries, *shape, dtype=torch.float32, device=mixed.device) for shape in ((TILE, TILE), (dim,))
     )
     options = {"H": heads, "DOUBLE_BETA": spec.double_beta, **overlap(mixed.device, mixed.shape[0]), "num_stages": 1}
-    _chunk_kernel[(chunks,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        index.tiles,
-        index.cu_seqlens,
-        keys,
-        wholes,
-        systems,
-        scores,
-        *(x.stride(0) for x in (mixed, a, b)),
-        dim**-0.5,
-        K=dim,
-        BLOCK_K=block_k,
-        BOUND=spec.bound or 0.0,
-        WIDEST=WIDEST_HALF if mixed.dtype == torch.float16 else WIDEST,
-        num_warps=CHUNK_WARPS,
-        **options,
-    )
-    _invert_kernel[(chunks,)](b, index.tiles, index.cu_seqlens, systems, inverses, b.stride(0), num_warps=4, **options)
+    for tiles in turns(index.tiles, heads):
+        _chunk_kernel[(tiles.shape[0] * heads,)](
+            mixed,
+            a,
+            b,
+            params.A_log,
+            params.dt_bias,
+            tiles,
+            index.cu_seqlens,
+            keys,
+            wholes,
+            systems,
+            scores,
+            *(x.stride(0) for x in (mixed, a, b)),
+            dim**-0.5,
+            K=dim,
+            BLOCK_K=block_k,
+            BOUND=spec.bound or 0.0,
+            WIDEST=WIDEST_HALF if mixed.dtype == torch.float16 else WIDEST,
+            num_warps=CHUNK_WARPS,
+            **options,
+        )
+        _invert_kernel[(tiles.shape[0] * heads,)](
+            b, tiles, index.cu_seqlens, systems, inverses, b.stride(0), num_warps=4, **options
+        )
     return inverses, scores, keys, wholes
