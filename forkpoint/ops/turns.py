@@ -56,8 +56,8 @@ class InTurns:
 def _cut(argument: Any, most: int) -> Sequence[Any]:
     """A tensor, or several in columns, in parts of `most` rows."""
     if isinstance(argument, Tensor):
-        return argument.split(most)
-    columns = {field.name: getattr(argument, field.name).split(most) for field in fields(argument)}
+        return torch.split(argument, most)
+    columns = {field.name: torch.split(getattr(argument, field.name), most) for field in fields(argument)}
     return [type(argument)(**dict(zip(columns, part, strict=True))) for part in zip(*columns.values(), strict=True)]
 
 
