@@ -187,8 +187,10 @@ class ModelRunner:
         )
         if sampled is not None:
             answers = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
-            verified = self._accept(plan, windows, sampling, answers) if windows is not None else None
-            on_host = self.platform.to_host(answers)
+            if windows is None:
+                on_host, verified = self.platform.to_host(answers), None
+            else:
+                on_host, verified = self._accept(plan, windows, sampling, answers)
             pending = replace(
                 pending, rows=plan.sampled_rows, answers=on_host, verified=verified, logprobs=sampled.logprobs
             )
@@ -265,8 +267,11 @@ class ModelRunner:
         behind, places = columns if windows is None else np.repeat(columns, windows.sizes, axis=1)
         return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
 
-    def _accept(self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], answers: Tensor) -> Verified:
-        """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for."""
+    def _accept(
+        self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], answers: Tensor
+    ) -> tuple[Tensor, Verified]:
+        """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for. The
+        answers and counts are on their way to the host in one copy."""
         assert self._records is not None
         rows, columns = plan.sampled_rows, [windows.drafts, plan.sampled_rows, windows.starts, windows.sizes]
         if isinstance(self._drafts, DraftGraphs):  # where they are
@@ -281,11 +286,12 @@ class ModelRunner:
         self._records.missed.index_copy_(0, row, sizes - counts)
         self._sampler.count(sampling, answers.clamp(min=0), partial(windows.mask, counts, starts, sizes))
         confirm = partial(self._records.confirm, plan)
-        known = self.platform.to_host(counts)
+        told = self.platform.to_host(torch.cat((answers, counts)))
+        on_host, known = told[: len(answers)], told[len(answers) :]
         if not self.platform.shares_memory:
-            return Verified(windows, known, confirm)
+            return on_host, Verified(windows, known, confirm)
         confirm(known.numpy())
-        return Verified(windows, known)
+        return on_host, Verified(windows, known)
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the

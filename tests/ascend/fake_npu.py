@@ -66,9 +66,17 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         tensors = [x for x in (result if isinstance(result, tuple | list) else [result]) if isinstance(x, Tensor)]
         assert not any(x.device.type == "cpu" for x in tensors), f"{name} in a graph makes a tensor on the host"
-        if not func.is_view and not name.startswith("aten::empty"):
+        if not _views(func, args, tensors) and not name.startswith("aten::empty"):
             self._graph.calls.append(functools.partial(_again, func, args, kwargs, tensors))
         return result
+
+
+def _views(func: Any, args: Any, results: list[Tensor]) -> bool:
+    """Whether nothing was computed; `to`, which torch counts among views, may have."""
+    if not func.is_view:
+        return False
+    same = args[0].untyped_storage().data_ptr()
+    return all(x.untyped_storage().data_ptr() == same for x in results)
 
 
 def _again(func: Any, args: Any, kwargs: Any, kept: list[Tensor]) -> None:

@@ -15,3 +15,16 @@ STEP_OPERATORS = frozenset(
         "aten::zero_",
     }
 )
+# And where rows have drafts.
+DRAFT_OPERATORS = STEP_OPERATORS | {
+    "aten::add.out",
+    "aten::arange.start_out",
+    "aten::clamp.out",
+    "aten::cumprod.out",
+    "aten::eq.Tensor_out",
+    "aten::floor_divide",
+    "aten::mul.out",
+    "aten::remainder.Tensor_out",
+    "aten::sub.out",
+    "aten::sum.IntList_out",
+}
