@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.recurrence.decode_kernel import VALUES, normed
+from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.table import RecurrenceParams
 
@@ -181,7 +182,7 @@ def recurrence_record(
     b, out = checked(spec, mixed, a, b, pool, out)
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_rows, most = len(index), updates.shape[1]
-    block_v = min(VALUES, triton.next_power_of_2(spec.value_dim))
+    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
     vectors = updates.new_empty(num_rows, spec.num_k_heads, 2, spec.key_dim)
     gates = updates.new_empty(num_rows, spec.num_v_heads, GATES.value + FOUND.value * most)
