@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.platforms.table import traits_of
+
 PIECE = 8192  # bytes that a program loads, and then stores
-MOST_PROGRAMS = 65_535  # of a launch, as NPUs allow; they take turns
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -40,9 +41,12 @@ def _copy_kernel(
 
 
 class StateCopy:
-    """The operator. Keeps the table of addresses of each set of pools that it has seen on the device."""
+    """The operator. Keeps the table of addresses of each set of pools that it has seen on the device.
 
-    def __init__(self, most_programs: int = MOST_PROGRAMS) -> None:
+    More than `most_programs`, the device's own number if not said, take turns.
+    """
+
+    def __init__(self, most_programs: int | None = None) -> None:
         self._most_programs = most_programs
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor, int, int]] = {}
 
@@ -55,7 +59,8 @@ class StateCopy:
         table, unit, widest, align = self._tables[key]
         pieces = triton.cdiv(widest, PIECE)
         items, word = len(src) * len(pools) * pieces, unit.element_size()
-        _copy_kernel[(min(items, self._most_programs),)](
+        most = self._most_programs or traits_of(src.device).most_programs or items
+        _copy_kernel[(min(items, most),)](
             table, src, dst, unit, len(pools), pieces, items, PIECE=PIECE, BYTES=word, ALIGN=align, num_warps=8
         )
 
