@@ -58,6 +58,7 @@ DOCUMENTED = {
     "Falcon-Mamba": "FalconMamba-7B",
     "Mamba": "Mamba-2.8B",
     "Nemotron-3": "Nemotron-3-Nano-30B-A3B",
+    "Nemotron-H": "Nemotron-H-8B",
     "Falcon-H1": "Falcon-H1-0.5B",
     "Zamba2": "Zamba2-7B",
     "Bamba": "Bamba-9B",

@@ -65,7 +65,7 @@ def main() -> None:
     sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
     sizes |= {"QUERIES": 1, "SUBS": 64, "ROWS": 16}
     for decode in (True, False):
-        compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode)
+        compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)

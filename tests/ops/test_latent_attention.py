@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention import expanded_kernel
+from forkpoint.ops.attention import expanded_kernel, kernel
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.ops.select import torch_table
@@ -70,6 +70,13 @@ def test_against_plain_softmax(ops: OpTable, dtype: torch.dtype) -> None:
     batch = Batch([1, 270, 64, 70, 3], [1, 1, 1, 9, 3], 3, dtype)
     got = batch.run(ops)
     assert got.dtype == dtype and relative_error(got, batch.plain()) <= BOUND[dtype]
+
+
+def test_few_queries_of_many_keys(ops: OpTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose keys programs share, where a table has such."""
+    monkeypatch.setattr(kernel, "num_splits", lambda programs, at_once: 2)
+    batch = Batch([330, 70, 2], [20, 9, 1], 0, torch.float32)
+    assert relative_error(batch.run(ops), batch.plain()) <= BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

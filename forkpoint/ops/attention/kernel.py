@@ -234,19 +234,23 @@ class PagedAttention:
         tokens, heads, dim = q.shape
         work, wide, options = index.work, q.dtype == torch.float32, overlap(q.device, q.shape[0])
         assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1 and work is not None
-        out, num_parts = q.new_empty(tokens, heads, rank), work.parts.shape[0]
+        out, num_parts, num_tiles = q.new_empty(tokens, heads, rank), work.parts.shape[0], work.tiles.shape[0]
+        call = _Call(q, cache, cache[..., :rank], out, None, None, scale * LOG2_E, None)
         table = launch_table(q.device)
         block_m = max(16, table.latent_rows, triton.next_power_of_2(heads))
         queries = min(TILE, block_m // heads)
-        subs = triton.cdiv(TILE, queries)
-        scratch = _Scratch(num_parts * heads, rank, q.device)
-        row_block = max(16, triton.next_power_of_2(heads))
-        launches = [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in turns(work.tiles, subs))]
-        for decode, items, rows in launches:
+        subs, splits = triton.cdiv(TILE, queries), 1
+        if num_tiles and not self._deterministic:
+            splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
+        shares = num_tiles * TILE * splits if splits > 1 else 0
+        scratch = _Scratch(max(num_parts, shares) * heads, rank, q.device)
+        row_block, shared = max(16, triton.next_power_of_2(heads)), {"QUERIES": queries, "TOKENS": TILE}
+        in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
+        for decode, items, rows in [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in in_turns)]:
+            # What on-chip memory has room for.
+            keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
             if items.shape[0]:
-                # What on-chip memory has room for.
-                keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
-                latent_kernel[(items.shape[0] * (1 if decode else subs),)](
+                latent_kernel[(items.shape[0] * (1 if decode else subs * splits),)](
                     q,
                     cache,
                     out,
@@ -260,10 +264,12 @@ class PagedAttention:
                     index.table_rows,
                     index.block_table,
                     index.num_decodes,
+                    items.shape[0],
+                    splits,
                     index.block_table.stride(0),
                     *q.stride()[:2],
                     cache.stride(0),
-                    scale * LOG2_E,
+                    call.scale,
                     HEADS=heads,
                     R=rank,
                     P=dim - rank,
@@ -272,16 +278,20 @@ class PagedAttention:
                     BLOCK_M=rows,
                     BLOCK_R=max(16, triton.next_power_of_2(rank)),
                     BLOCK_P=max(16, triton.next_power_of_2(dim - rank)),
-                    QUERIES=queries,
                     SUBS=subs,
-                    TOKENS=TILE,
                     DECODE=decode,
+                    SPLIT=splits > 1 and not decode,
+                    **shared,
                     **options,
-                    num_warps=8,
+                    # The sums of few rows fit in the registers of four warps.
+                    num_warps=8 if wide or rows > 32 else 4,
                     num_stages=1 if wide else 2,
                 )
-        if index.num_decodes:
-            _combine(scratch, work.part_ptr, index.num_decodes, out, out, 0, FEW, {"GATED": False, **options})
+            # Parts are put together before shares take their place.
+            if decode and index.num_decodes:
+                _combine(scratch, work.part_ptr, index.num_decodes, out, out, 0, FEW, call.options)
+        if splits > 1:
+            _join(call, index, scratch, splits, {**shared, **call.options})
         return out
 
     def _decode(self, call: _Call, index: AttentionIndex) -> None:

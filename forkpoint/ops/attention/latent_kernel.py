@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.prefill_kernel import _place
+from forkpoint.ops.attention.prefill_kernel import FEWEST, _place
 from forkpoint.ops.attention.softmax import LOWEST
 from forkpoint.ops.launch import await_inputs, overlap
 
 
-@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
+@triton.jit(do_not_specialize=["num_decodes", "num_tiles", "num_splits", "table_stride"])
 def latent_kernel(
     q,
     cache,
@@ -32,6 +32,8 @@ def latent_kernel(
     table_rows,
     block_table,
     num_decodes,
+    num_tiles,
+    num_splits,
     table_stride,
     q_token,
     q_head,
@@ -49,10 +51,12 @@ def latent_kernel(
     SUBS: tl.constexpr,
     TOKENS: tl.constexpr,
     DECODE: tl.constexpr,
+    SPLIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`items` are parts of decode rows (see `KeySplits`), one for each program, or tiles, one for SUBS programs of
-    QUERIES queries. The sums of a part that is not its row's only one go to its line of the scratch."""
+    QUERIES queries, or (SPLIT) for so many in each share of their keys. Sums that are not a query's only ones go to the
+    scratch: of a part to its line, of a share as in `prefill_kernel`."""
     await_inputs(OVERLAP)
     pid, m = tl.program_id(0), tl.arange(0, BLOCK_M)
     if DECODE:
@@ -63,12 +67,19 @@ def latent_kernel(
         alone = tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1
         head, present, token, position = m, m < HEADS, m * 0 + row, m * 0 + kv_len - 1
     else:
+        share, own = pid // (num_tiles * SUBS), pid % (num_tiles * SUBS)
         row, first, last, start, before, low, end = _place(
-            items, cu_queries, kv_lens, pid // SUBS, pid % SUBS, 0, QUERIES, TOKENS, BLOCK, False
+            items, cu_queries, kv_lens, own // SUBS, own % SUBS, 0, QUERIES, TOKENS, BLOCK, False
         )
-        if first >= last:
+        alone = True
+        if SPLIT:
+            size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
+            alone = end - low <= size
+            low = low + share * size
+            end = tl.minimum(end, low + size)
+        if (first >= last) | (low >= end):
             return
-        kv_len, alone = before + last, True
+        kv_len = before + last
         head, present = m % HEADS, m < (last - first) * HEADS
         token, position = start + first + m // HEADS, before + first + m // HEADS
     key, r, p = tl.arange(0, KEYS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
@@ -100,6 +111,9 @@ def latent_kernel(
         tl.store(out_at, tl.trans(acc / l_i[None, :]).to(out.dtype.element_ty), mask=inside)
     else:
         entry = pid.to(tl.int64) * HEADS + head
+        if SPLIT:
+            within = own // SUBS * TOKENS + own % SUBS * QUERIES + m // HEADS
+            entry = (within.to(tl.int64) * num_splits + share) * HEADS + head
         tl.store(acc_ptr + entry[:, None] * R + r[None, :], tl.trans(acc), mask=inside)
         tl.store(l_ptr + entry, l_i, mask=present)
         tl.store(m_ptr + entry, m_i, mask=present)
