@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 
 from forkpoint.ops.attention import expanded_kernel, latent_kernel
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
+from forkpoint.ops.launch import AT_ONCE
+from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, record_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 
@@ -46,7 +48,7 @@ POINTERS = {
 
 
 def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
-    constants = {arg: value for arg, value in {**constants, "OVERLAP": True}.items() if arg in function.arg_names}
+    constants = {arg: value for arg, value in {"OVERLAP": True, **constants}.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
     source = ASTSource(
@@ -83,6 +85,13 @@ def main() -> None:
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
     compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags, WIDEST=60.0)
     compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
+    sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None}
+    for mode in (True, AT_ONCE.value):
+        ptx = compiled("row", linear._row_kernel, 4, **sizes, GATED=False, BIAS=False, OVERLAP=mode).asm["ptx"]
+        wait, start = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+        load = re.search(r"ld\.global|cp\.async", ptx)
+        assert load is not None and wait < min(start, load.start()), "something is read too early"
+        assert (start < load.start()) == (mode == AT_ONCE.value), "the next launch starts at the wrong time"
 
 
 if __name__ == "__main__":

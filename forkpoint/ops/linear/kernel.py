@@ -442,8 +442,8 @@ def _add_splits_kernel(
     tl.store(out + row + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def _options(x: Tensor, tile: Tile) -> dict[str, Any]:
-    return overlap(x.device, x.shape[0]) if tile.overlaps else {"OVERLAP": False}
+def _options(x: Tensor, tile: Tile, at_once: bool = False) -> dict[str, Any]:
+    return overlap(x.device, x.shape[0], at_once) if tile.overlaps else {"OVERLAP": False}
 
 
 def parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
@@ -528,7 +528,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
         BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **_options(x, tile),
+        **_options(x, tile, at_once=scales is None),
     )
     if splits > 1:
         _add_splits(target, bias, out, tile)
@@ -572,5 +572,5 @@ def _multiply_row(x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, t
         BIAS=bias is not None,
         **scale_options(weight),
         num_warps=tile.num_warps,
-        **_options(x, tile),
+        **_options(x, tile, at_once=scales is None),
     )
