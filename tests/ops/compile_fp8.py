@@ -83,7 +83,7 @@ def main() -> None:
         for tile in (fixed_scaled_tile(128, 4096, gated, bf16), narrow):
             assert tile is not None
             compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
-        for narrows, mean_rows in ((False, 128), (True, 8), (True, 128)):
+        for narrows, mean_rows in ((False, 128), (True, 8 if gated else 128)):
             tile = _scaled_tiles(bf16, mean_rows, narrows)[0 if gated else 1]
             flags = {"GATED": gated, "NARROW_OUT": gated and narrows and tile.outputs == BLOCK}
             compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), **flags)

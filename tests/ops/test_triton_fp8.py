@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.fp8_kernel import narrow
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledLinear, ScaledMatrix
-from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
+from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_tile, scaled_tile
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
@@ -31,8 +31,8 @@ TILES = [
     Tile(16, 32, 64, 4, 3),
     Tile(16, 64, 128, 4, 3, turned=True, together=2),
     Tile(16, 64, 128, 4, 2, splits=2, turned=True),
-    Tile(16, 64, 128, 4, 3, turned=True, narrows=True, together=3),
-    Tile(16, 32, 128, 4, 2, splits=2, narrows=True),
+    Tile(32, 64, 128, 4, 3, turned=True, narrows=True, together=3),
+    Tile(32, 128, 128, 4, 2, splits=2, narrows=True),
 ]
 
 
@@ -83,7 +83,7 @@ def test_one_row(gated: bool, layout: str) -> None:
     exact = x.double() @ widened(weight).T
     gate, up = exact.chunk(2, -1)
     want = F.silu(gate) * up if gated else exact + bias.double()
-    close(multiply(x, weight, None if gated else bias, one_scaled_tile(256), gated), want, torch.bfloat16)
+    close(multiply(x, weight, None if gated else bias, Tile(1, 64, 128, 1, 6), gated), want, torch.bfloat16)
 
 
 @gpu_only
@@ -156,7 +156,7 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 18
+    assert len(lines) == 16
     for name, num_instructions in lines:
         assert (int(num_instructions) > 0) == (name in ("linear", "experts", "decode", "prefill"))
 
@@ -207,7 +207,8 @@ def test_experts(layout: str, inner: int, gated: bool, dtype: torch.dtype) -> No
     close(grouped_experts(x, packed, weights, ids, tile, tile), want, dtype)
     if layout != "row":
         close(paired_experts(x[:1], packed, weights[:1], ids[:1]), want[:1], dtype)
-    for outputs in (64, 128):  # the answers of the first product are rounded by themselves, or by its programs
+    # The answers of the first product are rounded by a launch, or by its programs.
+    for outputs in (64, 128) if layout == "block" else (128,):
         narrow_tile = Tile(16, outputs, 128, 4, 3, turned=True, narrows=True)
         got = grouped_experts(x, packed, weights, ids, narrow_tile, narrow_tile)
         assert relative_error(got, want) <= 8e-2
