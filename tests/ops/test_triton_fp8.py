@@ -214,6 +214,18 @@ def test_experts(layout: str, inner: int, gated: bool, dtype: torch.dtype) -> No
         assert relative_error(got, want) <= 8e-2
 
 
+@gpu_only
+@pytest.mark.parametrize("tokens", [1, 8, 33, 200, 6000])
+def test_experts_of_full_size(tokens: int) -> None:
+    """Whatever number of tokens, against activations that stay in bfloat16."""
+    torch.manual_seed(tokens)
+    matrices = [scaled(65, *shape, layout="block", dtype=torch.bfloat16) for shape in ((1024, 2048), (2048, 512))]
+    packed, x = OURS.prepare_experts(*matrices), torch.randn(tokens, 2048).to(DEVICE, torch.bfloat16)
+    weights, ids = routing(tokens, 65, 8)
+    want = DeviceExperts(True)(x, packed, weights, ids)
+    assert relative_error(DeviceExperts(False)(x, packed, weights, ids), want) <= 8e-2
+
+
 def test_the_experts_operator_takes_fp8() -> None:
     matrices = [scaled(3, *shape, layout="block", dtype=torch.bfloat16) for shape in ((256, 136), (136, 128))]
     packed = OURS.prepare_experts(*matrices)

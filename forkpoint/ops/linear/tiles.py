@@ -57,6 +57,7 @@ class GatedTile:
     narrow: int = 32
 
 
+FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
@@ -82,6 +83,16 @@ _FEW: Final[Choices[Tile]] = Choices(
         }
     ),
     MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(128, 32, 128, 8, 5)}),
+)
+_FEWEST: Final[Choices[Tile]] = Choices(
+    MappingProxyType(
+        {
+            1: Tile(1, 8, 512, 4, 3, overlaps=True),
+            16: Tile(16, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
+            32: Tile(32, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
+        }
+    ),
+    _FEW.more,
 )
 _FEW_WIDE: Final[Choices[Tile]] = Choices(
     MappingProxyType(
@@ -165,18 +176,19 @@ def scaled_tile(
         return replace(tile, splits=4) if few else tile
     if not few and not (gated and num_rows <= 32):
         return None
+    if gated:
+        return Tile(64, 32, 128, 4, 4, narrows=True)
     if num_rows > 64:
         return Tile(LARGEST, 64, 128, 4, 4, splits=4, narrows=True)
-    splits = 1 if gated else 8 if num_outputs <= WIDE_SCALED or width > FEW_OUTPUTS else 4
-    outputs = 64 if gated else 128
-    return Tile(32 if num_rows <= 32 else 64, outputs, 128, 4, 4, splits=splits, turned=True, narrows=True)
+    splits = 8 if num_outputs <= WIDE_SCALED or width > FEW_OUTPUTS else 4
+    return Tile(32 if num_rows <= 32 else 64, 128, 128, 4, 4, splits=splits, turned=True, narrows=True)
 
 
 def one_scaled_tile(num_outputs: int) -> Tile:
     """For one row, without the matrix units."""
     if num_outputs > FEW_OUTPUTS:
         return Tile(1, 16, 128, 2, 6, overlaps=True)
-    return Tile(1, 8, 128, 1, 6, overlaps=True) if num_outputs > 2048 else Tile(1, 4, 128, 1, 8, overlaps=True)
+    return Tile(1, 8 if num_outputs > WIDE_SCALED else 4, 128, 1, 8, overlaps=True)
 
 
 def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
@@ -196,6 +208,8 @@ def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch
 def _choices(num_outputs: int, width: int) -> Choices[Tile]:
     if num_outputs > FEW_OUTPUTS:
         return _MANY
+    if num_outputs <= FEWEST_OUTPUTS:
+        return _FEWEST
     return _FEW_WIDE if width > FEW_OUTPUTS else _FEW
 
 

@@ -70,7 +70,9 @@ def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -
         if mean_rows <= 12:
             tile = Tile(16, 128, 128, 4, 3, turned=True, narrows=True)
             return tile, tile
-        return Tile(64, 64, 128, 4, 4, narrows=True), Tile(64, 128, 128, 4, 3, narrows=True)
+        if mean_rows <= 96:
+            return Tile(64, 64, 128, 4, 3, narrows=True), Tile(64, 64, 128, 4, 3, narrows=True)
+        return Tile(128, 128, 128, 16, 3, narrows=True), Tile(128, 64, 128, 8, 3, narrows=True)
     if mean_rows > 96:
         return Tile(128, 64, 128, 8, 3, turned=True), Tile(128, 128, 128, 8, 3, turned=True)
     tile = Tile(16 if mean_rows <= 12 else 64, 64, 128, 4, 3, turned=True)

@@ -15,7 +15,7 @@ from forkpoint.platforms.table import traits_of
 
 FEW_PAIRS = 2048  # up to here each program looks at all of them
 FEW_ROWS = 8
-MAX_BLOCKS = 256  # each program reads the counts of all blocks
+MAX_BLOCKS = 512  # each program reads the counts of all blocks
 NUM_WARPS = 4
 
 
