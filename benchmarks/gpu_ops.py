@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.machine import commit_hash, today
-from forkpoint.ops.metadata import DecodeIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.select import select_table
 from forkpoint.ops.table import Recurrence, RecurrenceParams
 
@@ -107,6 +107,42 @@ def decode_cases() -> Iterator[Case]:
             yield Case(name, 2 * batch * SLOT, 0, make)
 
 
+def record_cases() -> Iterator[Case]:
+    """States written every 8 tokens, rows at all places between two writes."""
+    interval, shapes = 8, record_shapes()
+    record = 4 * sum(math.prod(shape) for shape in shapes)
+    for batch in (1, 8, 32, 128, 256):
+
+        def make(batch: int = batch) -> list[Call]:
+            count = max(turns(batch * SLOT), -(-interval // batch))
+            pool = torch.randn(count * batch, SHAPE.num_v_heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
+            mixed, a, b = (randn(batch, size) for size in (SHAPE.mixed_dim, *[SHAPE.num_v_heads] * 2))
+            params, records = (
+                recurrence_params(),
+                [torch.zeros(batch, interval, *shape, device=DEVICE) for shape in shapes],
+            )
+            calls: list[Call] = []
+            for i in range(count):
+                held = [(row + i) % interval for row in range(batch)]
+                folds = [int(number + 1 == interval) for number in held]
+                kept = RecordIndex(*(ints(column) for column in (list(range(batch)), held, folds)))
+                slots = ints(list(range(i * batch, (i + 1) * batch)))
+                index = DecodeIndex(slots, slots)
+                calls.append(
+                    lambda i=index, kept=kept: OPS.recurrence_record(mixed, a, b, params, pool, i, kept, records)  # type: ignore[misc]
+                )
+            return calls
+
+        moved = batch * (SLOT * (1 + 1 / interval) + record * (1 + (interval - 1) / 2))
+        yield Case(f"recurrence_record, {batch} rows", moved, 0, make)
+
+
+def record_shapes() -> tuple[tuple[int, ...], ...]:
+    """Of a token: update, key, decay."""
+    heads = SHAPE.num_v_heads
+    return (heads, SHAPE.value_dim), (SHAPE.num_k_heads, SHAPE.key_dim), (heads,)
+
+
 def prefill_cases() -> Iterator[Case]:
     heads, key, value = SHAPE.num_v_heads, SHAPE.key_dim, SHAPE.value_dim
     for lens in ([64], [128], [512], [2048], [8192], [32768], [1024] * 8, [704] * 32):
@@ -149,8 +185,7 @@ def conv_cases() -> Iterator[Case]:
 
 def verify_cases() -> Iterator[Case]:
     """Rows with drafts, all tokens but one of whose last step are to be folded."""
-    heads, dim = SHAPE.num_v_heads, SHAPE.mixed_dim
-    shapes = ((heads, SHAPE.value_dim), (SHAPE.num_k_heads, SHAPE.key_dim), (heads,))
+    heads, dim, shapes = SHAPE.num_v_heads, SHAPE.mixed_dim, record_shapes()
     record = 4 * sum(math.prod(shape) for shape in shapes)
     for rows in (1, 8, 32, 128):
         for tokens in (1, 2, 3, 4):
@@ -269,6 +304,7 @@ def copy_cases() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     yield from decode_cases()
+    yield from record_cases()
     yield from prefill_cases()
     yield from conv_cases()
     yield from verify_cases()

@@ -35,7 +35,7 @@ class CudaPlatform(AcceleratorPlatform):
             multiplies_fp8=is_nvidia and capability == (9, 0),
             caps_registers=is_nvidia,
             reaches_peers=is_nvidia and all(torch.cuda.can_device_access_peer(own, other) for other in others),
-            state_write_interval=16,
+            state_write_interval=8,
         )
 
     def operators(self, cpu_ops: str) -> str:
