@@ -181,6 +181,10 @@ def _tool(name: str, *args: object, given: str = "") -> str:
     return done.stdout
 
 
+def mlir_opt(*passes: str, given: str) -> str:
+    return _tool("mlir-opt", *passes, given=given)
+
+
 def _compiled(lowered: Lowered) -> Path:
     text = plain_mlir(lowered.linalg)
     key = hashlib.sha256((text + SUPPORT.read_text() + " ".join(PASSES)).encode()).hexdigest()[:20]

@@ -9,28 +9,25 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import pytest
 
-from tests.ascend.execution import GUARD, ORDER, RAN, Fault
+from tests.ascend.execution import GUARD, ORDER, RAN
 from tests.ascend.lowering import LAUNCHES
 
-# Kernels called with tiles that do not divide the width, which `DeviceExperts` and `DeviceLinear` do not do on an NPU.
-ODD_WIDTHS = (
-    "test_experts[",
-    "test_experts_without_a_gate[",
-    "test_tokens_do_not_see_each_other[",
-    "test_gated_products",
-)
+# Kernels that `DeviceExperts` and `DeviceLinear` do without on an NPU, for their masks would be lost.
+NOT_LAUNCHED = ("paired", "test_gated_products_in_two_parts")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(name in item.name for name in NOT_LAUNCHED):
+            item.add_marker(pytest.mark.skip(reason="an NPU does without that kernel"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     RAN.test = item.nodeid
 
 
-def unexpected() -> list[Fault]:
-    return [fault for fault in RAN.faults if not any(name in fault.test for name in ODD_WIDTHS)]
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if unexpected():
+    if RAN.faults:
         session.exitstatus = 1
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ TARGET = GPUTarget("npu", "Ascend910B2", 0)
 BACKEND = make_backend(TARGET)
 SIGNALS = (-6, -11, 134, 139)  # the adapter crashes at random; the same text is lowered the next time
 TRIES = 4
+KEEP_MASKS = "--discrete-mask-access-conversion=compile-on-910-95=False force-simt-template=False"
 
 
 class NotLowered(Exception):
@@ -45,9 +47,38 @@ class Lowered:
     calls: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
     @property
-    def scalar_loops(self) -> int:
-        """Loads and stores that became loops over rows, because their index is not affine."""
-        return len(re.findall("ExtractedLoadOrStore", self.linalg))
+    def row_loops(self) -> list[int]:
+        """The turns of each loop over rows that a load or store became, because its index is not affine."""
+        constants = dict(re.findall(r"(%\w+) = arith\.constant (\d+) : index", self.linalg))
+        ends, found = list[str](), list[int]()
+        for line in self.linalg.splitlines():
+            if line.strip().startswith("}"):
+                end = ends.pop()
+                found += [int(constants[end])] if "ExtractedLoadOrStore" in line else []
+            if line.endswith("{"):
+                bound = re.search(r"scf\.for .* to (%\w+) step", line)
+                ends.append(bound[1] if bound else "")
+        return found
+
+    @property
+    def lost_masks(self) -> int:
+        """Loads and stores with a mask that the adapter cannot keep."""
+        with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
+            file.write(self.ttir)
+            file.flush()
+            command = [ascend._get_triton_adapter_opt_path(), file.name, KEEP_MASKS]
+            for _ in range(TRIES):
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode not in SIGNALS:
+                    break
+        assert done.returncode == 0, done.stderr
+        return _num_masked(self.ttir) - _num_masked(done.stdout)
+
+
+def _num_masked(ttir: str) -> int:
+    """Loads and stores with a mask."""
+    found = re.findall(r"tt\.(load|store) ([^:{]*)", ttir)
+    return sum(operands.count("%") >= (2 if kind == "load" else 3) for kind, operands in found)
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forkpoint.ops.launch_table import launch_table
+from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.tiles import Tile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
@@ -24,6 +26,7 @@ from forkpoint.platforms.npu import KERNEL_BLOCK_SIZES
 
 BLOCK = KERNEL_BLOCK_SIZES[0]
 SPLITS = KeySplits(BLOCK, 32)
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -213,11 +216,12 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
         for outputs, width in ((s.hidden, s.hidden), (s.recurrence.mixed_dim, s.hidden), (s.hidden, s.inner)):
             tile = choose(rows, outputs, width, s.dtype)
             if tile is not None:
-                x, weight = s.empty(rows, width), s.empty(outputs, width)
+                x, weight, tile = s.empty(rows, width), s.empty(outputs, width), within(tile, HOST)
                 yield f"linear {rows} {tile}", lambda x=x, w=weight, t=tile: multiply(x, w, None, t)
         gated = choose_gated(rows, s.dtype)
         x, weight = s.empty(rows, s.hidden), s.empty(2 * s.inner, s.hidden)
         if isinstance(gated, Tile):  # NPUs do without `GatedTile`
+            gated = within(gated, HOST)
             yield f"gated {rows} {gated}", lambda x=x, w=weight, t=gated: multiply(x, w, None, t, gated=True)
     bias = PackedLinear(s.empty(s.hidden, s.hidden), s.empty(s.hidden))
     yield "linear with bias", lambda: ops.linear(s.empty(8, s.hidden), bias)
@@ -229,7 +233,7 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
     few = s.empty(2, hidden)
     yield "experts of pairs", lambda: ops.experts(few, packed, weights[:2], ids[:2])
     for mean in (5, 50, 500):
-        tiles = _tiles(s.dtype, mean)
+        tiles = _tiles(s.dtype, min(mean, launch_table(HOST).most_expert_rows))
         yield (
             f"experts {mean}",
             lambda t=tiles: grouped_experts(s.empty(40, hidden), packed, weights, ids, *t),

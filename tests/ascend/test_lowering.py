@@ -14,17 +14,27 @@ if triton.__version__ != "3.2.0":
 
 import triton.language as tl  # noqa: E402
 
+from tests.ascend.execution import MLIR  # noqa: E402
 from tests.ascend.lowering import LAUNCHES, Lowered, NotLowered  # noqa: E402
+from tests.ascend.on_chip import on_chip_bytes  # noqa: E402
 from tests.ascend.shapes import SHAPES, Shape, calls  # noqa: E402
 
-MOST_PROGRAMS = 65_535  # of a launch; more take turns (TRITON_ALL_BLOCKS_PARALLEL)
-# Kernels with loads or stores whose rows are no straight line, and how many of them at most: each becomes a loop over
-# rows. What these load is in range by itself.
-ROW_LOOPS = {"_order_kernel": 1, "_pair_out_kernel": 1, "_grouped_kernel": 1, "_choose_kernel": 3, "latent_kernel": 3}
+ON_CHIP = 192 << 10  # bytes
+# Kernels with loads or stores whose rows are no straight line, and at most how many turns each takes: each becomes a
+# loop over rows. What these load is in range by itself.
+ROW_LOOPS = {
+    "_order_kernel": [32],
+    "_grouped_kernel": [64],
+    "_choose_kernel": [128, 2048, 2048],
+    "latent_kernel": [16, 16, 16],
+}
+LOST_MASKS = {"_choose_kernel": 3}  # stores of those loops, which ask before each
+TOO_LARGE = {("kda", "_chunk_kernel")}
 
 
 def of_shape(shape: Shape, deterministic: bool) -> list[Lowered]:
     LAUNCHES.seen.clear()
+    LAUNCHES.run = None
     for _, call in calls(shape, deterministic):
         call()
     return list(LAUNCHES.seen.values())
@@ -36,9 +46,15 @@ def test_every_kernel_is_lowered(shape: Shape, deterministic: bool) -> None:
     found = of_shape(shape, deterministic)
     assert len(found) > 30
     assert not {f"{kernel.name}: {kernel.ttir}" for kernel in found if re.search(r"\bf64\b", kernel.linalg)}
-    loops = {kernel.name: kernel.scalar_loops for kernel in found if kernel.scalar_loops}
-    assert not {name: count for name, count in loops.items() if count > ROW_LOOPS.get(name, 0)}
-    assert max(x * y * z for kernel in found for x, y, z in kernel.calls) <= MOST_PROGRAMS
+    for kernel in found:
+        allowed = ROW_LOOPS.get(kernel.name, [])
+        assert len(kernel.row_loops) <= len(allowed), kernel.name
+        assert all(turns <= most for turns, most in zip(sorted(kernel.row_loops), allowed, strict=False)), kernel.name
+        assert kernel.lost_masks <= LOST_MASKS.get(kernel.name, 0), kernel.name
+    if MLIR.exists():
+        own = [(on_chip_bytes(kernel), kernel.name) for kernel in found]
+        large = {name for size, name in own if size > ON_CHIP}
+        assert large == {name for model, name in TOO_LARGE if model == shape.name}, sorted(own)[-5:]
 
 
 @triton.jit
@@ -77,6 +93,7 @@ def test_forms_that_are_refused_still_are(kernel: Any) -> None:
 
 def test_a_load_of_rows_that_are_no_straight_line_still_is_a_loop() -> None:
     LAUNCHES.seen.clear()
+    LAUNCHES.run = None
     _gathered[(1,)](torch.zeros(200), torch.zeros(16), 11)
     (lowered,) = LAUNCHES.seen.values()
-    assert lowered.scalar_loops
+    assert lowered.row_loops == [16] and lowered.lost_masks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import forkpoint
 from forkpoint.platforms.accelerator import AcceleratorPlatform
 from forkpoint.platforms.npu import NpuPlatform
 from tests.ascend.operators import DRAFT_OPERATORS
@@ -31,6 +33,14 @@ def wheel() -> zipfile.ZipFile:
         if done.returncode:
             pytest.skip(f"torch_npu {VERSION} cannot be had: {done.stderr.strip().splitlines()[-1:]}")
     return zipfile.ZipFile(next(FOLDER.glob("torch_npu-*.whl")))
+
+
+def test_devices_are_named_by_their_platforms_alone() -> None:
+    named = re.compile(r"""torch\.(cuda|npu)\b|["'](cuda|npu)(:\d*)?["']|torch_npu""")
+    package = Path(inspect.getfile(forkpoint)).parent
+    files = [path for path in package.rglob("*.py") if path.parent.name != "platforms"]
+    assert len(files) > 200
+    assert not [path for path in files if named.search(path.read_text())]
 
 
 def asked() -> set[str]:

@@ -29,7 +29,7 @@ from forkpoint.ops.table import SiluMul
 from forkpoint.platforms.table import traits_of
 
 
-def _within(tile: Tile, device: torch.device) -> Tile:
+def within(tile: Tile, device: torch.device) -> Tile:
     """As large as the device allows; the bits are the same."""
     most = launch_table(device)
     if tile.rows == 1:
@@ -66,7 +66,7 @@ class DeviceLinear:
         tile = choose(x.shape[0], num_outputs, width, x.dtype)
         if tile is None:
             return F.linear(x, packed.weight, packed.bias)
-        return multiply(x, packed.weight, packed.bias, _within(tile, x.device))
+        return multiply(x, packed.weight, packed.bias, within(tile, x.device))
 
     def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
         """`x[T, K] -> y[T, I]` for a `[2I, K]` weight, gate rows first, without bias."""
@@ -81,7 +81,7 @@ class DeviceLinear:
             return self.silu_mul(self.linear(x, packed))
         if isinstance(tile, GatedTile):
             return multiply_gated(x, packed.weight, tile)
-        return multiply(x, packed.weight, None, _within(tile, x.device), gated=True)
+        return multiply(x, packed.weight, None, within(tile, x.device), gated=True)
 
     def prepare_heads(self, weight: Tensor) -> Tensor:
         """Keep `[H, N, K]` as it is."""
