@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch.nn.functional as F
@@ -73,6 +74,7 @@ class Model(ABC):
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     draft_head: ClassVar[type[DraftHead] | None] = None
+    defers_sums: ClassVar[bool] = True  # hidden states are looked at by norms alone
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
@@ -102,7 +104,7 @@ class Model(ABC):
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""
-        blocks = self.blocks(build, layer)
+        blocks = self.blocks(replace(build, defers=build.ranks.defers and self.defers_sums), layer)
         names = [f"model.layers.{layer}.{norm}" for norm in self.norms[: len(blocks)]]
         norms = [RMSNorm(build, name, build.config.hidden_size, self.centred_norms) for name in names]
         return PreNormLayer(list(zip(norms, blocks, strict=True)))

@@ -14,7 +14,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, multiplied
-from forkpoint.ops.ranks import Ranks
+from forkpoint.ops.ranks import LONG_ROWS, Ranks
 from forkpoint.ops.table import OpTable
 
 
@@ -41,6 +41,22 @@ def read_projection(
     return Projection(build.ops, weight, shift)
 
 
+class Unsummed(Tensor):
+    """What one rank has of a sum over ranks that is still to be made: nothing but `own` can be asked of it."""
+
+    own: Tensor
+
+    @classmethod
+    def of(cls, own: Tensor) -> Unsummed:
+        found = own.as_subclass(cls)
+        found.own = own
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a sum over ranks was left to a norm, and something else came first")
+
+
 class RowParallel:
     """A linear layer whose input is cut over ranks, and whose output all of them have."""
 
@@ -48,7 +64,7 @@ class RowParallel:
         self, build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
     ) -> None:
         """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
-        self._ranks, adds_bias = build.ranks, bias
+        self._ranks, self._defers, adds_bias = build.ranks, build.defers, bias
         self._cuts_rows = build.ranks.cuts_rows(rows)
         if build.ranks.gathers:
             rows, columns = rows // build.ranks.size if self._cuts_rows else rows, columns * build.ranks.size
@@ -59,6 +75,8 @@ class RowParallel:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""
+        if self._defers and len(x) < LONG_ROWS:
+            return Unsummed.of(self._own(x))
         if not self._ranks.gathers:
             return self._ranks.sum_product(self._own, x)
         y = self._own(self._ranks.gather(x))
@@ -73,7 +91,7 @@ class RMSNorm:
         weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span)
         self.weight = weight + 1.0 if centred else weight
         self.eps = build.config.rms_norm_eps if eps is None else eps
-        self._ops = build.ops
+        self._ops, self._ranks = build.ops, build.ranks
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dim."""
@@ -90,6 +108,11 @@ class RMSNorm:
         """(norm of `residual + x`, `residual + x`); without a residual, x starts it."""
         if residual is None:
             return self(x), x
+        if isinstance(x, Unsummed):
+            normed = self._ranks.sum_add_rmsnorm(x.own, residual, self.weight, self.eps)
+            if normed is not None:
+                return normed, residual
+            x = self._ranks.sum(x.own)
         return self._ops.add_rmsnorm(x, residual, self.weight, self.eps)
 
 

@@ -84,7 +84,7 @@ class Mamba:
         taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width)).squeeze(1)
         bias = get(f"{name}.conv1d.bias", (channels,)) if config.conv_bias else None
         self._conv = Convolution(build.ops, layer, taps, bias)
-        self._selection = RowParallel(build, f"{name}.x_proj", rank + 2 * values, channels)
+        self._selection = RowParallel(replace(build, defers=False), f"{name}.x_proj", rank + 2 * values, channels)
         self._step = read_projection(build, f"{name}.dt_proj", channels, rank)
         self._params = ScanParams(
             -torch.exp(get(f"{name}.A_log", (channels, values), fp32, DUMMY_A_LOG)),

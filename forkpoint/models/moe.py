@@ -13,7 +13,7 @@ from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, read_projection
+from forkpoint.models.layers import Projection, Unsummed, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
 from forkpoint.ops.table import RouteRule
@@ -89,6 +89,7 @@ class SparseMLP:
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
         self._ops, self._moe, self._ranks, source = build.ops, moe, build.ranks, build.weights
+        self._defers = build.defers and not moe.latent_size
         rows = {f"{name}.gate.weight": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate.weight"] = 1
@@ -179,6 +180,8 @@ class SparseMLP:
         return wide(self._all_ranks(self._ops.experts(narrow(x), self._experts, weights, ids)))
 
     def _all_ranks(self, own: Tensor) -> Tensor:
+        if self._defers:
+            return Unsummed.of(own)
         if not self._ranks.gathers:
             return self._ranks.sum(own)
         return self._ranks.gather(own) if self._cuts_rows else own

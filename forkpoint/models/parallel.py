@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class ParallelConfig(PartConfig):
     name: str = ""
 
     def build(self, build: Build, name: str, layer: int) -> Block:
+        build = replace(build, defers=False)
         names = ((part, f"{name.removesuffix('.')}.{part.name}".removesuffix(".")) for part in self.parts)
         first, *others = (part.build(build, inner, layer) for part, inner in names)
 

@@ -130,6 +130,7 @@ class Zamba2(Model):
 
     architectures: ClassVar = ("Zamba2ForCausalLM",)
     norms: ClassVar = ("input_layernorm",)
+    defers_sums: ClassVar = False
     field_names: ClassVar = {
         "layers_block_type": "layer_types",
         "n_mamba_heads": "mamba_n_heads",

@@ -46,6 +46,11 @@ class Ranks:
 
         return cls(rank, size, gathers, Peers.meet(rank, size, device))
 
+    @property
+    def defers(self) -> bool:
+        """Whether sums can be left to the norm behind them."""
+        return self.size > 1 and not self.gathers
+
     def cuts_rows(self, num_rows: int) -> bool:
         """Whether outputs of a layer that takes in what was cut are cut too."""
         return self.gathers and num_rows % self.size == 0
@@ -65,6 +70,12 @@ class Ranks:
         if self._peers is None or len(x) < LONG_ROWS:
             return self.sum(product(x))
         return self._peers.sum_pieces(product, x)
+
+    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """The norm of `residual + sum(x)`, after `residual += sum(x)` in place, by one kernel; None: there is none."""
+        if self._peers is None or not self._peers.takes_rows(x):
+            return None
+        return self._peers.sum_add_rmsnorm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 if torch.cuda.is_available():
     from forkpoint.ops.exchange.kernel import inbox_words
     from forkpoint.ops.exchange.peers import PIECE_ROWS, Peers
+    from forkpoint.ops.norm.kernel import rmsnorm
 
 DEVICE = torch.device("cuda", 0)
 NUM_SUMS, REPLAYS = 15, 20
@@ -43,24 +44,30 @@ def test_a_long_product_is_whole_when_its_pieces_are(group: None) -> None:
 def test_graphs_of_two_ranks(rows: int) -> None:
     inboxes = [torch.zeros(inbox_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
     ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
+    weight = torch.rand(4096, device=DEVICE) + 0.5
     xs = [torch.randn(rows, 4096, device=DEVICE).bfloat16() for _ in range(2)]
     # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
     for rank, peers in enumerate(ranks):
         inboxes[rank].fill_(1 << 32)
-        peers.sum(xs[rank]), inboxes[rank].fill_(2 << 32), peers.gather(xs[rank])
+        for number, exchange in enumerate((peers.sum, peers.gather), 2):
+            exchange(xs[rank])
+            inboxes[rank].fill_(number << 32)
+        peers.sum_add_rmsnorm(xs[rank], xs[rank].clone(), weight, 1e-6)
         torch.cuda.synchronize()
     for inbox in inboxes:
         inbox.zero_()
     for peers in ranks:
         peers._numbers.zero_()
-    streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, Tensor]]()
+    streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, ...]]()
     for peers, x, stream in zip(ranks, xs, streams, strict=True):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = x
             for _ in range(NUM_SUMS):
                 y = peers.sum(y) * 0.5
-            found.append((y, peers.gather(x)))
+            residual = x * 0
+            normed = peers.sum_add_rmsnorm(y, residual, weight, 1e-6)
+            found.append((y, peers.gather(x), residual, normed))
         graphs.append(graph)
     for _ in range(REPLAYS):
         for x in xs:
@@ -73,5 +80,7 @@ def test_graphs_of_two_ranks(rows: int) -> None:
         one, other = xs
         for _ in range(NUM_SUMS):
             one = other = (one + other) * 0.5
-        for total, beside in found:
+        for total, beside, residual, normed in found:
             assert torch.equal(total, one) and torch.equal(beside, torch.cat(xs, -1))
+            assert torch.equal(residual, one + other)
+            torch.testing.assert_close(normed, rmsnorm(one + other, weight, 1e-6), atol=3e-2, rtol=2e-2)

@@ -18,6 +18,71 @@ WORDS = 2048  # of a program at most
 PROGRAMS = 256  # at most, so that all of them are at work at once, whatever waits for whom
 FEW_WORDS = 512  # of a program while that makes few programs
 FEW_PROGRAMS = 32
+FEW_ROWS = 32  # of a norm, each of which has more threads then
+
+
+@triton.jit
+def _send(
+    own, inside, inboxes, numbers, RANK: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, WORDS: tl.constexpr
+):
+    """`own` words of this program to all other ranks. (number of the exchange, this program's places in an inbox)
+
+    A program has two places of each rank in each inbox, and takes turns: when another rank's program begins an
+    exchange, it has read all that came in the one before.
+    """
+    program, at = tl.program_id(0), tl.arange(0, own.shape[0])
+    number = tl.load(numbers + program) + 1
+    word = (own.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    places = ((number & 1) * PLACES + program).to(tl.int64) * SIZE
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+            tl.store(inbox + (places + RANK) * WORDS + at, word, mask=inside)
+    return number, places
+
+
+@triton.jit
+def _receive(rank, inside, number, places, inboxes, RANK: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr):
+    """The words of `rank`, once they have come."""
+    tag = number.to(tl.int64) << 32
+    come = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + (places + rank) * WORDS + tl.arange(0, COUNT)
+    word = tl.load(come, mask=inside, other=tag, volatile=True)
+    while tl.max(((word >> 32).to(tl.int32) != number).to(tl.int32), axis=0) > 0:
+        word = tl.load(come, mask=inside, other=tag, volatile=True)
+    return word.to(tl.int32)
+
+
+@triton.jit
+def _end(number, numbers):
+    tl.debug_barrier()  # all threads have read the number
+    tl.store(numbers + tl.program_id(0), number)
+
+
+@triton.jit
+def _halves(words):
+    """Two bfloat16 of each word, as fp32."""
+    return (words << 16).to(tl.float32, bitcast=True), (words >> 16 << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _joined(low, high):
+    """The same back, rounded."""
+    low_bits = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low_bits | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _summed(own, inside, number, places, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr):
+    """In the order of the ranks, so that all have the same bits."""
+    low, high = tl.zeros(own.shape, tl.float32), tl.zeros(own.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        found = own
+        if rank != RANK:
+            found = _receive(rank, inside, number, places, inboxes, RANK, WORDS, own.shape[0])
+        more_low, more_high = _halves(found)
+        low += more_low
+        high += more_high
+    return _joined(low, high)
 
 
 @triton.jit(do_not_specialize=["num_words", "width"])
@@ -37,46 +102,60 @@ def _exchange_kernel(
     OVERLAP: tl.constexpr,
 ):
     """COUNT words of `x`, for one program; `inboxes` are the ranks' addresses. With SUM words are two bfloat16, and
-    `out` their sums; else rows of `width` words are put side by side.
-
-    A program has two places of each rank in each inbox, and takes turns: when another rank's program begins an
-    exchange, it has read all that came in the one before.
-    """
-    program, at = tl.program_id(0), tl.arange(0, COUNT)
-    index = program * COUNT + at
+    `out` their sums; else rows of `width` words are put side by side."""
+    index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = index < num_words
     await_before(OVERLAP)
-    number = tl.load(numbers + program) + 1
     own = tl.load(x + index, mask=inside, other=0)
-    tag = number.to(tl.int64) << 32
-    word = (own.to(tl.int64) & 0xFFFFFFFF) | tag
-    turn = ((number & 1) * PLACES + program).to(tl.int64) * SIZE
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-            tl.store(inbox + (turn + RANK) * PLACE_WORDS + at, word, mask=inside)
-    mine = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64))
-    low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
-    for rank in tl.static_range(SIZE):
-        found = own
-        if rank != RANK:
-            come = mine + (turn + rank) * PLACE_WORDS + at
-            word = tl.load(come, mask=inside, other=tag, volatile=True)
-            while tl.max(((word >> 32).to(tl.int32) != number).to(tl.int32), axis=0) > 0:
-                word = tl.load(come, mask=inside, other=tag, volatile=True)
-            found = word.to(tl.int32)
-        if SUM:
-            low += (found << 16).to(tl.float32, bitcast=True)
-            high += (found >> 16 << 16).to(tl.float32, bitcast=True)
-        else:
-            row = (index // width).to(tl.int64)
-            tl.store(out + (row * SIZE + rank) * width + index % width, found, mask=inside)
+    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE, PLACES, PLACE_WORDS)
     if SUM:
-        low_bits = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high_bits = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(out + index, low_bits | high_bits, mask=inside)
-    tl.debug_barrier()  # all threads have read the number
-    tl.store(numbers + program, number)
+        total = _summed(own, inside, number, places, inboxes, RANK, SIZE, PLACE_WORDS)
+        tl.store(out + index, total, mask=inside)
+    else:
+        row = (index // width).to(tl.int64)
+        for rank in tl.static_range(SIZE):
+            found = own
+            if rank != RANK:
+                found = _receive(rank, inside, number, places, inboxes, RANK, PLACE_WORDS, COUNT)
+            tl.store(out + (row * SIZE + rank) * width + index % width, found, mask=inside)
+    _end(number, numbers)
+    start_next(OVERLAP)
+
+
+@triton.jit
+def _sum_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    inboxes,
+    numbers,
+    width,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    COUNT: tl.constexpr,
+    PLACES: tl.constexpr,
+    PLACE_WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A row of `width` words, of two bfloat16, for one program: `residual` plus the sum over ranks, and its norm. All
+    but `x` is older than the launch before."""
+    at = tl.arange(0, COUNT)
+    inside, index = at < width, tl.program_id(0).to(tl.int64) * width + at
+    side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
+    weight_low = tl.load(weight + 2 * at, mask=inside, other=0.0)
+    weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
+    await_before(OVERLAP)
+    own = tl.load(x + index, mask=inside, other=0)
+    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE, PLACES, PLACE_WORDS)
+    low, high = _halves(_summed(own, inside, number, places, inboxes, RANK, SIZE, PLACE_WORDS))
+    total = _joined(low + side_low, high + side_high)
+    tl.store(residual + index, total, mask=inside)
+    low, high = _halves(total)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * width) + eps)
+    tl.store(out + index, _joined(low * scale * weight_low, high * scale * weight_high), mask=inside)
+    _end(number, numbers)
     start_next(OVERLAP)
 
 
@@ -118,5 +197,38 @@ def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int
             SUM=sums,
             num_warps=4 if count <= 512 else 8,
             **overlap(x.device, x.shape[0]),
+        )
+    return out
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether `sum_add_rmsnorm` has a program for each row of `x[T, D]`."""
+    return x.dtype == torch.bfloat16 and len(x) <= PROGRAMS and x.shape[1] % 2 == 0 and x.shape[1] <= 2 * WORDS
+
+
+def sum_add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int
+) -> Tensor:
+    """The norm of `residual + x`, with x summed over ranks and rounded, after `residual += x` in place."""
+    x, out = x.contiguous(), x.new_empty(x.shape)
+    assert residual.is_contiguous(), f"strides are {residual.stride()}"
+    width = x.shape[1] // 2
+    if len(x):
+        _sum_norm_kernel[(len(x),)](
+            x.view(torch.int32),
+            residual.view(torch.int32),
+            weight,
+            out.view(torch.int32),
+            inboxes,
+            numbers,
+            width,
+            eps,
+            RANK=rank,
+            SIZE=len(inboxes),
+            COUNT=triton.next_power_of_2(width),
+            PLACES=PROGRAMS,
+            PLACE_WORDS=WORDS,
+            num_warps=16 if len(x) <= FEW_ROWS else 8,
+            **overlap(x.device, len(x)),
         )
     return out

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import PROGRAMS, exchange, inbox_words, takes
+from forkpoint.ops.exchange.kernel import PROGRAMS, exchange, inbox_words, sum_add_rmsnorm, takes, takes_rows
 
 PIECE_ROWS = 2048  # of a long product
 
@@ -51,6 +51,14 @@ class Peers:
         """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
         out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
         return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
+
+    def takes_rows(self, x: Tensor) -> bool:
+        """Whether `sum_add_rmsnorm` can be asked for `x[T, D]`."""
+        return takes_rows(x)
+
+    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place."""
+        return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
 
     def sum_pieces(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`product(x)`, summed over the ranks in pieces, each while the next one is computed."""
