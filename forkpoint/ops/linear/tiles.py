@@ -59,6 +59,7 @@ class GatedTile:
 
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
+NARROW = 2048  # up to here tiles of 64 rows are faster for 65 to 128 rows
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
@@ -148,7 +149,8 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     """A tile that gives a row the same bits, whatever the number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
-    tile = _fixed(_choices(num_outputs, width), num_rows)
+    few = num_outputs <= NARROW and num_rows <= LARGEST
+    tile = _fixed(_choices(num_outputs, width), min(num_rows, 64) if few else num_rows)
     if tile is not None:
         return replace(tile, splits=1)
     if num_rows <= 512:
