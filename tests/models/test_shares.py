@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
+from forkpoint.models.layers import Unsummed
 from forkpoint.models.registry import load_model
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.select import select_table
@@ -71,6 +72,13 @@ def test_two_ranks(family: str, tmp_path: Path) -> None:
 def test_four_ranks(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", family, **config)
     check(tmp_path / "model", 4)
+
+
+def test_a_sum_that_is_left_to_a_norm_is_nothing_before() -> None:
+    left = Unsummed.of(torch.ones(2, 3))
+    with pytest.raises(AssertionError, match="left to a norm"):
+        left + 1
+    assert left.own.sum() == 6
 
 
 def test_what_cannot_be_divided_is_named(tmp_path: Path) -> None:
