@@ -14,7 +14,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, multiplied
-from forkpoint.ops.ranks import LONG_ROWS, Ranks
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
 
@@ -75,10 +75,10 @@ class RowParallel:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""
-        if self._defers and len(x) < LONG_ROWS:
+        if self._defers:
             return Unsummed.of(self._own(x))
         if not self._ranks.gathers:
-            return self._ranks.sum_product(self._own, x)
+            return self._ranks.sum(self._own(x))
         y = self._own(self._ranks.gather(x))
         return self._ranks.gather(y) if self._cuts_rows else y
 

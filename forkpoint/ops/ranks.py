@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from forkpoint.ops.exchange.peers import Peers
 
 LOOPBACK: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what they read which interface to use from
-LONG_ROWS: Final = 4096  # of a product that is worth summing in pieces
 
 
 class Ranks:
@@ -64,12 +63,6 @@ class Ranks:
         x = x.contiguous()
         dist.all_reduce(x)
         return x
-
-    def sum_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`sum(product(x))`, where each row of the product depends on that row of `x` alone."""
-        if self._peers is None or len(x) < LONG_ROWS:
-            return self.sum(product(x))
-        return self._peers.sum_pieces(product, x)
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """The norm of `residual + sum(x)`, after `residual += sum(x)` in place, by one kernel; None: there is none."""

@@ -1,43 +1,20 @@
-"""Exchanges of ranks that wait for each other, as streams of one GPU, and long products of one rank."""
+"""Exchanges of ranks that wait for each other, as streams of one GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 if torch.cuda.is_available():
     from forkpoint.ops.exchange.kernel import inbox_words
-    from forkpoint.ops.exchange.peers import PIECE_ROWS, Peers
+    from forkpoint.ops.exchange.peers import Peers
     from forkpoint.ops.norm.kernel import rmsnorm
 
 DEVICE = torch.device("cuda", 0)
 NUM_SUMS, REPLAYS = 15, 20
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("nccl", init_method=(tmp_path / "ranks").as_uri(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_long_product_is_whole_when_its_pieces_are(group: None) -> None:
-    peers, weight = Peers.meet(0, 1, DEVICE), torch.randn(512, 256, device=DEVICE).bfloat16()
-
-    def product(x: Tensor) -> Tensor:
-        return x @ weight.t()
-
-    for _ in range(8):
-        x = torch.randn(3 * PIECE_ROWS + 5, 256, device=DEVICE).bfloat16()
-        found = peers.sum_pieces(product, x).clone()
-        assert torch.equal(found, torch.cat([product(part) for part in x.split(PIECE_ROWS)]))
 
 
 @pytest.mark.parametrize("rows", [1, 128])

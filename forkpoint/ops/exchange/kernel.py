@@ -16,8 +16,7 @@ from forkpoint.ops.launch import await_before, overlap, start_next
 WORD_BYTES = 4  # of data
 WORDS = 2048  # of a program at most
 PROGRAMS = 256  # at most, so that all of them are at work at once, whatever waits for whom
-FEW_WORDS = 512  # of a program while that makes few programs
-FEW_PROGRAMS = 32
+FEW_WORDS = 256  # at least
 FEW_ROWS = 32  # of a norm, each of which has more threads then
 
 
@@ -172,7 +171,7 @@ def takes(x: Tensor) -> bool:
 
 def words_each(num_words: int) -> int:
     """Of a program."""
-    return FEW_WORDS if num_words <= FEW_WORDS * FEW_PROGRAMS else WORDS
+    return max(FEW_WORDS, triton.next_power_of_2(triton.cdiv(num_words, PROGRAMS)))
 
 
 def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int, sums: bool) -> Tensor:

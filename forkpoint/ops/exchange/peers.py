@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,15 @@ from torch import Tensor
 
 from forkpoint.ops.exchange.kernel import PROGRAMS, exchange, inbox_words, sum_add_rmsnorm, takes, takes_rows
 
-PIECE_ROWS = 2048  # of a long product
-
 
 class Peers:
     """One rank's end of the exchanges, which all ranks make in the same order."""
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, owner: Any = None) -> None:
         """`addresses` are those of the ranks' inboxes, `inbox_words` zeros each, which live as long as `owner`."""
-        self.rank, self.size, self._device, self._owner = rank, len(addresses), device, owner
+        self.rank, self.size, self._owner = rank, len(addresses), owner
         self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._beside = torch.Stream(device)
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
@@ -59,18 +56,3 @@ class Peers:
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place."""
         return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
-
-    def sum_pieces(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`product(x)`, summed over the ranks in pieces, each while the next one is computed."""
-        here, pieces = torch.accelerator.current_stream(self._device), list[Tensor]()
-        out = x[:0]
-        for start in range(0, len(x), PIECE_ROWS):
-            pieces.append(product(x[start : start + PIECE_ROWS]))
-            if not start:
-                out = pieces[0].new_empty(len(x), *pieces[0].shape[1:])
-            self._beside.wait_stream(here)
-            with self._beside:
-                own = out[start : start + PIECE_ROWS].copy_(pieces[-1])
-                dist.all_reduce(own)
-        here.wait_stream(self._beside)
-        return out  # until here no piece's memory is used again
