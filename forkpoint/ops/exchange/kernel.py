@@ -171,7 +171,8 @@ def takes(x: Tensor) -> bool:
 
 def words_each(num_words: int) -> int:
     """Of a program."""
-    return max(FEW_WORDS, triton.next_power_of_2(triton.cdiv(num_words, PROGRAMS)))
+    count: int = triton.next_power_of_2(triton.cdiv(num_words, PROGRAMS))
+    return max(FEW_WORDS, count)
 
 
 def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int, sums: bool) -> Tensor:
