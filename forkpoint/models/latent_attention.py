@@ -24,7 +24,7 @@ from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.linear.scaled import dense
 from forkpoint.ops.metadata import AttentionIndex
 
-EXPANDED_FROM = 512  # new tokens of a row for which keys and values are made of its latents
+EXPANDED_FROM = 256  # new tokens of a row for which keys and values are made of its latents
 LATENT_NORM_EPS = 1e-6  # fixed in the architecture, whatever rms_norm_eps says
 
 

@@ -124,12 +124,15 @@ class SparseMLP:
         source, total, whole = build.weights, count + self._moe.rule.num_shared, inner % BLOCK == 0
         scaled, size = self._is_scaled(build, name), len(self._into) * inner
         gate_up = JoinedMatrix(source, (total, size, hidden), scaled, whole)
-        down = JoinedMatrix(source, (total, given, inner), scaled, True)
         fused, apart = self._stacks(name)
+        stack: Matrix | None = None
         if source.has(fused):
-            routed = slice(count)
-            gate_up.put(source.get_matrix(fused, (count, size, hidden)), 0, routed)
-            down.put(source.get_matrix(apart, (count, given, inner)), 0, routed)
+            gate_up.put(source.get_matrix(fused, (count, size, hidden)), 0, slice(count))
+            # Before `down` has memory, which would else lie in that of the first stack and waste the rest of it.
+            stack = source.get_matrix(apart, (count, given, inner))
+        down = JoinedMatrix(source, (total, given, inner), scaled, True)
+        if stack is not None:
+            down.put(stack, 0, slice(count))
         else:
             for e in range(count):
                 expert = f"{name}.experts.{e}"

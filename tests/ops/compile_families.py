@@ -83,7 +83,8 @@ def main() -> None:
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
-    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags, WIDEST=60.0)
+    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags)
+    compiled("key_pairs", key_chunk_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
     compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
     sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None}
     for mode in (True, AT_ONCE.value):

@@ -188,7 +188,7 @@ def key_prefill(
         TILES_V=tiles_v,
         **overlap(mixed.device, mixed.shape[0]),
         num_warps=4,
-        num_stages=1 if mixed.dtype == torch.float32 else 2,
+        num_stages=1 if mixed.dtype == torch.float32 else 3,
     )
     return out
 

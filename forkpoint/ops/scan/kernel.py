@@ -17,9 +17,9 @@ from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.table import ScanInputs, ScanParams
 
-CHANNELS = 16  # of a program that takes a prompt: as many as keep the device busy
+CHANNELS = 8  # of a program that takes a prompt: as many programs as keep the device busy
 DECODE_CHANNELS = 64  # and of one that takes a step: 4 KiB of state for 16 values each
-TOKENS = 8  # whose inputs are under way together
+TOKENS = 4  # whose inputs are under way together
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
