@@ -14,7 +14,7 @@ from forkpoint.sched.plan import IntArray, StepResult
 from forkpoint.sched.request import Grammar, Request
 from forkpoint.sched.stats import DraftStats
 
-MOST_HELD = 1 / 8  # of the rows that decode, if the others are to go ahead
+MOST_HELD = 1 / 4  # of the rows that decode, if the others are to go ahead
 
 
 class DraftPlanner:

@@ -94,7 +94,7 @@ def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
                 check(llm.generate(prompts, params, use_tqdm=False), expected)
             metrics = llm.get_metrics()
         ahead = np.concatenate([plan.rows.ahead for plan in plans])
-        assert metrics["num_accepted_tokens"] > 500 and ahead.sum() > len(ahead) / 5
+        assert metrics["num_accepted_tokens"] > 500 and ahead.sum() > 60
 
 
 def test_states_in_bfloat16_and_default_mode(tmp_path: Path) -> None:
