@@ -33,8 +33,13 @@ def _answers(device: str, **options: Any) -> list[tuple[int, tuple[int, ...], An
 def _card(card: fake_npu.FakeModule) -> None: ...
 
 
-def test_tokens_are_those_of_the_cpu() -> None:
-    there, here = _answers("npu"), _answers("cpu", cpu_ops="torch")
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
+def test_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    there, here = _answers("npu", **options), _answers("cpu", cpu_ops="torch")
+    assert ("_straight_kernel" in RAN.launches) == bool(options)  # that verifies drafts
     assert len(RAN.launches) > 12
     assert [(hit, ids) for hit, ids, _ in there] == [(hit, ids) for hit, ids, _ in here]
     assert there[1][0] >= 64
