@@ -32,6 +32,8 @@ from forkpoint.worker.sizing import choose_num_pages
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
+LEAST_RECORDED = 16  # rows of a batch; in smaller ones a step that records is slower than one that writes
+
 
 def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None) -> Worker:
     """Load the model, or the share of one of several ranks that meet at `place`, and cut the arena, on device number
@@ -65,7 +67,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     sizes = replace(model.config, layers=(), draft_layer=()), model.config.flops_per_token, model.config.flops_per_pair
     alike = {"sizes of the model": sizes, "layout of the cache": layout, "shapes of graphs": shapes}
     ranks.check_equal(alike, platform.device)
-    interval = _state_write_interval(config, layout, platform)
+    interval = _state_write_interval(config, layout, sched.max_num_seqs, platform)
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
     _log_model(config, loaded)
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
@@ -94,7 +96,7 @@ def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> 
     return config.speculative_config.num_speculative_tokens
 
 
-def _state_write_interval(config: EngineConfig, layout: CacheLayout, platform: Platform) -> int:
+def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: int, platform: Platform) -> int:
     """Raises ConfigError where tokens cannot be recorded."""
     asked, drafting = config.state_write_interval, config.speculative_config is not None
     if drafting and asked not in (None, 1):
@@ -103,7 +105,8 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, platform: P
         )
     if not state_records_bytes(layout, num_rows=1, interval=1):
         return 1
-    usual = 1 if drafting or config.deterministic else platform.traits(platform.device).state_write_interval
+    plain = drafting or config.deterministic or num_rows < LEAST_RECORDED
+    usual = 1 if plain else platform.traits(platform.device).state_write_interval
     return asked or usual
 
 
