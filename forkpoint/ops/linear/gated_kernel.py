@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.linear.kernel import gate
+from forkpoint.ops.linear.sums_kernel import gate
 from forkpoint.ops.linear.tiles import GatedTile
 
 

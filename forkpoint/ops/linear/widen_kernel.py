@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.linear.kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
+from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 
 ROWS = 64
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
-from forkpoint.ops.linear.kernel import (
+from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
+from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
+from forkpoint.ops.linear.sums_kernel import (
     accumulate,
     by_bits,
     gate,
@@ -22,8 +24,6 @@ from forkpoint.ops.linear.kernel import (
     scale_options,
     shares_scales,
 )
-from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
-from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts

@@ -1,0 +1,273 @@
+"""Sums of products that kernels with weights share, and what they want to know of weights in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix
+from forkpoint.ops.linear.tiles import Tile
+from forkpoint.platforms.table import traits_of
+
+SCALE_WIDTH = tl.constexpr(BLOCK)  # columns of a block, of which each has a scale
+
+
+@triton.jit
+def scale_columns(width, BLOCKED: tl.constexpr):
+    """Scales of a row."""
+    return (width + SCALE_WIDTH - 1) // SCALE_WIDTH if BLOCKED else 1
+
+
+@triton.jit
+def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Weights in `dtype`; e4m3 exactly. With BITS four at a time by way of bfloat16: sign, exponent and fraction are
+    put where it has them, and 2^120 makes up for its other bias."""
+    if BITS:
+        wide = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, rest, by;
+            mov.b32 by, 0x7B807B80;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            shr.b32 rest, low, 4;
+            and.b32 rest, rest, 0x07f007f0;
+            lop3.b32 low, low, 0x80008000, rest, 0xEA;
+            mul.rn.bf16x2 $0, low, by;
+            shr.b32 rest, high, 4;
+            and.b32 rest, rest, 0x07f007f0;
+            lop3.b32 high, high, 0x80008000, rest, 0xEA;
+            mul.rn.bf16x2 $1, high, by;
+            }
+            """,
+            "=r,=r,r",
+            [codes.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+        return wide.to(dtype)
+    else:
+        return codes.to(dtype)
+
+
+@triton.jit
+def _product(x_tile, w_tile, TURNED: tl.constexpr, BITS: tl.constexpr):
+    """Of two tiles, of which both may be in FP8; it alone is exact in x's dtype."""
+    if x_tile.dtype != w_tile.dtype:
+        w_tile = widened(w_tile, x_tile.dtype, BITS)
+    if TURNED:
+        return tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee")
+    else:
+        return tl.dot(x_tile, tl.trans(w_tile), input_precision="ieee")
+
+
+@triton.jit
+def _add_product(
+    acc,
+    x_tile,
+    x_scale,
+    w_tile,
+    scale,
+    TURNED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """`acc` and the product of two tiles. Sums are scaled, not weights: by the scale of each row of x, of each output
+    or of all, as there are any."""
+    if NARROW or SCALED:
+        part = _product(x_tile, w_tile, TURNED, BITS)
+        if SHARED:
+            x_scale *= scale
+        if NARROW:
+            part *= x_scale[None, :] if TURNED else x_scale[:, None]
+        elif SHARED:
+            part *= scale
+        if SCALED and not SHARED:
+            part *= scale[:, None] if TURNED else scale[None, :]
+        acc += part
+    elif TURNED:
+        acc = tl.dot(widened(w_tile, x_tile.dtype, BITS), tl.trans(x_tile), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x_tile, tl.trans(widened(w_tile, x_tile.dtype, BITS)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """Of a tile's outputs, or the one that they share."""
+    if SHARED:
+        return tl.load(scales + at)
+    elif SCALED:
+        return tl.load(scales + at, mask=inside, other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def accumulate(
+    x,
+    x_offsets,
+    rows_inside,
+    x_scales,
+    x_scale_at,
+    x_scale_step,
+    weight,
+    up_weight,
+    outputs_inside,
+    start,
+    end,
+    width,
+    scales,
+    scale_at,
+    up_scale_at,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    GATED: tl.constexpr,
+    MASK_OUTPUTS: tl.constexpr,
+    MASK_WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's rows at `x_offsets` with the rows of `weight`, and,
+    if GATED, of `up_weight`. The steps of K are the same whatever the tile; float32 is not cut to tf32.
+
+    With SCALED weights are in FP8, and the scales of the outputs' rows start at `scale_at`: one for each SCALE_WIDTH
+    columns if BLOCKED, else one. With SHARED all outputs have the same, and `scale_at` is one place. If NARROW so is x,
+    with a scale for each SCALE_WIDTH columns of a row, `x_scale_step` apart. A step of K lies in a block; TOGETHER of
+    them are loaded as one."""
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    x_at = x_offsets[:, None] + columns[None, :]
+    w_at = outputs[:, None] * width + columns[None, :]
+    x += start
+    weight += start
+    up_weight += start
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32) if TURNED else tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = acc
+    for first in range(start, end, WIDTH * TOGETHER):
+        for step in tl.static_range(TOGETHER):
+            k = first + step * WIDTH
+            block = k // SCALE_WIDTH
+            scale = _scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
+            x_scale = 0.0
+            if NARROW:
+                x_scale = tl.load(x_scales + x_scale_at + block * x_scale_step, mask=rows_inside, other=0.0)
+            if MASK_WIDTH:
+                inside = (columns < end - k)[None, :]
+                x_tile = tl.load(x + x_at, mask=rows_inside[:, None] & inside, other=0.0)
+                w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
+            else:
+                x_tile = tl.load(x + x_at, mask=rows_inside[:, None], other=0.0)
+                if MASK_OUTPUTS:
+                    w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
+                else:
+                    w_tile = tl.load(weight + w_at)
+            acc = _add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            if GATED:
+                if MASK_WIDTH:
+                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
+                elif MASK_OUTPUTS:
+                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None], other=0.0)
+                else:
+                    u_tile = tl.load(up_weight + w_at)
+                up_scale = _scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
+                up = _add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            x += WIDTH
+            weight += WIDTH
+            up_weight += WIDTH
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up) if GATED else acc
+    if SCALED and not BLOCKED:
+        acc *= tl.load(scales + scale_at, mask=outputs_inside, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(scales + up_scale_at, mask=outputs_inside, other=0.0)[None, :]
+    return acc, up
+
+
+@triton.jit
+def gate(acc, up, dtype: tl.constexpr):
+    """`silu(acc) * up` in fp32, rounded before as the two products would be, were they stored."""
+    return silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def row_sums(
+    x,
+    weight,
+    up_weight,
+    inside,
+    width,
+    scales,
+    scale_at,
+    up_scale_at,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKED: tl.constexpr,
+):
+    """As `accumulate`, of one row of x, without the matrix units: `[OUTPUTS]`. All outputs share the scales of their
+    blocks, and WIDTH is SCALE_WIDTH, if BLOCKED; else outputs have one each."""
+    outputs = tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    at = outputs[:, None] * width + columns[None, :]
+    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    up = acc
+    for k in tl.range(0, width, WIDTH, num_stages=STAGES):
+        left = columns < width - k
+        valid = inside[:, None] & left[None, :]
+        value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)
+        own = value * tl.load(scales + scale_at + k // WIDTH) if BLOCKED else value
+        acc += tl.load(weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
+        if GATED:
+            own = value * tl.load(scales + up_scale_at + k // WIDTH) if BLOCKED else value
+            up += tl.load(up_weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
+    total = tl.sum(acc, 1)
+    total_up = tl.sum(up, 1) if GATED else total
+    if SCALED and not BLOCKED:
+        total *= tl.load(scales + scale_at + outputs, mask=inside, other=0.0)
+        if GATED:
+            total_up *= tl.load(scales + up_scale_at + outputs, mask=inside, other=0.0)
+    return total, total_up
+
+
+def parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+    """The elements, and, in FP8, the scales."""
+    return (weight.codes, weight.scales) if isinstance(weight, ScaledMatrix) else (weight, None)
+
+
+def scale_options(weight: Matrix) -> dict[str, Any]:
+    """What kernels want to know of a matrix's scales."""
+    if not isinstance(weight, ScaledMatrix):
+        return {"SCALE_ROWS": 0, "BLOCKED": False}
+    return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block}
+
+
+def by_bits(weight: Matrix) -> bool:
+    """Whether kernels that put weights into the matrix units widen them by their bits."""
+    if not isinstance(weight, ScaledMatrix) or weight.dtype != torch.bfloat16:
+        return False
+    return traits_of(weight.codes.device).multiplies_fp8
+
+
+def shares_scales(weight: Matrix, tile: Tile, gated: bool) -> bool:
+    """Whether the outputs of a program share the scales of their blocks."""
+    if not isinstance(weight, ScaledMatrix) or not weight.by_block or weight.rows % tile.outputs:
+        return False
+    return not gated or weight.shape[-2] % (2 * weight.rows) == 0
