@@ -45,9 +45,11 @@ def routing(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     return TORCH.route(scores, RouteRule(top_k=top_k, num_shared=1, shared="gated"))
 
 
-def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def close(got: Tensor, want: Tensor, dtype: torch.dtype, narrows: bool = False) -> None:
+    """Hopper's matrix units sum products of FP8 (`narrows`) in fewer bits than those of fp32."""
+    bound = max(TOLERANCE[dtype], 1e-3 if narrows and DEVICE.type == "cuda" else 0.0)
     assert got.dtype == dtype and got.shape == want.shape
-    assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+    assert (got.double() - want).abs().max() <= bound * want.abs().max()
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -67,9 +69,9 @@ def test_products(rows: int, inner: int, width: int, dtype: torch.dtype, layout:
     x, bias = torch.randn(rows, width).to(DEVICE, dtype), torch.randn(2 * inner).to(DEVICE, dtype)
     weight = scaled(2 * inner, width, layout=layout, dtype=dtype)
     exact = (rounded(x) if tile.narrows else x.double()) @ widened(weight).T
-    close(multiply(x, weight, bias, tile), exact + bias.double(), dtype)
+    close(multiply(x, weight, bias, tile), exact + bias.double(), dtype, tile.narrows)
     gate, up = exact.chunk(2, -1)
-    close(multiply(x, weight, None, tile, gated=True), F.silu(gate) * up, dtype)
+    close(multiply(x, weight, None, tile, gated=True), F.silu(gate) * up, dtype, tile.narrows)
 
 
 @pytest.mark.parametrize("layout", ["block", "channel"])
