@@ -29,7 +29,7 @@ from benchmarks.gpu_ops import (
 )
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.table import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceParams
 
 
 @dataclass(frozen=True, slots=True)

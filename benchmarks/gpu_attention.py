@@ -16,8 +16,9 @@ from torch import Tensor
 from benchmarks.gpu_ops import Call, Case, ceilings, median_seconds, randn, turns
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
+from forkpoint.ops.parameters import QKNorm
 from forkpoint.ops.select import select_table
-from forkpoint.ops.table import OpTable, PagedAttention, QKNorm
+from forkpoint.ops.table import OpTable, PagedAttention
 from forkpoint.platforms.platform import DeviceTraits
 
 DEVICE = torch.device("cuda")

@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.gpu_ops import DEVICE, DTYPE, OPS, Call, Case, ceilings, ints, median_seconds, randn, segments, turns
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits
-from forkpoint.ops.table import Recurrence, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams, ScanInputs, ScanParams
 from forkpoint.platforms.platform import DeviceTraits
 
 SSD = Recurrence(8, 64, 128, 64, delta=False)  # of Nemotron-3-Nano

@@ -29,8 +29,9 @@ from forkpoint.ops.linear.tiles import (
     fixed_tile,
 )
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import select_table
-from forkpoint.ops.table import OpTable, RouteRule
+from forkpoint.ops.table import OpTable
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILL_ROWS = (512, 2048, 8192)

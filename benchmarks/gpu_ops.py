@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.select import select_table
-from forkpoint.ops.table import Recurrence, RecurrenceParams
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 OPS = select_table("triton", False, False)

@@ -20,8 +20,9 @@ from benchmarks.model131m import SHAPE_131M as MODEL
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import OpTable, Recurrence, RecurrenceParams
+from forkpoint.ops.table import OpTable
 
 DTYPE = torch.bfloat16
 

@@ -16,7 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.linear.scaled import take_rows
-from forkpoint.ops.table import KVScales, QKNorm
+from forkpoint.ops.parameters import KVScales, QKNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

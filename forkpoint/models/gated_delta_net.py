@@ -16,7 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import Matrix
-from forkpoint.ops.table import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 
 ReadInput: TypeAlias = Callable[["Build", str, "GDNConfig"], tuple[Matrix, Matrix]]
 ReadConv: TypeAlias = Callable[["Build", str, "GDNConfig"], Tensor]

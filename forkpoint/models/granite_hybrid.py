@@ -13,7 +13,7 @@ from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
 from forkpoint.models.rotary import NO_POSITIONS
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the hub's names -> transformers'
 

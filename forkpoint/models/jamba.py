@@ -12,7 +12,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba import MambaConfig
 from forkpoint.models.moe import MoEConfig
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 
 class Jamba(Model):

@@ -20,7 +20,7 @@ from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel,
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.models.weights import join_rows
-from forkpoint.ops.table import Recurrence, RecurrenceParams, RouteRule
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams, RouteRule
 
 KINDS = ("linear_attention", "full_attention")  # of layers
 

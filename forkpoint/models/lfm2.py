@@ -11,7 +11,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.short_conv import ShortConvConfig
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 
 class Lfm2(Model):

@@ -18,7 +18,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
-from forkpoint.ops.table import ScanInputs, ScanParams
+from forkpoint.ops.parameters import ScanInputs, ScanParams
 
 SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
 UNLIMITED: Final = 1 << 20  # positions of a model that has none

@@ -15,7 +15,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import multiplied, take_rows
-from forkpoint.ops.table import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 
 DUMMY_D = (0.5, 1.5)
 

@@ -16,7 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, Unsummed, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 ALIGNED = 8  # rows
 DUMMY_BIAS = (-0.1, 0.1)

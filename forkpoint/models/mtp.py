@@ -16,7 +16,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, read_projection
 from forkpoint.models.short_conv import ShortConvConfig
 from forkpoint.models.weights import join_rows
-from forkpoint.ops.table import KVScales
+from forkpoint.ops.parameters import KVScales
 
 FIRST_KEY = 1  # before the first token there is no hidden state
 

@@ -13,7 +13,7 @@ from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Names of other writers -> transformers'.

@@ -10,7 +10,8 @@ from torch import Tensor
 from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, StateSpec, TensorSpec
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
-from forkpoint.ops.table import OpTable, Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.table import OpTable
 
 # Slow decay for made-up weights, so that their states matter.
 DUMMY_A_LOG = (-4.0, -1.0)

@@ -18,9 +18,9 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, Segme
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.triton_table import triton_table
 from forkpoint.platforms.npu import KERNEL_BLOCK_SIZES
 

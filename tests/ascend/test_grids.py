@@ -17,9 +17,10 @@ from torch import Tensor
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import QKNorm, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import select_table, torch_table
-from forkpoint.ops.table import OpTable, QKNorm, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.table import OpTable
 from forkpoint.ops.turns import ROWS as ROWS_OF
 from forkpoint.ops.turns import InTurns
 from forkpoint.platforms.npu import MOST_PROGRAMS, npu_traits

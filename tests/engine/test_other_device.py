@@ -16,8 +16,9 @@ import forkpoint.worker.build as build
 from forkpoint.config import SchedulerConfig
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError
+from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import operator_names, select_table, torch_table
-from forkpoint.ops.table import OpTable, RouteRule
+from forkpoint.ops.table import OpTable
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.platforms.cpu import CpuPlatform

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forkpoint.ops.table import OpTable, QKNorm
+from forkpoint.ops.parameters import QKNorm
+from forkpoint.ops.table import OpTable
 from tests.ops.recurrence_cases import padded_pool
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.table import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 
 GATED_NORMS = [(False, False), (True, False), (False, True)]  # (gate_first, sigmoid): GDN, Mamba-2, KDA
 

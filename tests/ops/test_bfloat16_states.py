@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.cpu.table import cpp_table
+from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import OpTable, Recurrence
+from forkpoint.ops.table import OpTable
 from tests.ops.cpu_table import build
 from tests.ops.recurrence_cases import padded_pool, recurrence_case, rows, segments
 from tests.ops.triton_cases import DEVICE, on_device, params_on_device, triton_ops

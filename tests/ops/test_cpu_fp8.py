@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from forkpoint.ops.linear.scaled import ScaledMatrix
+from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import RouteRule
 from tests.ops.cpu_table import cpp
 from tests.ops.fp8_cases import LAYOUTS, scaled, widened
 

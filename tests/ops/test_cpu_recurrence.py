@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import Recurrence
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import padded_pool, recurrence_by_token, recurrence_case, rows, segments
 

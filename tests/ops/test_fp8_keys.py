@@ -14,8 +14,9 @@ from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.parameters import KVScales
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import KVScales, OpTable
+from forkpoint.ops.table import OpTable
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.ops.cpu_table import build
 from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops

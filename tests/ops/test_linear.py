@@ -13,7 +13,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkR
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.linear.reference import linear, prepare_linear
 from forkpoint.ops.moe.reference import experts_by, prepare_experts, route
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 SHAPES = [(96, 64), (9, 130), (1001, 40)]
 DTYPES = [torch.float32, torch.bfloat16]

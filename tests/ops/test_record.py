@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
+from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import Recurrence
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
 

@@ -11,8 +11,8 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.reference import recurrence_decode, recurrence_prefill
-from forkpoint.ops.table import Recurrence, RecurrenceParams
 from tests.ops.recurrence_cases import RecurrenceCase, padded_pool, recurrence_by_token, recurrence_case, rows, segments
 
 SHAPE = Recurrence(2, 4, 16, 24)

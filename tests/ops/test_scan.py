@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.cpu.table import cpp_table
+from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import OpTable, ScanInputs, ScanParams
+from forkpoint.ops.table import OpTable
 from tests.ops.cpu_table import build
 from tests.ops.recurrence_cases import padded_pool, rows, segments
 from tests.ops.triton_cases import DEVICE, ON_GPU, behind, copy_pool, on_device, padded, relative_error, triton_ops

@@ -17,8 +17,8 @@ from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_t
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import RouteRule
 from tests.ops.fp8_cases import LAYOUTS, widened
 from tests.ops.fp8_cases import scaled as made
 from tests.ops.triton_cases import DEVICE, gpu_only, relative_error, sized, triton_ops

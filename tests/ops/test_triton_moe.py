@@ -16,8 +16,8 @@ from forkpoint.models.weights import FileWeights
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe import order_kernel
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import RouteRule
 from tests.checkpoints import write_checkpoint
 from tests.ops.triton_cases import DEVICE, sized, triton_ops
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import Recurrence
 from tests.ops.recurrence_cases import RecurrenceCase, padded_pool, recurrence_by_token, recurrence_case, rows, segments
 from tests.ops.triton_cases import (
     DEVICE,

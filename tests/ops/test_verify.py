@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
+from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import Recurrence
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, behind, copy_pool, params_on_device, triton_ops

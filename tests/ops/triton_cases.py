@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.select import torch_table
-from forkpoint.ops.table import OpTable, RecurrenceParams
+from forkpoint.ops.table import OpTable
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

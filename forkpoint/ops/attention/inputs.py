@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forkpoint.ops.table import KVScales, QKNorm, RMSNorm
+from forkpoint.ops.parameters import KVScales, QKNorm
+from forkpoint.ops.table import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear import scaled
-from forkpoint.ops.table import KVScales, QKNorm
+from forkpoint.ops.parameters import KVScales, QKNorm
 
 FP8_MAX = tl.constexpr(scaled.FP8_MAX)
 LEAST_AMAX = tl.constexpr(scaled.LEAST_AMAX)

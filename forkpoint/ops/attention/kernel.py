@@ -22,7 +22,7 @@ from forkpoint.ops.attention.softmax import LOG2_E
 from forkpoint.ops.launch import overlap, straight
 from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, AttentionIndex
-from forkpoint.ops.table import KVScales
+from forkpoint.ops.parameters import KVScales
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns

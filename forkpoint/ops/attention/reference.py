@@ -9,7 +9,7 @@ from torch import Tensor
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.linear.scaled import CODES, FP8_MAX, LEAST_AMAX
 from forkpoint.ops.metadata import AttentionIndex
-from forkpoint.ops.table import KVScales
+from forkpoint.ops.parameters import KVScales
 
 QUERY_TILE = 256
 FIXED_TILE = 64  # queries per tile in deterministic mode, on the absolute grid

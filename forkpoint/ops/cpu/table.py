@@ -15,7 +15,8 @@ from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.linear.reference import ComposedLinearHeads, ComposedLinearSiluMul
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.table import KVScales, OpTable, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.parameters import KVScales, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.table import OpTable
 
 
 class _Constants:

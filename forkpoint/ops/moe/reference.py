@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.ops.activation.reference import relu_squared, sigmoid, silu_mul
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, dense
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 
 class PackedExperts(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
 from forkpoint.ops.launch import await_inputs, overlap, straight
-from forkpoint.ops.table import RouteRule
+from forkpoint.ops.parameters import RouteRule
 
 
 @triton.jit

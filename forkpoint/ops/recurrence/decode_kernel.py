@@ -9,9 +9,9 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_decode
-from forkpoint.ops.table import RecurrenceParams
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
-from forkpoint.ops.table import Recurrence
+from forkpoint.ops.parameters import Recurrence
 
 L2_EPS = tl.constexpr(1e-6)
 

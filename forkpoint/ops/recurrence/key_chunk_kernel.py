@@ -17,9 +17,9 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, key_decay, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, unit_lower_inverse
-from forkpoint.ops.table import RecurrenceParams
 
 WIDEST, WIDEST_HALF = 60.0, 8.0  # the largest exponent whose power bfloat16 and fp32 hold, and float16
 

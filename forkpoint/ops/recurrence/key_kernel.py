@@ -13,10 +13,10 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_decay, weight
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
-from forkpoint.ops.table import RecurrenceParams
 
 SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
 

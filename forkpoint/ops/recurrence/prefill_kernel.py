@@ -19,10 +19,10 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
-from forkpoint.ops.table import RecurrenceParams
 from forkpoint.platforms.table import traits_of
 
 # Of what a chunk's two launches share, per token: the factors of `S k`, of `S q`, of k in the state's update, and of

@@ -15,9 +15,9 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import checked, decay, key_block, modes, sizes, weight
-from forkpoint.ops.table import RecurrenceParams
 
 GATES = tl.constexpr(4)  # decay since the slot's state, beta, key by query, nothing
 FOUND = tl.constexpr(3)  # of each record: what the key finds, what the query finds, what is left of it

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid, softplus
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
-from forkpoint.ops.table import Recurrence, RecurrenceParams
 
 CHUNK = 64
 SUB = 16  # rows of a block of `_decayed`

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.reference import Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
-from forkpoint.ops.table import RecurrenceParams
 
 
 def recurrence_verify(

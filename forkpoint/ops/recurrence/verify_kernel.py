@@ -11,9 +11,9 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed, read_state, token_inputs, update
 from forkpoint.ops.recurrence.gates import checked, key_block, modes, sizes
-from forkpoint.ops.table import Recurrence, RecurrenceParams
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import silu, softplus
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.table import ScanInputs, ScanParams
+from forkpoint.ops.parameters import ScanInputs, ScanParams
 
 CHANNELS = 8  # of a program that takes a prompt: as many programs as keep the device busy
 DECODE_CHANNELS = 64  # and of one that takes a step: 4 KiB of state for 16 values each

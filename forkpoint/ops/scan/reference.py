@@ -13,8 +13,8 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import silu, softplus
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
-from forkpoint.ops.table import ScanInputs, ScanParams
 
 
 def _scan(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple[Tensor, Tensor]:
