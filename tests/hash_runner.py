@@ -14,16 +14,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, MoveKind, StepPlan, StepResult
+from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, IntArray, MoveKind, StepPlan, StepResult
 from tests.hash_grammar import HashGrammar, allowed_ids
+from tests.hash_memory import GARBAGE, HashMemory
 from tests.hash_rows import HashRow, HashWork
-from tests.hash_step import InjectedFailure, PendingStep, PlanViolation
-from tests.rolling_hash import MASK, HashArray, RollingHash
-
-_GARBAGE = -1
+from tests.hash_step import InjectedFailure, PendingStep, PlanViolation, require
+from tests.rolling_hash import MASK, RollingHash
 
 
 @dataclass(slots=True)
@@ -54,23 +52,11 @@ class HashRunner:
     _rows: dict[int, HashRow] = field(default_factory=dict)
     _failed: bool = False
     _hasher: RollingHash = field(init=False)
-    _slot_position: npt.NDArray[np.int64] = field(init=False)  # [slots], -1: garbage
-    _slot_roll: HashArray = field(init=False)
-    _block_position: npt.NDArray[np.int32] = field(init=False)  # [blocks, block_size], -1: garbage
-    _block_roll: HashArray = field(init=False)
-    _block_users: npt.NDArray[np.int32] = field(init=False)  # rows whose table names the block
-    _page_kind: list[MoveKind | None] = field(init=False)
+    _memory: HashMemory = field(init=False)
 
     def __post_init__(self) -> None:
-        blocks = self.num_pages * self.layout.blocks_per_page
-        slots = self.num_pages * self.layout.slots_per_page
         self._hasher = RollingHash(self.vocab_size)
-        self._slot_position = np.full(slots, _GARBAGE, np.int64)
-        self._slot_roll = np.zeros(slots, np.uint64)
-        self._block_position = np.full((blocks, self.layout.block_size), _GARBAGE, np.int32)
-        self._block_roll = np.zeros((blocks, self.layout.block_size), np.uint64)
-        self._block_users = np.zeros(blocks, np.int32)
-        self._page_kind = [None] * self.num_pages
+        self._memory = HashMemory(self.layout, self.num_pages)
 
     # -- sched.plan.Runner
 
@@ -146,12 +132,12 @@ class HashRunner:
     def _update_rows(self, plan: StepPlan) -> int:
         for row in plan.removed:
             state = self._rows.pop(row, None)
-            self._require(state is not None, plan.step, f"removes row {row}, which is empty")
+            require(state is not None, plan.step, f"removes row {row}, which is empty")
             assert state is not None
-            self._block_users[state.blocks[: state.num_blocks]] -= 1
+            self._memory.release(state.blocks[: state.num_blocks])
         for replaced in plan.replaced:
             state = self._row(plan.step, replaced.row)
-            self._block_users[state.blocks[: state.num_blocks]] -= 1
+            self._memory.release(state.blocks[: state.num_blocks])
             state.num_blocks = 0
         moved_bytes = 0
         for move in plan.moves:
@@ -163,57 +149,30 @@ class HashRunner:
         return moved_bytes
 
     def _add(self, step: int, added: AddedRow) -> None:
-        self._require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
+        require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
         ids = np.asarray(added.token_ids, np.int32)
         known = 0 < added.num_prompt_tokens <= len(ids)
-        self._require(known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}")
+        require(known, step, f"adds row {added.row} with {len(ids)} ids, prompt {added.num_prompt_tokens}")
         in_range = bool((ids >= 0).all() and (ids < self.vocab_size).all())
-        self._require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
+        require(in_range, step, f"adds row {added.row} with token ids outside the vocabulary")
         state = HashRow(added, ids.tolist(), self._hasher.rolls(ids), np.empty(0, np.int32), 0)
         self._rows[added.row] = state
         self._attach(state, added.block_ids)
 
-    def _attach(self, state: HashRow, block_ids: npt.NDArray[np.int32]) -> None:
+    def _attach(self, state: HashRow, block_ids: IntArray) -> None:
         state.append_blocks(block_ids)
-        np.add.at(self._block_users, block_ids, 1)
+        self._memory.use(block_ids)
 
     def _row(self, step: int, row: int) -> HashRow:
-        self._require(row in self._rows, step, f"names row {row}, which is empty")
+        require(row in self._rows, step, f"names row {row}, which is empty")
         return self._rows[row]
 
     def _move(self, step: int, kind: MoveKind, src: int, dst: int) -> int:
-        self._require(src != dst, step, f"moves {kind.value} {src} onto itself")
-        self._claim(step, kind, dst)
-        if kind is MoveKind.SLOT:
-            self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
-            self._slot_position[src] = _GARBAGE
-            return self.layout.slot_bytes
-        self._require(not self._block_users[dst], step, f"moves block {src} onto {dst}, which a row uses")
-        self._block_position[dst], self._block_roll[dst] = self._block_position[src], self._block_roll[src]
-        self._block_position[src] = _GARBAGE
-        self._block_users[dst], self._block_users[src] = self._block_users[src], 0
-        for state in self._rows.values():
+        moved_bytes = self._memory.move(step, kind, src, dst)
+        for state in self._rows.values() if kind is MoveKind.BLOCK else ():
             used = state.blocks[: state.num_blocks]
             used[used == src] = dst
-        return self.layout.block_bytes
-
-    def _claim(self, step: int, kind: MoveKind, index: int) -> None:
-        """A write to one kind of contents makes garbage of the other kind in the same page."""
-        is_block = kind is MoveKind.BLOCK
-        per_page = self.layout.blocks_per_page if is_block else self.layout.slots_per_page
-        in_range = per_page <= index < self.num_pages * per_page
-        self._require(in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})")
-        page = index // per_page
-        if self._page_kind[page] is kind:
-            return
-        self._page_kind[page] = kind
-        blocks, slots = self.layout.blocks_per_page, self.layout.slots_per_page
-        if is_block:
-            self._slot_position[page * slots : (page + 1) * slots] = _GARBAGE
-        else:
-            used = bool(self._block_users[page * blocks : (page + 1) * blocks].any())
-            self._require(not used, step, f"writes slot {index} in page {page}, whose blocks a row uses")
-            self._block_position[page * blocks : (page + 1) * blocks] = _GARBAGE
+        return moved_bytes
 
     # -- rows' work
 
@@ -233,16 +192,16 @@ class HashRunner:
             tokens = self._tokens(plan.step, state, start, rows.tokens[first : first + count].tolist())
             works.append(HashWork(row, start, end, end - drafts, read, write, tokens, saves, samples))
             first += count
-        self._require(first == plan.num_tokens, plan.step, f"says {plan.num_tokens} tokens and has {first}")
+        require(first == plan.num_tokens, plan.step, f"says {plan.num_tokens} tokens and has {first}")
         sampled = rows.row[rows.samples].tolist() == plan.sampled_rows.tolist()
-        self._require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
+        require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
         return works
 
     def _caught_up(self, step: int, state: HashRow, start: int) -> int:
         """Where a row starts that was planned before its last result was known."""
         size, last = self.layout.block_size, state.last_start
         inside = self._failed or (last is not None and last // size == start // size)
-        self._require(inside, step, f"plans a row ahead to {start} over the end of a block; its last step: {last}")
+        require(inside, step, f"plans a row ahead to {start} over the end of a block; its last step: {last}")
         return start - state.missed
 
     def _guess(self, state: HashRow, count: int) -> list[int]:
@@ -265,14 +224,14 @@ class HashRunner:
         if tokens[:1] == [LAST_SAMPLED] and not self._failed:
             last = state.has_sampled and start == len(state.ids) - 1
             where = f"computes token {start} of a row from its last sampled id"
-            self._require(last, step, f"{where}, which is at {len(state.ids) - 1} or unsampled")
+            require(last, step, f"{where}, which is at {len(state.ids) - 1} or unsampled")
             drafts = tokens[1:]
             return [state.ids[start], *(self._guess(state, len(drafts)) if TO_DRAFT in drafts else drafts)]
         return tokens
 
     def _check(self, plan: StepPlan, works: list[HashWork]) -> None:
         rows = [work.row for work in works]
-        self._require(len(set(rows)) == len(rows), plan.step, f"schedules a row twice: {rows}")
+        require(len(set(rows)) == len(rows), plan.step, f"schedules a row twice: {rows}")
         for i, work in enumerate(works):
             self._check_tokens(plan.step, work)
             if i < plan.num_decodes:
@@ -289,71 +248,70 @@ class HashRunner:
         state = self._rows[work.row]
         where = f"tokens [{work.start}, {work.known}) of row {work.row}"
         known = 0 <= work.start < work.known <= len(state.ids)
-        self._require(known, step, f"{where}: {len(state.ids)} tokens are known")
+        require(known, step, f"{where}: {len(state.ids)} tokens are known")
         own = state.ids[work.start : work.known]
         given = work.tokens[: len(own)]
-        self._require(given == own, step, f"{where} are {own} and the plan has {given}")
+        require(given == own, step, f"{where} are {own} and the plan has {given}")
 
     def _check_decode(self, step: int, work: HashWork) -> None:
         """A row of the decode kernels: an output, known or just sampled, and drafts."""
         state = self._rows[work.row]
         where = f"decodes row {work.row} at {work.start}"
-        self._require(work.start >= state.added.num_prompt_tokens, step, f"{where}, inside its prompt")
-        self._require(work.known == work.start + 1, step, f"{where} and has {work.known - work.start} tokens")
+        require(work.start >= state.added.num_prompt_tokens, step, f"{where}, inside its prompt")
+        require(work.known == work.start + 1, step, f"{where} and has {work.known - work.start} tokens")
         drafts = work.tokens[1:]
         in_range = all(0 <= token < self.vocab_size for token in drafts)
-        self._require(in_range and (work.samples or not drafts), step, f"{where} with drafts {drafts}")
+        require(in_range and (work.samples or not drafts), step, f"{where} with drafts {drafts}")
         for position, _ in work.saves:
             last = -1 if state.last_start is None else state.last_start
             recent = last >= 0 and last < position <= work.start and position % self.layout.checkpoint_grid == 0
-            self._require(recent, step, f"{where}: save at {position}; its last step began at {last}")
+            require(recent, step, f"{where}: save at {position}; its last step began at {last}")
 
     def _check_prefill(self, step: int, work: HashWork) -> None:
         state, grid = self._rows[work.row], self.layout.checkpoint_grid
         where = f"tokens [{work.start}, {work.end}) of row {work.row}"
-        self._require(work.known == work.end, step, f"{where}: drafts go through the decode kernels")
+        require(work.known == work.end, step, f"{where}: drafts go through the decode kernels")
         ends = work.end % grid == 0 or work.end in (state.added.num_prompt_tokens, len(state.ids))
-        self._require(ends, step, f"{where} end neither on the grid nor with its prompt")
+        require(ends, step, f"{where} end neither on the grid nor with its prompt")
         positions = [num_tokens for num_tokens, _ in work.saves]
-        self._require(positions == sorted(set(positions)), step, f"{where}: saves {positions} do not ascend")
+        require(positions == sorted(set(positions)), step, f"{where}: saves {positions} do not ascend")
         for position in positions:
             inside = work.start < position <= work.end and position % grid == 0
-            self._require(inside, step, f"{where}: save at {position} is outside of it or off the grid")
+            require(inside, step, f"{where}: save at {position} is outside of it or off the grid")
             from_start = (position - work.start) % self.layout.block_size == 0 or position == work.end
-            self._require(from_start, step, f"{where}: save at {position} is between the kernel's chunks")
+            require(from_start, step, f"{where}: save at {position} is between the kernel's chunks")
 
     def _check_work(self, step: int, work: HashWork) -> None:
         state = self._rows[work.row]
         where = f"row {work.row}, tokens [{work.start}, {work.end})"
         if work.samples:
             known = len(state.ids)
-            self._require(work.known == known, step, f"{where} samples, but {known} tokens are known already")
+            require(work.known == known, step, f"{where} samples, but {known} tokens are known already")
         slots = (work.read_slot, work.write_slot, *(slot for _, slot in work.saves))
         if not self.layout.has_states:
-            self._require(set(slots) == {NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states")
+            require(set(slots) == {NO_SLOT}, step, f"{where} names slots {slots}; the layout has no states")
         if not self.layout.has_kv:
-            self._require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
+            require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
             return
         room = state.num_blocks * self.layout.block_size
-        self._require(room >= work.end, step, f"{where}: its blocks hold {room} tokens")
+        require(room >= work.end, step, f"{where}: its blocks hold {room} tokens")
         for block in self._written_blocks(work).tolist():
-            users = int(self._block_users[block])
-            self._require(users == 1, step, f"{where} writes block {block}, which {users} rows use")
-            self._require(block not in self.protected_blocks, step, f"{where} writes cached block {block}")
-            self._claim(step, MoveKind.BLOCK, block)
+            users = self._memory.num_users(block)
+            require(users == 1, step, f"{where} writes block {block}, which {users} rows use")
+            require(block not in self.protected_blocks, step, f"{where} writes cached block {block}")
+            self._memory.claim(step, MoveKind.BLOCK, block)
 
-    def _written_blocks(self, work: HashWork) -> npt.NDArray[np.int32]:
+    def _written_blocks(self, work: HashWork) -> IntArray:
         size = self.layout.block_size
         return self._rows[work.row].blocks[work.start // size : -(-work.end // size)]
 
     def _append_blocks(self, step: int, row: int, block_ids: list[int]) -> None:
         for block in block_ids:
-            self._claim(step, MoveKind.BLOCK, block)
-            users = int(self._block_users[block])
-            self._require(users == 0, step, f"gives row {row} block {block} as new; {users} rows use it")
-            self._require(block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new")
-            self._block_position[block] = _GARBAGE
-            self._block_users[block] = 1
+            self._memory.claim(step, MoveKind.BLOCK, block)
+            users = self._memory.num_users(block)
+            require(users == 0, step, f"gives row {row} block {block} as new; {users} rows use it")
+            require(block not in self.protected_blocks, step, f"gives row {row} cached block {block} as new")
+            self._memory.hand_out(block)
         self._rows[row].append_blocks(block_ids)
 
     def _check_slots(self, step: int, works: list[HashWork]) -> None:
@@ -363,57 +321,52 @@ class HashRunner:
             for slot in (work.write_slot, *(slot for _, slot in work.saves)):
                 if slot == NO_SLOT:
                     continue
-                self._require(
+                require(
                     slot not in writer,
                     step,
                     f"writes slot {slot} twice (rows {writer.get(slot)}, {work.row})",
                 )
-                self._require(slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}")
+                require(slot not in self.protected_slots, step, f"row {work.row} writes checkpoint {slot}")
                 writer[slot] = work.row
         for work in works:
             reader = writer.get(work.read_slot, work.row)
             saved = any(slot == work.read_slot for _, slot in work.saves)
             alone = work.read_slot == NO_SLOT or (reader == work.row and not saved)
-            self._require(alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes")
+            require(alone, step, f"row {work.row} reads slot {work.read_slot}, which row {reader} writes")
 
     def _read(self, work: HashWork) -> None:
         """Check that what the row would read are the contents for its own tokens."""
         state = self._rows[work.row]
         where = f"row {work.row} ({state.added.request_id}) at {work.start}"
         if self.layout.has_states and work.read_slot == NO_SLOT:
-            self._require(work.start == 0, None, f"{where} reads the zero state")
+            require(work.start == 0, None, f"{where} reads the zero state")
         elif self.layout.has_states:
-            position, roll = int(self._slot_position[work.read_slot]), self._slot_roll[work.read_slot]
-            held = "garbage" if position == _GARBAGE else f"the state after {position} tokens"
-            self._require(position == work.start, None, f"{where} reads slot {work.read_slot}, which holds {held}")
-            right = roll == state.rolls[work.start]
-            self._require(bool(right), None, f"{where} reads slot {work.read_slot}: the state of other tokens")
+            position, roll = self._memory.state(work.read_slot)
+            held = "garbage" if position == GARBAGE else f"the state after {position} tokens"
+            require(position == work.start, None, f"{where} reads slot {work.read_slot}, which holds {held}")
+            right = roll == int(state.rolls[work.start])
+            require(right, None, f"{where} reads slot {work.read_slot}: the state of other tokens")
         if self.layout.has_kv and work.start:
-            blocks = state.blocks[: -(-work.start // self.layout.block_size)]
-            rolls = self._block_roll[blocks].ravel()[: work.start]
-            positions = self._block_position[blocks].ravel()[: work.start]
-            right = (positions == np.arange(work.start)) & (rolls == state.rolls[1 : work.start + 1])
-            if not right.all():
-                self._describe_bad_block(where, state, int(np.argmin(right)))
+            positions, rolls = self._memory.keys(state.blocks, work.start)
+            own = (positions == np.arange(work.start)) & (rolls == state.rolls[1 : work.start + 1])
+            if not own.all():
+                token = int(np.argmin(own))
+                self._describe_bad_block(where, state, token, int(positions[token]))
 
-    def _describe_bad_block(self, where: str, state: HashRow, token: int) -> None:
-        block, offset = int(state.blocks[token // self.layout.block_size]), token % self.layout.block_size
-        position = int(self._block_position[block, offset])
-        held = {_GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
+    def _describe_bad_block(self, where: str, state: HashRow, token: int, position: int) -> None:
+        block = int(state.blocks[token // self.layout.block_size])
+        held = {GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
         raise PlanViolation(f"{where} attends to token {token} in block {block}, which holds {held}")
 
     def _write_keys(self, work: HashWork) -> None:
         """Keys and values of all tokens, those of drafts too, whatever becomes of them."""
         if not self.layout.has_kv:
             return
-        state, size = self._rows[work.row], self.layout.block_size
+        state = self._rows[work.row]
         rolls = state.rolls[work.start + 1 : work.known + 1].tolist()
         for draft in work.drafts:
             rolls.append(self._hasher.extend(rolls[-1], draft))
-        positions = np.arange(work.start, work.end, dtype=np.int32)
-        blocks, offsets = state.blocks[positions // size], positions % size
-        self._block_position[blocks, offsets] = positions
-        self._block_roll[blocks, offsets] = np.asarray(rolls, np.uint64)
+        self._memory.write_keys(state.blocks, work.start, rolls)
 
     def _save(self, work: HashWork) -> None:
         for position, slot in work.saves:
@@ -426,30 +379,28 @@ class HashRunner:
 
     def _store(self, work: HashWork, position: int, slot: int) -> None:
         if slot != NO_SLOT:
-            self._claim(-1, MoveKind.SLOT, slot)
-            self._slot_position[slot], self._slot_roll[slot] = position, self._rows[work.row].rolls[position]
+            self._memory.store(slot, position, int(self._rows[work.row].rolls[position]))
 
     def _spoil(self, works: list[HashWork]) -> None:
         """What a failed step would have written is garbage."""
         for work in works:
             if self.layout.has_kv:
-                self._block_position[self._written_blocks(work)] = _GARBAGE
+                self._memory.spoil_blocks(self._written_blocks(work))
             for slot in (work.write_slot, *(slot for _, slot in work.saves)):
                 if slot != NO_SLOT:
-                    self._slot_position[slot] = _GARBAGE
+                    self._memory.spoil_slot(slot)
 
     def _sample(self, work: HashWork, allowed: dict[int, list[int]], first: int) -> list[int]:
         """The next token, from the hash that `_read` found in the slot and the blocks as stored; and those after the
         drafts that it, and they, confirm. `allowed` is by position, of which the row's begin at `first`."""
-        state, size, tokens = self._rows[work.row], self.layout.block_size, list[int]()
+        state, tokens = self._rows[work.row], list[int]()
         for i, draft in enumerate([*work.drafts, None]):
             end = work.known + i
             roll, digest = 0, 0
             if self.layout.has_states:
                 roll = int(state.rolls[end])
             if self.layout.has_kv:
-                blocks = state.blocks[: -(-end // size)]
-                rolls = self._block_roll[blocks].ravel()[:end]
+                _, rolls = self._memory.keys(state.blocks, end)
                 digest = int((rolls * self._hasher.weights[:end]).sum(dtype=np.uint64))
             token = self._hasher.next_token(roll, digest, state.seed)
             own = allowed.get(first + i)
@@ -461,7 +412,3 @@ class HashRunner:
         state.has_sampled = True
         state.missed = 1 + len(work.drafts) - len(tokens)
         return tokens
-
-    def _require(self, ok: bool, step: int | None, message: str) -> None:
-        if not ok:
-            raise PlanViolation(message if step is None else f"step {step} {message}")

@@ -12,6 +12,12 @@ class PlanViolation(AssertionError):
     """A plan broke a rule, or read a block or slot that does not hold its row's tokens."""
 
 
+def require(ok: bool, step: int | None, message: str) -> None:
+    """Raises PlanViolation."""
+    if not ok:
+        raise PlanViolation(message if step is None else f"step {step} {message}")
+
+
 class InjectedFailure(RuntimeError):
     """The failure that a test asked for with `fail_steps`."""
 

@@ -1,0 +1,117 @@
+"""What blocks and slots hold for the hash runner, and how many rows use a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from forkpoint.cache.layout import CacheLayout
+from forkpoint.sched.plan import IntArray, MoveKind
+from tests.hash_step import require
+from tests.rolling_hash import HashArray
+
+GARBAGE = -1  # the position of what was not written
+
+
+@dataclass(slots=True)
+class HashMemory:
+    """A block holds each token's position and the hash of all tokens up to it, a slot one of each. Page 0 is reserved
+    and may not be written."""
+
+    layout: CacheLayout
+    num_pages: int
+    _slot_position: npt.NDArray[np.int64] = field(init=False)  # [slots]
+    _slot_roll: HashArray = field(init=False)
+    _block_position: IntArray = field(init=False)  # [blocks, block_size]
+    _block_roll: HashArray = field(init=False)
+    _block_users: IntArray = field(init=False)  # rows whose table names the block
+    _page_kind: list[MoveKind | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = self.num_pages * self.layout.blocks_per_page
+        slots = self.num_pages * self.layout.slots_per_page
+        self._slot_position = np.full(slots, GARBAGE, np.int64)
+        self._slot_roll = np.zeros(slots, np.uint64)
+        self._block_position = np.full((blocks, self.layout.block_size), GARBAGE, np.int32)
+        self._block_roll = np.zeros((blocks, self.layout.block_size), np.uint64)
+        self._block_users = np.zeros(blocks, np.int32)
+        self._page_kind = [None] * self.num_pages
+
+    def claim(self, step: int, kind: MoveKind, index: int) -> None:
+        """A write to one kind of contents makes garbage of the other kind in the same page."""
+        is_block = kind is MoveKind.BLOCK
+        per_page = self.layout.blocks_per_page if is_block else self.layout.slots_per_page
+        in_range = per_page <= index < self.num_pages * per_page
+        require(in_range, step, f"writes {kind.value} {index}, which is not in pages [1, {self.num_pages})")
+        page = index // per_page
+        if self._page_kind[page] is kind:
+            return
+        self._page_kind[page] = kind
+        blocks, slots = self.layout.blocks_per_page, self.layout.slots_per_page
+        if is_block:
+            self._slot_position[page * slots : (page + 1) * slots] = GARBAGE
+        else:
+            used = bool(self._block_users[page * blocks : (page + 1) * blocks].any())
+            require(not used, step, f"writes slot {index} in page {page}, whose blocks a row uses")
+            self._block_position[page * blocks : (page + 1) * blocks] = GARBAGE
+
+    def move(self, step: int, kind: MoveKind, src: int, dst: int) -> int:
+        """Contents and users; gives the number of bytes. The source is garbage after it."""
+        require(src != dst, step, f"moves {kind.value} {src} onto itself")
+        self.claim(step, kind, dst)
+        if kind is MoveKind.SLOT:
+            self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
+            self._slot_position[src] = GARBAGE
+            return self.layout.slot_bytes
+        require(not self._block_users[dst], step, f"moves block {src} onto {dst}, which a row uses")
+        self._block_position[dst], self._block_roll[dst] = self._block_position[src], self._block_roll[src]
+        self._block_position[src] = GARBAGE
+        self._block_users[dst], self._block_users[src] = self._block_users[src], 0
+        return self.layout.block_bytes
+
+    # -- blocks
+
+    def num_users(self, block: int) -> int:
+        return int(self._block_users[block])
+
+    def use(self, blocks: IntArray) -> None:
+        np.add.at(self._block_users, blocks, 1)
+
+    def release(self, blocks: IntArray) -> None:
+        self._block_users[blocks] -= 1
+
+    def hand_out(self, block: int) -> None:
+        """To one row, as new."""
+        self._block_position[block] = GARBAGE
+        self._block_users[block] = 1
+
+    def keys(self, blocks: IntArray, end: int) -> tuple[IntArray, HashArray]:
+        """Positions and hashes of the first `end` tokens of a row with these blocks."""
+        used = blocks[: -(-end // self.layout.block_size)]
+        return self._block_position[used].ravel()[:end], self._block_roll[used].ravel()[:end]
+
+    def write_keys(self, blocks: IntArray, start: int, rolls: list[int]) -> None:
+        """Of the tokens of a row from `start` on."""
+        size = self.layout.block_size
+        positions = np.arange(start, start + len(rolls), dtype=np.int32)
+        at = blocks[positions // size], positions % size
+        self._block_position[at] = positions
+        self._block_roll[at] = np.asarray(rolls, np.uint64)
+
+    def spoil_blocks(self, blocks: IntArray) -> None:
+        self._block_position[blocks] = GARBAGE
+
+    # -- slots
+
+    def state(self, slot: int) -> tuple[int, int]:
+        """Number of tokens, and their hash."""
+        return int(self._slot_position[slot]), int(self._slot_roll[slot])
+
+    def store(self, slot: int, position: int, roll: int) -> None:
+        self.claim(-1, MoveKind.SLOT, slot)
+        self._slot_position[slot], self._slot_roll[slot] = position, roll
+
+    def spoil_slot(self, slot: int) -> None:
+        self._slot_position[slot] = GARBAGE
