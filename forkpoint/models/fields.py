@@ -101,7 +101,7 @@ class Fields:
         given = self.values.get(name) or (0.0, float("inf"))
         try:
             low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in given)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, OverflowError, TypeError, ValueError):
             low, high = 1.0, 0.0
         if not 0 <= low <= high:
             raise ModelFolderError(f"{self.where} has {name}={given!r}; a lower and an upper bound are needed")

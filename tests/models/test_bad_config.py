@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from forkpoint.cli.model_shape import read_shape
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, ModelFolderError
+from forkpoint.models.fields import Fields
 from forkpoint.models.registry import FAMILIES
 from forkpoint.plugins import Registry
 
@@ -68,3 +69,8 @@ def test_a_wrong_field_is_told_in_words(name: str, tmp_path: Path, monkeypatch: 
         except Exception as error:
             pytest.fail(f"{what} ends in {error!r}")
     assert num_refused > 50
+
+
+def test_a_bound_that_no_float_holds_is_told_in_words() -> None:
+    with pytest.raises(ModelFolderError, match="a lower and an upper bound are needed"):
+        Fields({"time_step_limit": [0, 10**400]}, "config.json").limits("time_step_limit")
