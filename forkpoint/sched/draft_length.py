@@ -76,7 +76,9 @@ class DraftLength:
 
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
         """What became of a row's drafts: those up to the first wrong one tell something."""
-        row = self._rows.setdefault(name, _Row())
+        row = self._rows.get(name)
+        if row is None:  # it ended while they were in flight
+            return
         for i in range(min(num_accepted + 1, num_drafts)):
             row.rate += RATE_MEMORY * ((i < num_accepted) - row.rate)
         if num_accepted == num_drafts:

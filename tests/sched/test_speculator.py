@@ -146,6 +146,14 @@ def test_rows_try_in_the_same_steps() -> None:
     assert tries[0][-3:] == tries[1][-3:]
 
 
+def test_a_request_that_ended_with_drafts_in_flight_is_forgotten() -> None:
+    length = DraftLength()
+    assert length.choose("r", 3) == 3
+    length.forget("r")
+    length.judged("r", 3, 1)
+    assert not length._rows
+
+
 SAID = [10, 11, 12, 13, 14, 15, 16, 17]
 
 
