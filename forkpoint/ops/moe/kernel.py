@@ -15,6 +15,7 @@ from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
 from forkpoint.ops.linear.sums_kernel import (
+    SCALE_WIDTH,
     accumulate,
     by_bits,
     gate,
@@ -30,7 +31,6 @@ from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
 
 BLOCK = 1024
-SCALE_WIDTH = tl.constexpr(SCALE_BLOCK)
 PAIR_IN = Tile(1, 8, 512, 4, 3)
 SCALED_PAIR_IN = Tile(1, 8, 128, 1, 6)
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
