@@ -26,7 +26,6 @@ ROW_LOOPS = {
     "_order_kernel": [32],
     "_grouped_kernel": [64],
     "_choose_kernel": [2048, 2048, 128],
-    "latent_kernel": [16, 16, 16],
 }
 LOST_MASKS = {"_choose_kernel": 3}  # stores of those loops, which ask before each
 

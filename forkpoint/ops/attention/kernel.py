@@ -237,14 +237,15 @@ class PagedAttention:
         out, num_parts, num_tiles = q.new_empty(tokens, heads, rank), work.parts.shape[0], work.tiles.shape[0]
         call = _Call(q, cache, cache[..., :rank], out, None, None, scale * LOG2_E, None)
         table = launch_table(q.device)
-        block_m = max(16, table.latent_rows, triton.next_power_of_2(heads))
-        queries = min(TILE, block_m // heads)
+        form, wide_heads = straight(q.device), triton.next_power_of_2(heads)
+        block_m = max(16, table.latent_rows, wide_heads)
+        queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))
         subs, splits = triton.cdiv(TILE, queries), 1
         if num_tiles and not self._deterministic:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
         scratch = _Scratch(max(num_parts, shares) * heads, rank, q.device)
-        row_block, shared = max(16, triton.next_power_of_2(heads)), {"QUERIES": queries, "TOKENS": TILE}
+        row_block, shared = max(16, wide_heads), {"QUERIES": queries, "TOKENS": TILE}
         in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
         for decode, items, rows in [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in in_turns)]:
             # What on-chip memory has room for.
@@ -281,6 +282,7 @@ class PagedAttention:
                     SUBS=subs,
                     DECODE=decode,
                     SPLIT=splits > 1 and not decode,
+                    **form,
                     **shared,
                     **options,
                     # The sums of few rows fit in the registers of four warps.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.prefill_kernel import FEWEST, _place
+from forkpoint.ops.attention.prefill_kernel import FEWEST, _place, _spots
 from forkpoint.ops.attention.softmax import LOWEST
 from forkpoint.ops.launch import await_inputs, overlap
 
@@ -52,6 +52,7 @@ def latent_kernel(
     TOKENS: tl.constexpr,
     DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`items` are parts of decode rows (see `KeySplits`), one for each program, or tiles, one for SUBS programs of
@@ -80,12 +81,24 @@ def latent_kernel(
         if (first >= last) | (low >= end):
             return
         kv_len = before + last
-        head, present = m % HEADS, m < (last - first) * HEADS
-        token, position = start + first + m // HEADS, before + first + m // HEADS
+        WIDE: tl.constexpr = BLOCK_M // QUERIES if STRAIGHT else HEADS
+        head, present = m % WIDE, m < (last - first) * WIDE
+        token, position = start + first + m // WIDE, before + first + m // WIDE
     key, r, p = tl.arange(0, KEYS), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    q_at = q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
-    q_latent = tl.trans(tl.load(q_at + r[None, :], mask=present[:, None] & (r < R)[None, :], other=0.0))
-    q_rope = tl.trans(tl.load(q_at + R + p[None, :], mask=present[:, None] & (p < P)[None, :], other=0.0))
+    if STRAIGHT and not DECODE:
+        q_at = q + (start + first).to(tl.int64) * q_token
+        rows = (tl.arange(0, QUERIES) < last - first)[:, None] & (tl.arange(0, WIDE) < HEADS)[None, :]
+        there = rows[:, :, None]
+        q_latent_at = q_at + _spots(0, q_token, 0, q_head, r, QUERIES, WIDE)
+        q_rope_at = q_at + R + _spots(0, q_token, 0, q_head, p, QUERIES, WIDE)
+        q_latent = tl.load(q_latent_at, mask=there & (r < R)[None, None, :], other=0.0)
+        q_rope = tl.load(q_rope_at, mask=there & (p < P)[None, None, :], other=0.0)
+        q_latent = tl.trans(tl.reshape(q_latent, (BLOCK_M, BLOCK_R)))
+        q_rope = tl.trans(tl.reshape(q_rope, (BLOCK_M, BLOCK_P)))
+    else:
+        q_at = q + token.to(tl.int64)[:, None] * q_token + head[:, None] * q_head
+        q_latent = tl.trans(tl.load(q_at + r[None, :], mask=present[:, None] & (r < R)[None, :], other=0.0))
+        q_rope = tl.trans(tl.load(q_at + R + p[None, :], mask=present[:, None] & (p < P)[None, :], other=0.0))
     acc = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -105,6 +118,21 @@ def latent_kernel(
         l_i = l_i * alpha + tl.sum(weights, axis=0)
         acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc * alpha[None, :], input_precision="ieee")
         m_i = m_new
+    if STRAIGHT and not DECODE:
+        inside = there & (r < R)[None, None, :]
+        if alone:
+            out_at = out + (start + first).to(tl.int64) * (HEADS * R) + _spots(0, HEADS * R, 0, R, r, QUERIES, WIDE)
+            answer = tl.reshape(tl.trans(acc / l_i[None, :]), (QUERIES, WIDE, BLOCK_R))
+            tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
+        else:
+            each = num_splits * HEADS
+            entry = (own // SUBS * TOKENS + own % SUBS * QUERIES).to(tl.int64) * each + share * HEADS
+            spots = entry + tl.arange(0, QUERIES)[:, None] * each + tl.arange(0, WIDE)[None, :]
+            acc_at = acc_ptr + entry * R + _spots(0, each * R, 0, R, r, QUERIES, WIDE)
+            tl.store(acc_at, tl.reshape(tl.trans(acc), (QUERIES, WIDE, BLOCK_R)), mask=inside)
+            tl.store(l_ptr + spots, tl.reshape(l_i, (QUERIES, WIDE)), mask=rows)
+            tl.store(m_ptr + spots, tl.reshape(m_i, (QUERIES, WIDE)), mask=rows)
+        return
     inside = present[:, None] & (r < R)[None, :]
     if alone:
         out_at = out + (token.to(tl.int64) * HEADS + head)[:, None] * R + r[None, :]
