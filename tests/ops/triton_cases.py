@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
+from tests.ops.interpreter import prepare_interpreter
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -25,53 +25,12 @@ T = TypeVar("T", SegmentIndex, DecodeIndex, AttentionIndex)
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="full sizes need a GPU")
 
 
-def _teach_the_interpreter_bfloat16() -> None:
-    """Triton 3.7's interpreter keeps bfloat16 as 16-bit integers and multiplies them as such in `tl.dot`."""
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(wide, tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(self, widened(a), widened(b), *rest)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
-def _teach_the_interpreter_float8() -> None:
-    """Triton 3.7's interpreter rounds 127 to 64 and reads NaN as 480: torch converts instead."""
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_fp_to_fp
-    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
-
-    def create_fp_to_fp(self: Any, src: Any, to: Any, mode: Any) -> Any:
-        given, wanted = src.dtype.scalar, to.scalar
-        if tl.float8e4nv not in (given, wanted):
-            return plain(self, src, to, mode)
-        converted = torch.from_numpy(src.data).view(kinds[given]).to(kinds[wanted])
-        numbers = (
-            converted
-            if wanted == tl.float32
-            else converted.view(torch.uint8 if wanted == tl.float8e4nv else torch.uint16)
-        )
-        return interpreter.TensorHandle(numbers.numpy(), wanted)
-
-    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
-
-
 @functools.cache
 def triton_ops() -> OpTable:
     from forkpoint.ops.triton_table import triton_table
 
-    if not ON_GPU:
-        _teach_the_interpreter_bfloat16()
-        _teach_the_interpreter_float8()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        prepare_interpreter()
     return triton_table(torch_table())
 
 

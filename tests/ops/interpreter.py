@@ -1,0 +1,67 @@
+"""Triton 3.7's interpreter, mended and made quicker for all tests of a process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def prepare_interpreter() -> None:
+    _teach_bfloat16()
+    _teach_float8()
+    _hurry()
+
+
+def _teach_bfloat16() -> None:
+    """Triton 3.7's interpreter keeps bfloat16 as 16-bit integers and multiplies them as such in `tl.dot`."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _teach_float8() -> None:
+    """Triton 3.7's interpreter rounds 127 to 64 and reads NaN as 480: torch converts instead."""
+    plain = interpreter.InterpreterBuilder.create_fp_to_fp
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
+
+    def create_fp_to_fp(self: Any, src: Any, to: Any, mode: Any) -> Any:
+        given, wanted = src.dtype.scalar, to.scalar
+        if tl.float8e4nv not in (given, wanted):
+            return plain(self, src, to, mode)
+        converted = torch.from_numpy(src.data).view(kinds[given]).to(kinds[wanted])
+        numbers = (
+            converted
+            if wanted == tl.float32
+            else converted.view(torch.uint8 if wanted == tl.float8e4nv else torch.uint16)
+        )
+        return interpreter.TensorHandle(numbers.numpy(), wanted)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
+def _hurry() -> None:
+    """What the interpreter does for nothing was half of its time: it puts its own functions into `triton.language`
+    at each call of a kernel or of a function within, and computes checks of overflow that nobody reads without
+    `debug`."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    plain, of_number = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda kind: (plain if kind.scalar.is_ptr() else of_number)(kind.scalar)
