@@ -15,7 +15,8 @@ from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import padded_span
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm
+from forkpoint.models.head import OutputHead
+from forkpoint.models.layers import RMSNorm
 
 # `x`, `residual` `[T, H]` -> the same: the hidden state is `x + residual`, and adding the two is left to the next norm.
 # `residual` is None before the first layer.
@@ -86,7 +87,7 @@ class Model(ABC):
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
         tied = config.tie_word_embeddings
-        self._ranks, (start, end) = build.ranks, padded_span(config.vocab_size, build.ranks)
+        start, end = padded_span(config.vocab_size, build.ranks)
         if not tied:
             head = weights.get("lm_head.weight", (end - start, config.hidden_size))
         elif build.ranks.size == 1:
@@ -94,7 +95,7 @@ class Model(ABC):
         else:
             own = self._embedding[start:end]
             head = F.pad(own, (0, 0, 0, end - start - len(own)))
-        self._head = Projection(build.ops, head)
+        self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size)
         self._drafts = self.draft_head(build) if config.draft_layer and self.draft_head is not None else None
 
     @classmethod
@@ -137,5 +138,4 @@ class Model(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""
-        own = self._head(hidden)
-        return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self.config.vocab_size].contiguous()
+        return self.head.whole(self.head.own(hidden))

@@ -70,11 +70,15 @@ class Ranks:
             return None
         return self._peers.sum_add_rmsnorm(x, residual, weight, eps)
 
+    def gathers_at_once(self, x: Tensor) -> bool:
+        """Whether `gather` of x is one small kernel."""
+        return self._peers is not None and self._peers.takes(x)
+
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""
         if self.size == 1:
             return x
-        if self._peers is not None and self._peers.takes(x):
+        if self._peers is not None and self.gathers_at_once(x):
             return self._peers.gather(x)
         return self._stacked(x).movedim(0, -2).flatten(-2)
 

@@ -12,7 +12,6 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits
-from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.records import DraftRecords
@@ -48,12 +47,11 @@ class DraftGraphs:
         batch: Batch,
         records: DraftRecords,
         platform: Platform,
-        ops: OpTable,
         most: int,
         steps: Sequence[StepShape],
     ) -> None:
         """For at most `most` drafts of a row; `steps` are those that verify them."""
-        self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
+        self._model, self._batch, self._records, self._platform = model, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
         num_rows, self.most = batch.table.num_rows, most
         self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
@@ -183,5 +181,5 @@ class DraftGraphs:
             )
             ctx = ForwardContext(positions[i], shape.num_rows, index, {}, {}, self._records.layers)
             hidden = self._model.draft(ids, hidden, ctx)
-            ids = self._ops.greedy(self._model.logits(hidden))[0]
+            ids = self._model.head.likeliest(self._model.head.own(hidden))[0]
             self.drafted[:, i].index_copy_(0, t["rows"], ids)

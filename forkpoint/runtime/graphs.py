@@ -27,10 +27,10 @@ _MIN_SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Of each sampled row, padded: `logits[S, V]`; the likeliest ids `[S]` int64 and whether their logits are finite
-    `[S]` bool, or None where nobody wants them."""
+    """Of each sampled row, padded: this rank's own logits `[S, its ids]`; the likeliest ids `[S]` int64 and whether
+    their logits are finite `[S]` bool, or None where nobody wants them."""
 
-    logits: Tensor
+    own: Tensor
     likeliest: tuple[Tensor, Tensor] | None
 
 

@@ -86,7 +86,7 @@ class ModelRunner:
             self._drafts = (
                 ModelDrafts(*parts)
                 if self.platform.shares_memory
-                else DraftGraphs(*parts, ops, max_num_drafts, graph_shapes)
+                else DraftGraphs(*parts, max_num_drafts, graph_shapes)
             )
         self._state_records: StateRecords | None = None
         if state_write_interval > 1:
@@ -155,7 +155,7 @@ class ModelRunner:
         windows = Windows.of(plan.rows) if plan.rows.num_drafts.any() else None
         if windows is not None:
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
-        greedy = plan.masks is None and windows is None and all(row.is_plain_greedy for row in sampling)
+        plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._verifies(plan))
         asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
         shape = None if self._graphs is None or asking else self._graphs.find(exact)
@@ -173,9 +173,9 @@ class ModelRunner:
             if not plan.rows.ahead.any():  # else only the device knows
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
-            outputs = self._heads(hidden, tensors, greedy) if sampling else None
+            outputs = self._heads(hidden, tensors, plain) if sampling else None
             prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)
-        sampled = None if outputs is None else self._sample(plan, outputs, sampling, greedy, windows)
+        sampled = None if outputs is None else self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
         pending = RunningStep(
@@ -227,33 +227,33 @@ class ModelRunner:
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
         """Logits of the sampled rows, and, if `greedy`, the likeliest tokens, which the rows remember."""
-        logits = self._model.logits(hidden.index_select(0, tensors["sampled"]))
+        own = self._model.head.own(hidden.index_select(0, tensors["sampled"]))
         if not greedy:
-            return StepOutputs(logits, None)
-        token_ids, finite = self._ops.greedy(logits)
+            return StepOutputs(own, None)
+        token_ids, finite = self._model.head.likeliest(own)
         self.batch.last_sampled.index_copy_(0, tensors["sampled_rows"], token_ids)
-        return StepOutputs(logits, (token_ids, finite))
+        return StepOutputs(own, (token_ids, finite))
 
     def _sample(
         self,
         plan: StepPlan,
         outputs: StepOutputs,
         sampling: list[RowSampling],
-        greedy: bool,
+        plain: bool,
         windows: Windows | None = None,
     ) -> Sampled:
         """The next token of each sampled row, or at each position of its window; `sampling` has one for each row of
-        the logits."""
+        the logits. `plain`: all are the likeliest."""
         rows, count = plan.rows, len(sampling)
-        if outputs.likeliest is not None and greedy:
+        if outputs.likeliest is not None and plain:
             token_ids, finite = outputs.likeliest
             return Sampled(token_ids[:count], finite[:count])
         ends = (rows.start + rows.num_tokens - rows.num_drafts)[rows.samples]
         num_outputs = ends - self.batch.num_prompt_tokens[plan.sampled_rows]
         if windows is not None:
             num_outputs = windows.spread(num_outputs)
-        logits, late = outputs.logits[:count], self._late(rows, windows)
-        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, outputs.likeliest, late)
+        logits, late = self._model.head.whole(outputs.own[:count]), self._late(rows, windows)
+        sampled = self._sampler.sample(logits, sampling, num_outputs, plan.masks, windows, late)
         if windows is None:
             last = self.platform.upload(plan.sampled_rows.astype(np.int64))
             self.batch.last_sampled.index_copy_(0, last, sampled.token_ids)

@@ -74,17 +74,14 @@ class Sampler:
         positions: IntArray,
         masks: TokenMasks | None = None,
         windows: Windows | None = None,
-        likeliest: tuple[Tensor, Tensor] | None = None,
         late: Late | None = None,
     ) -> Sampled:
-        """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names the
-        rows by their index; `likeliest` is what `greedy` says of the logits, and perhaps of more, if that is known.
-        Counts the sampled ids for the rows that have penalties. With `windows` one row of the logits is a position, and
-        stands in `rows` and `positions` as one; to count what is accepted is for `count`. `late` rows have no penalties
-        and are past `min_tokens`."""
+        """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names
+        the rows by their index. Counts the sampled ids for the rows that have penalties. With `windows` one row of the
+        logits is a position, and stands in `rows` and `positions` as one; to count what is accepted is for `count`.
+        `late` rows have no penalties and are past `min_tokens`."""
         if masks is None and all(row.is_plain_greedy for row in rows):
-            found = likeliest or self._ops.greedy(logits)
-            token_ids, finite = (each[: len(rows)] for each in found)
+            token_ids, finite = self._ops.greedy(logits)
         else:
             token_ids, finite = self._choose(logits, rows, positions, masks, windows, late)
         if windows is None:

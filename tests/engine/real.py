@@ -226,6 +226,8 @@ class Probe:
 
     def __post_init__(self) -> None:
         watch_logits(self.inner, self._note)
+        for other in self.others:  # which have a part of them
+            watch_logits(other, lambda row, num_outputs, logits: None)
 
     def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
         self.logits[self.rows[row], num_outputs] = logits.float().clone()
@@ -256,14 +258,15 @@ def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) 
     """Call `note(row, number of outputs before, logits[V])` for every token that the runner samples from now on."""
     sample = runner._sample
 
-    def noting(plan: StepPlan, outputs: StepOutputs, sampling: Any, greedy: bool, windows: Any) -> Any:
+    def noting(plan: StepPlan, outputs: StepOutputs, sampling: Any, plain: bool, windows: Any) -> Any:
+        logits = runner._model.head.whole(outputs.own)
         rows, ends = plan.sampled_rows, plan.rows.start + plan.rows.num_tokens - plan.rows.num_drafts
         before = ends[plan.rows.samples] - runner.batch.num_prompt_tokens[rows]
         if windows is not None:
             rows, before = np.repeat(rows, windows.sizes), windows.spread(before)
         for i, (row, num_outputs) in enumerate(zip(rows.tolist(), before.tolist(), strict=True)):
-            note(row, num_outputs, outputs.logits[i])
-        return sample(plan, outputs, sampling, greedy, windows)
+            note(row, num_outputs, logits[i])
+        return sample(plan, outputs, sampling, plain, windows)
 
     runner._sample = noting  # type: ignore[method-assign]
 
