@@ -53,6 +53,12 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
             "GPUs of compute capability 8.9 or more do); give 'auto'"
         )
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
+    if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
+        LOGGER.warning(
+            "deterministic: products are torch's own here, which may add up otherwise in a matrix of fewer rows; bits "
+            "of %d ranks may not be those of one",
+            size,
+        )
     sched = platform.defaults.with_options(config.scheduler)
     ranks = ALONE
     if place is not None:

@@ -17,6 +17,7 @@ from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, EngineStoppedError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.worker.build import build_worker
 from forkpoint.worker.remote import RemoteRunner, start_ranks
 from tests.engine.conftest import TINY
 
@@ -93,3 +94,10 @@ def test_ranks_that_differ_are_told_apart_before_a_step(folder: Path) -> None:
     config = EngineConfig.from_flat(model=str(folder), tensor_parallel_size=2, device="cpu", **SIZES)
     with pytest.raises(ConfigError, match=r"ranks \d and \d do not have the same options"):
         start_ranks([config, replace(config, dtype="bfloat16")])
+
+
+def test_bits_of_torchs_own_products_are_not_promised(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"deterministic": True, "cpu_ops": "torch", "tensor_parallel_size": 2, "device": "cpu", **SIZES}
+    with caplog.at_level("WARNING", logger="forkpoint"):
+        build_worker(EngineConfig.from_flat(model=str(folder), **options)).runner.close()
+    assert "bits of 2 ranks may not be those of one" in caplog.text
