@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
 from forkpoint.errors import ConfigError, ForkpointError
@@ -64,8 +66,8 @@ class Registry(Generic[Thing]):
         """What `find` takes, for help texts and errors."""
         return f"one of {', '.join(self.names())}, or module:name of one that can be imported"
 
-    def _entry_points(self) -> list[EntryPoint]:
-        return list(entry_points(group=self._group))
+    def _entry_points(self) -> EntryPoints:
+        return _installed(self._group, tuple(sys.path))
 
     def _load(self, place: str, what: str) -> Thing:
         """What is at `module:name`."""
@@ -83,6 +85,12 @@ class Registry(Generic[Thing]):
             raise self._error(f"{what} is {found!r}; {needed} is needed")
         thing: Thing = found
         return thing
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
+    """Of the packages on `path`, whose files are all read for it."""
+    return entry_points(group=group)
 
 
 def _package(point: EntryPoint) -> str:
