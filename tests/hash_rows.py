@@ -45,10 +45,12 @@ class HashRow:
 
 @dataclass(frozen=True, slots=True)
 class HashWork:
-    """One row of a plan. `tokens` are the ids that it computes; those at and after `known` are drafts."""
+    """One row of a plan. `tokens` are the ids that it computes; those at and after `known` are drafts. It was to start
+    at `latest` if all drafts of its last step counted."""
 
     row: int
     start: int
+    latest: int
     end: int
     known: int
     read_slot: int

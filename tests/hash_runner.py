@@ -184,25 +184,18 @@ class HashRunner:
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
         for i, (row, start, count, drafts, ahead, read, write, samples) in enumerate(zip(*columns, strict=True)):
             state = self._row(plan.step, row)
-            start = self._caught_up(plan.step, state, start) if ahead else start
+            latest, start = start, start - state.missed if ahead else start
             own = slice(*rows.block_ptr[i : i + 2].tolist())
             self._append_blocks(plan.step, row, blocks[own])
             own = slice(*rows.save_ptr[i : i + 2].tolist())
             saves, end = tuple(zip(positions[own], slots[own], strict=True)), start + count
             tokens = self._tokens(plan.step, state, start, rows.tokens[first : first + count].tolist())
-            works.append(HashWork(row, start, end, end - drafts, read, write, tokens, saves, samples))
+            works.append(HashWork(row, start, latest, end, end - drafts, read, write, tokens, saves, samples))
             first += count
         require(first == plan.num_tokens, plan.step, f"says {plan.num_tokens} tokens and has {first}")
         sampled = rows.row[rows.samples].tolist() == plan.sampled_rows.tolist()
         require(sampled, plan.step, f"says that it samples rows {plan.sampled_rows}")
         return works
-
-    def _caught_up(self, step: int, state: HashRow, start: int) -> int:
-        """Where a row starts that was planned before its last result was known."""
-        size, last = self.layout.block_size, state.last_start
-        inside = self._failed or (last is not None and last // size == start // size)
-        require(inside, step, f"plans a row ahead to {start} over the end of a block; its last step: {last}")
-        return start - state.missed
 
     def _guess(self, state: HashRow, count: int) -> list[int]:
         """What a row will put out next, each token right with `draft_chance`."""
@@ -264,7 +257,7 @@ class HashRunner:
         require(in_range and (work.samples or not drafts), step, f"{where} with drafts {drafts}")
         for position, _ in work.saves:
             last = -1 if state.last_start is None else state.last_start
-            recent = last >= 0 and last < position <= work.start and position % self.layout.checkpoint_grid == 0
+            recent = last >= 0 and last < position <= work.latest and position % self.layout.checkpoint_grid == 0
             require(recent, step, f"{where}: save at {position}; its last step began at {last}")
 
     def _check_prefill(self, step: int, work: HashWork) -> None:
@@ -369,8 +362,12 @@ class HashRunner:
         self._memory.write_keys(state.blocks, work.start, rolls)
 
     def _save(self, work: HashWork) -> None:
+        """A row that was planned ahead may not come as far as the state that it was to save: nothing is in the slot."""
         for position, slot in work.saves:
-            self._store(work, position, slot)
+            if work.start < position <= work.latest:
+                self._memory.spoil_slot(slot)
+            else:
+                self._store(work, position, slot)
 
     def _write_state(self, work: HashWork, end: int) -> None:
         """The state after the confirmed tokens."""

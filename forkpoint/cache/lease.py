@@ -33,7 +33,8 @@ class Lease:
 
     The plans issued so far compute `num_planned` tokens; of these, results have confirmed `num_confirmed`. Where a
     step confirmed fewer than were planned, the planned ones beyond are as if they had never been. The state after
-    `num_planned` tokens is in `read_from` (a checkpoint, not to be written) or else in `slot`.
+    `num_planned` tokens is in `read_from` (a checkpoint, not to be written) or else in `slot`. Where the last plan may
+    have passed a block boundary (`in_reach`), `pending` has what it saves there if it does.
     """
 
     owner: str
@@ -46,7 +47,8 @@ class Lease:
     read_from: Checkpoint | None = None
     num_planned: int = 0
     num_confirmed: int = 0
-    num_last: int = 1  # confirmed by the row's last step, where that had drafts
+    num_last: int = 1  # tokens of the last step of a row that decodes, without drafts known not to count
+    in_reach: bool = False
     provenance: Provenance = Provenance.PREFILL
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None

@@ -184,29 +184,31 @@ class CacheManager:
         if self.enabled:
             lease.chain.extend(token_ids)
 
-    def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> None:
-        """While decoding, the confirmed tokens have come to a block boundary or passed one: file the block that
-        `token_ids` complete, and keep the state at the boundary if that is worth a slot. Where it is the running
-        state, its slot becomes the checkpoint and a fresh one is taken; else the next plan saves it."""
+    def cross_boundary(self, lease: Lease, token_ids: TokenIds, num_certain: int) -> bool:
+        """The next step of a row that decodes starts at a block boundary or behind it; it may be one still in reach, if
+        only `num_certain` tokens are known to count. File the block that `token_ids` complete, and keep the state at
+        the boundary if that is worth a slot. Where it is the running state, its slot becomes the checkpoint and a fresh
+        one is taken; else the next plan saves it, if it turns out to come so far. False: there is no slot for what may
+        be saved, and the row is better planned once that is known."""
         if not self.enabled:
-            return
+            return True
         self.extend(lease, token_ids)
-        self.filing.publish(lease, lease.num_planned, Provenance.DECODE)
-        if lease.frozen or not self.layout.has_states or lease.read_from is not None:
-            return
+        self.filing.publish(lease, num_certain, Provenance.DECODE)
         size, node = self.layout.block_size, lease.node
         assert node is not None
         boundary = lease.num_planned // size * size
-        if node.depth * size != boundary or node.checkpoint is not None:
-            return
+        lease.in_reach = boundary > num_certain
+        if lease.frozen or not self.layout.has_states or lease.read_from is not None:
+            return True
+        if not lease.in_reach and (node.depth * size != boundary or node.checkpoint is not None):
+            return True
         save = PendingSave(boundary, Origin.DECODE)
-        fresh = self._fresh_slot(lease, node, lease if boundary == lease.num_planned else save)
+        turns = boundary == lease.num_planned and not lease.in_reach
+        fresh = self._fresh_slot(lease, save, lease if turns else save)
         if fresh is None:
-            self.store.counters.checkpoints_skipped[Origin.DECODE] += 1
-        elif boundary < lease.num_planned:
-            save.slot = fresh
-            lease.pending.append(save)
-        else:
+            self.store.counters.checkpoints_skipped[Origin.DECODE] += not lease.in_reach
+            return not lease.in_reach
+        if turns:
             old, lease.slot = lease.slot, fresh
             checkpoint = self.store.add_checkpoint(
                 node, old, Origin.DECODE, lease.provenance, lease.note, num_readers=1
@@ -215,19 +217,33 @@ class CacheManager:
             self.holdings.count(read_slots=1)
             self.filing.adopt(lease, checkpoint)
             lease.decode_checkpoint = lease.read_from = checkpoint
+        else:
+            save.slot = fresh
+            lease.pending.append(save)
+        return True
 
-    def _fresh_slot(self, lease: Lease, node: Node, owner: Lease | PendingSave) -> int | None:
-        """The slot of the request's previous decode checkpoint if nobody used that, else a new one."""
+    def settle(self, lease: Lease, token_ids: TokenIds) -> None:
+        """It is known whether the last plan passed the boundary that was in reach: file what it did there, or give it
+        back. The history goes on with `token_ids`."""
+        self.extend(lease, token_ids)
         previous = lease.decode_checkpoint
-        if previous is not None and not (
-            previous.dropped or previous.num_readers or previous.num_hits or previous.num_expected
-        ):
+        self.filing.publish(lease, lease.num_planned - lease.num_last, Provenance.DECODE)
+        lease.in_reach = False
+        if previous is not None and lease.decode_checkpoint is not previous and _is_spare(previous):
+            self.store.drop_checkpoint(previous)
+
+    def _fresh_slot(self, lease: Lease, save: PendingSave, owner: Lease | PendingSave) -> int | None:
+        """The slot of the request's previous decode checkpoint if nobody used that and another follows for certain,
+        else a new one."""
+        previous, node = lease.decode_checkpoint, lease.node
+        assert node is not None
+        if previous is not None and not lease.in_reach and _is_spare(previous):
             slot = previous.slot
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        above, num_tokens = self.store.tree.nearest(node), node.depth * self.layout.block_size
-        key = self.store.appraiser.candidate_key(node.hash, num_tokens, Origin.DECODE, lease.note, above)
+        above = self.store.tree.nearest(node)  # of a block in reach the hash is not known: that of the one before
+        key = self.store.appraiser.candidate_key(node.hash, save.num_tokens, save.origin, lease.note, above)
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -242,7 +258,8 @@ class CacheManager:
         """A plan takes the lease to `end` tokens. Returns the checkpoint that it reads, if any; call `done_reading`
         with it once the step's result is known."""
         reading, lease.read_from = lease.read_from, None
-        lease.num_planned, lease.num_last = end, 1
+        lease.num_last = end - lease.num_planned if provenance is Provenance.DECODE else 1
+        lease.num_planned = end
         lease.num_told_blocks = lease.num_blocks
         if provenance is Provenance.DECODE:
             lease.provenance = provenance
@@ -257,10 +274,10 @@ class CacheManager:
         """The result is known of a step that took the lease to so many tokens; it may have jumped further since."""
         lease.num_confirmed = max(lease.num_confirmed, end)
 
-    def reject(self, lease: Lease, num_rejected: int, num_last: int) -> None:
-        """A result did not confirm `num_rejected` tokens that were planned; the row's last step did `num_last`."""
+    def reject(self, lease: Lease, num_rejected: int, of_last: bool) -> None:
+        """A result did not confirm `num_rejected` tokens that were planned; `of_last`: by the row's last step."""
         lease.num_planned -= num_rejected
-        lease.num_last = num_last
+        lease.num_last -= num_rejected * of_last
 
     def finish_plan(self) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
         """The plan under construction is complete; returns the moves that it has to carry, and what was filed since
@@ -308,7 +325,7 @@ class CacheManager:
             self.store.leave(checkpoint, lease.note, awaits_tool)
         lease.touched.clear()
         lease.num_blocks = lease.num_told_blocks = lease.num_planned = lease.num_confirmed = 0
-        lease.num_last = 1
+        lease.num_last, lease.in_reach = 1, False
         lease.hit = lease.decode_checkpoint = None
         lease.note, lease.num_survived_tokens = None, 0
         lease.has_duplicates = False
@@ -373,3 +390,8 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""
         return self.store.stats()
+
+
+def _is_spare(checkpoint: Checkpoint) -> bool:
+    """Whether nobody has used it or is about to."""
+    return not (checkpoint.dropped or checkpoint.num_readers or checkpoint.num_hits or checkpoint.num_expected)

@@ -96,7 +96,8 @@ class VerifyIndex:
     """`B` rows of one token or more, the first of which is certain and the others drafts.
 
     Row `b` first folds: the state in slot `src[b]` goes on by the first `pending[b]` tokens whose records are in line
-    `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. Then come the row's tokens
+    `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. On a device the mark may be
+    beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
     writes the state before its tokens there, and of each token a record to line `write[b]`. A padded row has no tokens
     and `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.

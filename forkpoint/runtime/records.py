@@ -74,6 +74,7 @@ class DraftRecords:
         at, num_saves = np.flatnonzero(saves), int(saves.sum())
         mark[at] = rows.save_positions[:num_saves] - (rows.start[:count] - pending)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
+        mark[mark > pending] = 0  # in reach of the last step, which did not come so far
         offsets = running_total(rows.num_tokens[:count])
         return read, write, offsets, pending, mark, mark_slot, line, line ^ 1
 

@@ -175,7 +175,7 @@ class PlanBuilder:
         reading = manager.advance(lease, end, work.provenance)
         if reading is not None:
             issued.readers.append(reading)
-        if lease.pending or work.provenance is Provenance.PREFILL:
+        if work.provenance is Provenance.PREFILL or (lease.pending and not lease.in_reach):
             manager.filing.publish(lease, end if work.provenance is Provenance.PREFILL else start, work.provenance)
 
 

@@ -43,15 +43,16 @@ class DraftPlanner:
         return found
 
     def _goes_ahead(self, entry: Entry) -> bool:
-        """Where drafts are in flight it is not known where the row's next step starts: whatever counts of them, that
-        must be in one block with them, and what is sampled must not depend on it."""
+        """Where drafts are in flight it is not known where the row's next step starts. What is sampled must not depend
+        on that; in deterministic mode all of them are in one block."""
         request, end = entry.request, entry.lease.num_planned
         if request.grammar is not None:
             return False
         if end > request.num_tokens:
             params, size = request.params, self._cache.layout.block_size
             placed = params.has_penalties or params.min_tokens > len(request.output_token_ids)
-            if placed or (request.num_tokens - 1) // size != end // size:
+            crosses = self._cache.deterministic and (request.num_tokens - 1) // size != end // size
+            if placed or crosses:
                 return False
         return self._drafter.goes_ahead(request, entry.lease)
 

@@ -55,11 +55,11 @@ class StepRows:
     others are as if they had never been. The state before `start` is read from `read_slot`, the state after the last
     confirmed token is written to `write_slot`. Further states are saved: the one after exactly `save_positions[j]`
     tokens in `save_slots[j]`. These positions are confirmed when the plan is made: in `(start, end]` and before any
-    draft, or in `(start of the row's last step, start)` where that step confirmed several tokens. `new_blocks` are
+    draft, or in `(start of the row's last step, start]` where that step confirmed several tokens. `new_blocks` are
     appended to the row's block table first. `samples`: the logits of the last token, and of the one before each draft,
     are sampled. A row that is `ahead` was planned before the result of its last step was known: its `start` supposes
-    that all drafts of that step were right, and the runner takes off those that were not. No block ends between where
-    that step began and `start`.
+    that all drafts of that step were right, and the runner takes off those that were not. If it then starts before a
+    position to be saved, what goes to that slot is of no account.
     """
 
     row: IntArray  # [N], as all that follow unless said

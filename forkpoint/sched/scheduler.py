@@ -224,6 +224,8 @@ class Scheduler:
         """A decode step that may come to a block boundary, replay a known token or have drafts."""
         lease = entry.lease
         start = lease.num_planned
+        if lease.in_reach:
+            self.cache.settle(lease, entry.tokens_beyond_chain(start))
         self._drop_duplicates(builder, entry)
         # The block before the checkpoint: a checkpoint that its own request reads could not give way to it.
         while not self.cache.ensure_blocks(lease, start + 1):
@@ -232,7 +234,9 @@ class Scheduler:
         num_running = len(self._running.entries)
         drafts, masks = self._drafting.plan(builder, entry, num_running) if self._drafting is not None else (None, ())
         if start % self.layout.block_size < lease.num_last:
-            self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start))
+            num_certain = min(start, entry.request.num_tokens)
+            if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start), num_certain):
+                return
             self._drop_duplicates(builder, entry)
         entry.planned_step = builder.step
         builder.add_decode(entry, drafts, masks)
@@ -319,6 +323,8 @@ class Scheduler:
         """No plan in flight carries the entry any more: give back what it holds."""
         why = self._running.vacate(entry)
         request, lease = entry.request, entry.lease
+        if lease.in_reach:
+            self.cache.settle(lease, entry.tokens_beyond_chain(lease.num_planned))
         is_known = lease.num_planned <= request.num_tokens  # not, where it ended before the last tokens computed
         if is_known:
             self.cache.extend(lease, entry.tokens_beyond_chain(lease.num_planned))
@@ -382,7 +388,7 @@ class Scheduler:
         for index, num_drafts in issued.drafting:
             entry, num_rejected = sampled[index], 1 + num_drafts - counts[index]
             ends[index] -= num_rejected
-            self.cache.reject(entry.lease, num_rejected, counts[index] if entry.planned_step == issued.step else 1)
+            self.cache.reject(entry.lease, num_rejected, entry.planned_step == issued.step)
         which = [i for i, count in enumerate(counts) for _ in range(count)]
         return [sampled[i] for i in which], [ends[i] for i in which]
 

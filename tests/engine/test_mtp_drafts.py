@@ -127,12 +127,14 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
     drafts._make = made  # type: ignore[method-assign]
 
 
-def test_a_device_goes_ahead_of_its_results(bank: ModelBank) -> None:
-    """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit."""
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool) -> None:
+    """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit, or ids
+    alone; the next turns go on from states that were saved at boundaries which a step might not have come to."""
     params = [SamplingParams(temperature=t, seed=5, max_tokens=60, ignore_eos=True, logprobs=2) for t in (0.0, 0.9)]
     prompts = [[4 + (j * j + 3 * j + i) % 250 for j in range(50 + 31 * i)] for i in range(2)]
-    options = Options("qwen3_next", "torch", deterministic=True, async_scheduling=True, max_num_seqs=3)
-    found = list[list[Any]]()
+    options = Options("qwen3_next", "torch", deterministic=deterministic, async_scheduling=True, max_num_seqs=3)
+    found, later = list[list[Any]](), list[list[Any]]()
     for num_drafts in (0, DEPTH):
         platform = RecordingPlatform() if num_drafts else None
         if platform is not None:
@@ -146,10 +148,17 @@ def test_a_device_goes_ahead_of_its_results(bank: ModelBank) -> None:
         names = [run.add(*pair) for pair in zip(prompts, params, strict=True)]
         run.run()
         found.append([run.outputs[name].outputs[0] for name in names])
-    assert found[0] == found[1]
-    drafts, rows = run.sched.stats().drafts, np.concatenate([plan.rows.ahead for plan in plans])
+        drafts, rows = run.sched.stats().drafts, np.concatenate([plan.rows.ahead for plan in plans])
+        turns = [[*ids, *answer.token_ids] for ids, answer in zip(prompts, found[0], strict=True)]
+        if run.sched._drafting is not None:
+            run.sched._drafting._drafter = Drafter()
+        next_turn = [run.outputs[run.ask(ids, SamplingParams(temperature=0.0, max_tokens=5))] for ids in turns]
+        later.append([(output.num_cached_tokens, output.outputs[0].token_ids) for output in next_turn])
+    ids = [[answer.token_ids for answer in own] for own in found]
+    assert found[0] == found[1] if deterministic else ids[0] == ids[1]
+    assert deterministic or later[0] == later[1]
     assert 20 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 20
-    assert rows.sum() > len(rows) / 3
+    assert rows.sum() > len(rows) * (1 / 3 if deterministic else 0.6)
     run.check_nothing_leaked()
 
 

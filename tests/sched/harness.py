@@ -64,6 +64,7 @@ class Harness:
     def __post_init__(self) -> None:
         config = SchedulerConfig(max_num_batched_tokens=self.budget, max_num_seqs=self.max_num_seqs)
         self.runner = HashRunner(self.layout, self.num_pages, VOCAB)
+        self.runner.draft_chance = self.draft_chance or self.runner.draft_chance
         drafter = HashDrafter(self.runner, self.most_drafts, self.draft_chance) if self.most_drafts else None
         self.sched = Scheduler(
             self.layout,
