@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import evaluation.__main__ as eval_command
 from evaluation import modes, preempting, sensitivity
+from evaluation.mutations import MUTATIONS
 from evaluation.options import MODES
+from evaluation.sensitivity import measure_sensitivity
 from forkpoint.cli.main import main
 from tests.evaluation.eval_suite import make_suite, write_model
 
@@ -50,8 +53,11 @@ def test_a_mode_that_does_nothing_fails(
     assert "FAILED preempted: it did not do what its name says" in capsys.readouterr().out
 
 
-def test_mutations(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", model, "--num-examples", "12", "--mutations", *ENGINE], eval_command.build_parser) == 0
+def test_mutations(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With one fault, which twelve questions are enough for; the others: test_eval_mutations.py."""
+    lost = tuple(mutation for mutation in MUTATIONS if mutation.name == "one block early")
+    monkeypatch.setattr(eval_command, "measure_sensitivity", partial(measure_sensitivity, mutations=lost))
+    assert main(["--model", model, "--num-examples", "4", "--mutations", *ENGINE], eval_command.build_parser) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fault of the checkpoint")
     assert lines[-1].startswith("answers become wrong: one block early")
