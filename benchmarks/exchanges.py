@@ -1,6 +1,6 @@
-"""Sums over GPUs, by our kernel, by torch's symmetric memory and by NCCL: `python -m benchmarks.exchanges`.
+"""Sums over GPUs, norms of sums, and gathers, by our kernels, by torch and by NCCL: `python -m benchmarks.exchanges`.
 
-bfloat16, microseconds of one sum in a graph of many, medians of the first rank; each is compared with NCCL's first.
+bfloat16, microseconds of one in a graph of many, medians of the first rank; each is compared with NCCL's first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,15 @@ from torch import Tensor
 
 from benchmarks.gpu_9b.floor import median_s
 from forkpoint.ops.exchange.peers import Peers
+from forkpoint.ops.norm.kernel import add_rmsnorm
 
 SIZES = tuple(4096 << i for i in range(10))  # bytes
-IN_A_GRAPH = 32
+NORMED = ((128, 4096), (384, 2048), (1024, 4096), (8192, 4096))  # rows and elements of each
+GATHERED = ((128, 2048), (128, 6144), (8192, 6144))
+IN_A_GRAPH = 16
 WIDTH = 4096  # elements of a row
+
+Way: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # of what a rank has, and a residual
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,48 +38,83 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def ways(rank: int, size: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+def sums(peers: Peers, device: torch.device) -> dict[str, Way]:
     """By the names of the columns."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    peers = Peers.meet(rank, size, device)
     assert dist.group.WORLD is not None
     name, shared = dist.group.WORLD.group_name, symmetric.empty(SIZES[-1] // 2, dtype=torch.bfloat16, device=device)
     symmetric.rendezvous(shared, dist.group.WORLD)
     operators: Any = torch.ops.symm_mem
 
-    def nccl(x: Tensor) -> Tensor:
+    def nccl(x: Tensor, residual: Tensor) -> Tensor:
         dist.all_reduce(x)
         return x
 
-    def one_shot(x: Tensor) -> Tensor:
+    def one_shot(x: Tensor, residual: Tensor) -> Tensor:
         found: Tensor = operators.one_shot_all_reduce(shared[: x.numel()].copy_(x.flatten()), "sum", name)
         return found.view_as(x)
 
-    return {"NCCL": nccl, "one-shot of torch, with the copy into its memory": one_shot, "ours": peers.sum}
+    return {
+        "NCCL": nccl,
+        "one-shot of torch, with the copy into its memory": one_shot,
+        "ours": lambda x, _: peers.sum(x),
+    }
+
+
+def norms(peers: Peers, device: torch.device) -> dict[str, Way]:
+    """Of sums, added to the residual."""
+    weight = torch.ones(max(width for _, width in NORMED), device=device)
+
+    def nccl(x: Tensor, residual: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return add_rmsnorm(x, residual, weight[: x.shape[1]], 1e-6)[0]
+
+    def ours(x: Tensor, residual: Tensor) -> Tensor:
+        return peers.sum_add_rmsnorm(x, residual, weight[: x.shape[1]], 1e-6)
+
+    return {"NCCL, then the norm": nccl, "ours": ours}
+
+
+def gathers(peers: Peers, device: torch.device) -> dict[str, Way]:
+    def nccl(x: Tensor, residual: Tensor) -> Tensor:
+        out = x.new_empty(peers.size, *x.shape)
+        dist.all_gather_into_tensor(out.flatten(0, 1), x)
+        return out.movedim(0, -2).flatten(-2)
+
+    return {"NCCL, then side by side": nccl, "ours": lambda x, _: peers.gather(x)}
+
+
+def tell(what: str, shapes: Sequence[tuple[int, int]], columns: dict[str, Way], device: torch.device) -> None:
+    shows = not dist.get_rank()
+    if shows:
+        print(f"\n| {what} | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
+    for shape in shapes:
+        x, cells = torch.randn(shape, device=device).bfloat16(), []
+        want = next(iter(columns.values()))(x.clone(), torch.zeros_like(x))
+        for way in columns.values():
+            torch.testing.assert_close(way(x.clone(), torch.zeros_like(x)), want, atol=3e-2, rtol=2e-2)
+            y, residual = torch.zeros_like(x), torch.zeros_like(x)  # stay as they are, however often added up
+
+            def many(way: Way = way, y: Tensor = y, residual: Tensor = residual) -> None:
+                for _ in range(IN_A_GRAPH):
+                    way(y, residual)
+
+            cells.append(f"{1e6 * median_s(many, device, repeats=20) / IN_A_GRAPH:.1f}")
+        if shows:
+            label = f"{2 * x.numel():,}" if what == "bytes" else f"{shape[0]:,} x {shape[1]:,}"
+            print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
 
 def run(rank: int, size: int, place: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=place.as_uri(), rank=rank, world_size=size)
-    columns = ways(rank, size, device)
-    if not rank:
-        print("| bytes | " + " | ".join(columns) + " |\n|" + "---|" * (1 + len(columns)))
-    for num_bytes in SIZES:
-        x = torch.randn(max(1, num_bytes // 2 // WIDTH), min(WIDTH, num_bytes // 2), device=device).bfloat16()
-        want, cells = columns["NCCL"](x.clone()), []
-        for add in columns.values():
-            assert torch.equal(add(x.clone()), want)
-            y = torch.zeros_like(x)  # stays as it is, however often it is added up
-
-            def many(add: Callable[[Tensor], Tensor] = add, y: Tensor = y) -> None:
-                for _ in range(IN_A_GRAPH):
-                    add(y)
-
-            cells.append(f"{1e6 * median_s(many, device, repeats=20) / IN_A_GRAPH:.1f}")
-        if not rank:
-            print(f"| {num_bytes:,} | {' | '.join(cells)} |", flush=True)
+    peers = Peers.meet(rank, size, device)
+    shapes = [(max(1, num_bytes // 2 // WIDTH), min(WIDTH, num_bytes // 2)) for num_bytes in SIZES]
+    tell("bytes", shapes, sums(peers, device), device)
+    tell("sum and norm of", NORMED, norms(peers, device), device)
+    tell("gather of", GATHERED, gathers(peers, device), device)
     torch.cuda.synchronize()
     dist.barrier()
     os._exit(0)  # nothing is left to do, and a process group waits when it is taken apart

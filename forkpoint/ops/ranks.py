@@ -71,8 +71,8 @@ class Ranks:
         return self._peers.sum_add_rmsnorm(x, residual, weight, eps)
 
     def gathers_at_once(self, x: Tensor) -> bool:
-        """Whether `gather` of x is one small kernel."""
-        return self._peers is not None and self._peers.takes(x)
+        """Whether `gather` of x is one kernel."""
+        return self._peers is not None and self._peers.gathers(x)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""

@@ -9,32 +9,34 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 if torch.cuda.is_available():
-    from forkpoint.ops.exchange.kernel import inbox_words
-    from forkpoint.ops.exchange.peers import Peers
+    from forkpoint.ops.exchange import rows_kernel as many
+    from forkpoint.ops.exchange.peers import Peers, inbox_words
     from forkpoint.ops.norm.kernel import rmsnorm
 
 DEVICE = torch.device("cuda", 0)
 NUM_SUMS, REPLAYS = 15, 20
 
 
-@pytest.mark.parametrize("rows", [1, 128])
-def test_graphs_of_two_ranks(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (128, 4096), (300, 2048)])
+def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "PROGRAMS", 100)  # so that the GPU has room for both ranks
     inboxes = [torch.zeros(inbox_words(2), dtype=torch.int64, device=DEVICE) for _ in range(2)]
     ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(2)]
-    weight = torch.rand(4096, device=DEVICE) + 0.5
-    xs = [torch.randn(rows, 4096, device=DEVICE).bfloat16() for _ in range(2)]
+    weight = torch.rand(width, device=DEVICE) + 0.5
+    xs = [torch.randn(rows, width, device=DEVICE).bfloat16() for _ in range(2)]
     # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
     for rank, peers in enumerate(ranks):
-        inboxes[rank].fill_(1 << 32)
+        inboxes[rank].fill_(1 << 32 | 1)
         for number, exchange in enumerate((peers.sum, peers.gather), 2):
             exchange(xs[rank])
-            inboxes[rank].fill_(number << 32)
+            inboxes[rank].fill_(number << 32 | 1)
         peers.sum_add_rmsnorm(xs[rank], xs[rank].clone(), weight, 1e-6)
         torch.cuda.synchronize()
     for inbox in inboxes:
         inbox.zero_()
     for peers in ranks:
         peers._numbers.zero_()
+        peers._row_numbers.zero_()
     streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, ...]]()
     for peers, x, stream in zip(ranks, xs, streams, strict=True):
         graph = torch.cuda.CUDAGraph()
@@ -48,7 +50,7 @@ def test_graphs_of_two_ranks(rows: int) -> None:
         graphs.append(graph)
     for _ in range(REPLAYS):
         for x in xs:
-            x.copy_(torch.randn(rows, 4096, device=DEVICE))
+            x.copy_(torch.randn(rows, width, device=DEVICE))
         torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):

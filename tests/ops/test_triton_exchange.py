@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, inbox_words, words_each
-from forkpoint.ops.exchange.peers import Peers
+from forkpoint.ops.exchange import rows_kernel as rows
+from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, words_each
+from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
+from forkpoint.ops.exchange.peers import Peers, inbox_words
 from forkpoint.ops.select import torch_table
 from tests.ops.triton_cases import DEVICE, sized, triton_ops
 
@@ -51,6 +56,43 @@ def test_the_norm_of_a_sum(shape: tuple[int, int]) -> None:
         for rank, peers in enumerate(ranks):
             for later in range(rank + 1, SIZE):
                 come(inboxes[rank], later, xs[later], number, by_row=True)
+            own = residual.clone()
+            found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
+            assert torch.equal(own, total)
+            torch.testing.assert_close(found, want, atol=2e-2, rtol=1e-2)
+
+
+def rows_come(inbox: Tensor, rank: int, receiver: int, x: Tensor, numbers: list[int]) -> None:
+    """The same of many rows; `numbers` are those of their programs' exchanges."""
+    own, sender = inbox[few_inbox_words(SIZE) :].view(torch.int32), (rank - receiver - 1) % SIZE
+    for row, number in enumerate(numbers):
+        place = ((number & 1) * (SIZE - 1) + sender) * rows.MOST_ROWS + row
+        own[place * rows.WIDEST :][: x.shape[1] // 2] = x[row].view(torch.int32)
+        own[2 * (SIZE - 1) * rows.MOST_ROWS * rows.WIDEST + place] = number
+
+
+def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of sums, and gathers: rows whose programs have others behind them, in several launches, of all widths."""
+    exchanges = sys.modules[Peers.__module__]
+    for module, name, value in ((exchanges, "PROGRAMS", 2), (exchanges, "FEW_BYTES", 0), (rows, "PROGRAMS", 2)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(rows, "MOST_ROWS", 3)
+    inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
+    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    counts = [0, 0]  # of the exchanges that each program was at work in
+    for count, width in ((3, 40), (1, 50), (5, 24), (3, 40)):
+        *xs, residual = (torch.randint(-64, 64, (count, width), device=DEVICE).bfloat16() for _ in range(SIZE + 1))
+        weight = torch.rand(width, device=DEVICE)
+        want, total = torch_table().add_rmsnorm(xs[0] + xs[1] + xs[2], residual.clone(), weight, 1e-6)
+        for first in range(0, count, 3):
+            size = min(3, count - first)
+            counts = [counts[0] + 1, counts[1] + (size > 1)]
+            for rank, later in itertools.combinations(range(SIZE), 2):
+                rows_come(inboxes[rank], later, rank, xs[later][first:], [counts[row % 2] for row in range(size)])
+        for rank, peers in enumerate(ranks):
+            if count < 3:
+                assert torch.equal(peers.gather(xs[rank]), torch.cat(xs, -1))
+                continue
             own = residual.clone()
             found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
             assert torch.equal(own, total)

@@ -201,15 +201,11 @@ def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int
     return out
 
 
-def takes_rows(x: Tensor) -> bool:
-    """Whether `sum_add_rmsnorm` has a program for each row of `x[T, D]`."""
-    return x.dtype == torch.bfloat16 and len(x) <= PROGRAMS and x.shape[1] % 2 == 0 and x.shape[1] <= 2 * WORDS
-
-
 def sum_add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int
 ) -> Tensor:
-    """The norm of `residual + x`, with x summed over ranks and rounded, after `residual += x` in place."""
+    """The norm of `residual + x`, with x[T, D] summed over ranks and rounded, after `residual += x` in place; at most
+    PROGRAMS rows, of at most WORDS words of two elements."""
     x, out = x.contiguous(), x.new_empty(x.shape)
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
     width = x.shape[1] // 2

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import PROGRAMS, exchange, inbox_words, sum_add_rmsnorm, takes, takes_rows
+from forkpoint.ops.exchange import rows_kernel as rows
+from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, exchange, sum_add_rmsnorm, takes
+from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
+
+FEW_BYTES = 1 << 19  # of a rank, which are gathered word by word
+
+
+def inbox_words(size: int) -> int:
+    """Of one of `size` ranks, as int64: of small exchanges, then of many rows."""
+    return few_inbox_words(size) + rows.inbox_words(size) // 2
 
 
 class Peers:
@@ -21,6 +30,8 @@ class Peers:
         self.rank, self.size, self._owner = rank, len(addresses), owner
         self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._row_inboxes = self._inboxes + 8 * few_inbox_words(self.size)
+        self._row_numbers = torch.zeros(rows.PROGRAMS, dtype=torch.int32, device=device)
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
@@ -37,8 +48,12 @@ class Peers:
         return cls(rank, handle.buffer_ptrs, device, (inbox, handle))
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `gather` can be asked for `x`, and `sum` for one of bfloat16."""
+        """Whether `sum` can be asked for one of bfloat16."""
         return takes(x)
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether `gather` can be asked for."""
+        return takes(x) or rows.takes(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' `x`, bfloat16, rounded once."""
@@ -47,12 +62,16 @@ class Peers:
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
         out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
-        return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
+        if takes(x) and (x.numel() * x.element_size() <= FEW_BYTES or not rows.takes(x)):
+            return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
+        return rows.gather(x, out, self._row_inboxes, self._row_numbers, self.rank)
 
     def takes_rows(self, x: Tensor) -> bool:
         """Whether `sum_add_rmsnorm` can be asked for `x[T, D]`."""
-        return takes_rows(x)
+        return x.dtype == torch.bfloat16 and rows.takes(x)
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place."""
-        return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
+        if len(x) <= PROGRAMS and x.shape[1] <= 2 * WORDS:
+            return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
+        return rows.sum_add_rmsnorm(x, residual, weight, eps, self._row_inboxes, self._row_numbers, self.rank)

@@ -1,0 +1,193 @@
+"""Exchanges of many rows between ranks whose devices reach each other's memory: one kernel each, also in a graph.
+
+A rank writes each of its rows into an inbox of each other rank and then, behind it, the number of the exchange as the
+row's flag. As there is no number beside each word of data, half as much goes over the link as in small exchanges, but
+a row's flag leaves only when its data have arrived.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.exchange.kernel import _halves, _joined
+
+MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
+WIDEST = 4096  # words of a row
+PROGRAMS = 528  # at most; a row is always the same program's
+
+
+@triton.jit
+def _inbox(inboxes, rank):
+    """That of `rank`, as int32."""
+    return tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _place(number, sender, receiver, SIZE: tl.constexpr):
+    """Of what `sender` writes to `receiver`: they take turns, so that what came last can be read meanwhile."""
+    return (number & 1) * (SIZE - 1) + (sender + SIZE - receiver - 1) % SIZE
+
+
+@triton.jit
+def _send(
+    own, at, inside, row, number, inboxes,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr, WIDEST: tl.constexpr,
+):  # fmt: skip
+    """A row to all other ranks, then its flags."""
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
+            tl.store(_inbox(inboxes, rank) + place * WIDEST + at, own, mask=inside)
+    tl.debug_barrier()  # all threads have written
+    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * WIDEST
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
+            tl.atomic_xchg(_inbox(inboxes, rank) + flags + place, number, sem="release", scope="sys")
+
+
+@triton.jit
+def _receive(
+    rank, at, inside, row, number, inboxes,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr, WIDEST: tl.constexpr,
+):  # fmt: skip
+    """The row of `rank`, once it has come."""
+    inbox, place = _inbox(inboxes, RANK), _place(number, rank, RANK, SIZE) * MOST_ROWS + row
+    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * WIDEST
+    while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
+        pass
+    return tl.load(inbox + place * WIDEST + at, mask=inside, other=0, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    inboxes,
+    numbers,
+    num_rows,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    WIDEST: tl.constexpr,
+):
+    """Rows of WIDTH words, of two bfloat16, one after the other: `residual` plus the sum over ranks, and its norm."""
+    at, program = tl.arange(0, COUNT), tl.program_id(0)
+    inside = at < WIDTH
+    weight_low = tl.load(weight + 2 * at, mask=inside, other=0.0)
+    weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
+    number = tl.load(numbers + program) + 1
+    for row in range(program, num_rows, PROGRAMS):
+        index = row * WIDTH + at
+        own = tl.load(x + index, mask=inside, other=0)
+        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+        side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
+        low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
+        for rank in tl.static_range(SIZE):  # in their order, so that all have the same bits
+            found = own
+            if rank != RANK:
+                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+            more_low, more_high = _halves(found)
+            low += more_low
+            high += more_high
+        low, high = _halves(_joined(low, high))
+        total = _joined(low + side_low, high + side_high)
+        tl.store(residual + index, total, mask=inside)
+        low, high = _halves(total)
+        scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WIDTH) + eps)
+        tl.store(out + index, _joined(low * scale * weight_low, high * scale * weight_high), mask=inside)
+    tl.debug_barrier()  # all threads have read the number
+    tl.store(numbers + program, number)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gather_kernel(
+    x,
+    out,
+    inboxes,
+    numbers,
+    num_rows,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    WIDEST: tl.constexpr,
+):
+    """Rows of WIDTH words, one after the other: those of all ranks side by side."""
+    at, program = tl.arange(0, COUNT), tl.program_id(0)
+    inside = at < WIDTH
+    number = tl.load(numbers + program) + 1
+    for row in range(program, num_rows, PROGRAMS):
+        index = row * WIDTH + at
+        own = tl.load(x + index, mask=inside, other=0)
+        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+        for rank in tl.static_range(SIZE):
+            found = own
+            if rank != RANK:
+                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+            tl.store(out + index + (row * (SIZE - 1) + rank) * WIDTH, found, mask=inside)
+    tl.debug_barrier()
+    tl.store(numbers + program, number)
+
+
+def inbox_words(size: int) -> int:
+    """Of one of `size` ranks, as int32."""
+    return 2 * (size - 1) * MOST_ROWS * (WIDEST + 1)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether rows of `x[T, D]` can be exchanged."""
+    row = x.shape[-1] * x.element_size()
+    return x.dim() == 2 and row % 4 == 0 and row <= 4 * WIDEST
+
+
+def sum_add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int
+) -> Tensor:
+    """The norm of `residual + x`, with x[T, D], bfloat16, summed over ranks and rounded, after `residual += x` in
+    place. `inboxes[size]` int64 are the addresses of the inboxes, `numbers[PROGRAMS]` int32; all start as zeros."""
+    out = torch.empty_like(x)
+    assert residual.is_contiguous(), f"strides are {residual.stride()}"
+    for part in _parts(x):
+        own, side, to = (tensor[part].view(torch.int32) for tensor in (x.contiguous(), residual, out))
+        _sum_norm_kernel[(min(len(own), PROGRAMS),)](
+            own, side, weight, to, inboxes, numbers, len(own), eps, **_sizes(own, rank, inboxes)
+        )
+    return out
+
+
+def gather(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int) -> Tensor:
+    """Write to `out[T, size * D]` the ranks' `x[T, D]` side by side."""
+    for part in _parts(x):
+        own, to = (tensor[part].view(torch.int32) for tensor in (x.contiguous(), out))
+        _gather_kernel[(min(len(own), PROGRAMS),)](own, to, inboxes, numbers, len(own), **_sizes(own, rank, inboxes))
+    return out
+
+
+def _parts(x: Tensor) -> list[slice]:
+    """Rows that there is room for at once."""
+    return [slice(first, first + MOST_ROWS) for first in range(0, len(x), MOST_ROWS)]
+
+
+def _sizes(words: Tensor, rank: int, inboxes: Tensor) -> dict[str, int]:
+    return {
+        "RANK": rank,
+        "SIZE": len(inboxes),
+        "WIDTH": words.shape[1],
+        "COUNT": triton.next_power_of_2(words.shape[1]),
+        "PROGRAMS": PROGRAMS,
+        "MOST_ROWS": MOST_ROWS,
+        "WIDEST": WIDEST,
+        "num_warps": 8,
+    }
