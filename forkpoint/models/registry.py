@@ -197,6 +197,8 @@ def load_model(
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     config, shares = cut_model(config, ranks)
+    if config.quantization is not None and config.quantization.by_block:
+        ops = ops.rounding or ops
     if load_format == "dummy":
         return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization, shares), ops, shares)
     names = MODELS.find(config.architecture).weight_names

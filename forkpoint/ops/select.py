@@ -29,7 +29,7 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill")
+_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill", "rounding")
 
 
 def operator_names() -> tuple[str, ...]:

@@ -360,3 +360,4 @@ class OpTable:
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)
     latent_prefill: LatentPrefill | None = None  # what is cheaper than paged_attention for many tokens of a row
+    rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import triton
@@ -72,4 +73,10 @@ def triton_table(base: OpTable) -> OpTable:
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
     # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
     long_latents = None if base.deterministic else latent_prefill
-    return replace(base, **replaced, latent_prefill=long_latents, backends={**base.backends, **backends})
+    table = replace(base, **replaced, latent_prefill=long_latents, backends={**base.backends, **backends})
+    if base.deterministic:
+        return table
+    names = ("rmsnorm", "add_rmsnorm", "gated_rmsnorm")
+    rounding: dict[str, Any] = {name: partial(replaced[name], rounded=True) for name in names}
+    rounding["linear_silu_mul"] = DeviceLinear(False, partial(activation.silu_mul, rounded=True)).linear_silu_mul
+    return replace(table, rounding=replace(table, **rounding))

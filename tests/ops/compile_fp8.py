@@ -12,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.inputs_kernel import _inputs_kernel
 from forkpoint.ops.attention.prefill_kernel import prefill_kernel
@@ -21,6 +22,7 @@ from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
+from forkpoint.ops.norm import kernel as norm
 
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "gate"), "*bf16"),
@@ -42,6 +44,7 @@ POINTERS = {
     "ids": "*i32",
     "x": "*bf16",
     "hidden": "*bf16",
+    "other": "*bf16",
     "bias": "*bf16",
     "out": "*bf16",
 }
@@ -54,6 +57,8 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
     constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
     pointers = {**POINTERS, **(NARROW if constants.get("NARROW") else {})}
     pointers["out"] = "*fp8e4nv" if constants.get("NARROW_OUT") else "*bf16"
+    if name == "norm":
+        pointers["weight"] = "*fp32"
     signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
     aligned = [places[arg] for arg, kind in signature.items() if kind.startswith("*") or arg in ALIGNED]
@@ -89,6 +94,9 @@ def main() -> None:
             compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), **flags)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
+    flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}
+    compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, BLOCK_D=4096, ROWS=1, **flags)
+    compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), BLOCK=1024, ROUNDS=True)
     into, out_of = moe.SCALED_PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)

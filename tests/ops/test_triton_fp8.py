@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forkpoint.ops.activation import kernel as activation
+from forkpoint.ops.linear import fp8_kernel
 from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.linear.fp8_kernel import narrow
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledLinear, ScaledMatrix
@@ -17,8 +19,10 @@ from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_t
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
+from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.fp8_cases import LAYOUTS, widened
 from tests.ops.fp8_cases import scaled as made
 from tests.ops.triton_cases import DEVICE, gpu_only, relative_error, sized, triton_ops
@@ -158,7 +162,7 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 16
+    assert len(lines) == 18
     for name, num_instructions in lines:
         assert (int(num_instructions) > 0) == (name in ("linear", "experts", "decode", "prefill"))
 
@@ -239,3 +243,28 @@ def test_the_experts_operator_takes_fp8() -> None:
     whole = fixed(x, packed, weights, ids)
     close(whole, want, torch.bfloat16)
     assert torch.equal(fixed(x[1:], packed, weights[1:], ids[1:]), whole[1:])
+
+
+def test_what_products_read_is_rounded_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits as by a launch of its own, which a plain copy of it goes through."""
+    monkeypatch.setattr(fp8_kernel, "traits_of", lambda device: DeviceTraits(multiplies_fp8=True))
+    torch.manual_seed(0)
+    rows, heads, size = 18, 3, 128
+    x, other = (torch.randn(rows, heads * size).to(DEVICE, torch.bfloat16) for _ in range(2))
+    weight, parts = torch.rand(heads * size).to(DEVICE), (rows, heads, size)
+    gated = norm.gated_rmsnorm(x.view(parts), other.view(parts), weight[:size], 1e-6, rounded=True)
+    assert gated.shape == parts
+    made = {
+        "norm": norm.rmsnorm(x, weight, 1e-6, rounded=True),
+        "norm of a sum": norm.add_rmsnorm(x, other.clone(), weight, 1e-6, rounded=True)[0],
+        "norm of heads": gated.flatten(1),
+        "gate": activation.silu_mul(torch.cat((x, other), 1), rounded=True),
+    }
+    for name, found in made.items():
+        assert isinstance(found, fp8_kernel.Rounded), name
+        plain = found.clone()
+        assert not isinstance(plain, fp8_kernel.Rounded), name
+        for given, want in zip(narrow(found, 128), narrow(plain, 128), strict=True):
+            assert given.stride() == want.stride() and torch.equal(given[:rows].float(), want[:rows].float()), name
+    assert torch.equal(made["norm"], norm.rmsnorm(x, weight, 1e-6))
+    assert not isinstance(norm.rmsnorm(x[:16], weight, 1e-6, rounded=True), fp8_kernel.Rounded)

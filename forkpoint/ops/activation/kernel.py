@@ -7,8 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 
 BLOCK = 1024
+PIECE = tl.constexpr(SCALE_BLOCK)
 
 
 @triton.jit
@@ -30,7 +33,19 @@ def softplus(x):
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, stride, size, pieces, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu_mul_kernel(
+    x,
+    out,
+    codes,
+    scales,
+    padded_rows,
+    stride,
+    size,
+    pieces,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // pieces).to(tl.int64)
@@ -38,16 +53,25 @@ def _silu_mul_kernel(x, out, stride, size, pieces, BLOCK: tl.constexpr, OVERLAP:
     inside = at < size
     gate = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride + size + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + at, (value * silu(gate)).to(out.dtype.element_ty), mask=inside)
+    value = (value * silu(gate)).to(out.dtype.element_ty)
+    tl.store(out + row * size + at, value, mask=inside)
+    if ROUNDS:
+        part = tl.arange(0, BLOCK // PIECE)
+        piece = pid % pieces * (BLOCK // PIECE) + part
+        value = tl.reshape(value.to(tl.float32), (BLOCK // PIECE, PIECE))
+        store_narrowed(value, codes, scales, row + 0 * part, piece, piece * PIECE < size, size, padded_rows)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype."""
+def silu_mul(gate_up: Tensor, rounded: bool = False) -> Tensor:
+    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype, for products also in FP8 if `rounded`."""
     assert gate_up.stride(1) == 1, "elements of a row lie side by side"
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+    rounded = rounded and takes_rounded(gate_up, size)
+    out = Rounded.empty(rows, size, like=gate_up) if rounded else gate_up.new_empty(rows, size)
     if rows:
         pieces = triton.cdiv(size, BLOCK)
         grid, options = (rows * pieces,), overlap(out.device, rows)
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, pieces, BLOCK=BLOCK, **options)
+        beside = out.sizes if isinstance(out, Rounded) else (None, None, 0)
+        shape = (gate_up.stride(0), size, pieces)
+        _silu_mul_kernel[grid](gate_up, out, *beside, *shape, BLOCK=BLOCK, ROUNDS=rounded, **options)
     return out

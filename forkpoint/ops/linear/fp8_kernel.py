@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.scaled import BLOCK, CODES, FP8_MAX, LEAST_AMAX, ScaledMatrix
+from forkpoint.ops.linear.tiles import FEW_SCALED
+from forkpoint.platforms.table import traits_of
 
 ROWS = 64  # to a multiple of which rows are filled up: the library is slower with 32 than with 64
 NARROW_ROWS = 16  # of one program
@@ -24,6 +27,16 @@ def narrowed(value):
     """Rows of fp32 in the range of FP8, and the scale of each."""
     scale = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _MAX
     return value / scale[:, None], scale
+
+
+@triton.jit
+def store_narrowed(value, codes, scales, rows, pieces, inside, width, padded_rows):
+    """`value[P, BLOCK]`: P times BLOCK columns of a row, the `pieces`-th of it."""
+    value, scale = narrowed(value)
+    at = rows.to(tl.int64) * width + pieces * value.shape[1]
+    code = value.to(codes.dtype.element_ty)
+    tl.store(codes + at[:, None] + tl.arange(0, value.shape[1])[None, :], code, mask=inside[:, None])
+    tl.store(scales + pieces.to(tl.int64) * padded_rows + rows, scale, mask=inside)
 
 
 @triton.jit
@@ -51,6 +64,40 @@ def _narrow_kernel(
     value, scale = narrowed(value)
     tl.store(codes + row * width + columns[None, :], value.to(codes.dtype.element_ty), mask=inside)
     tl.store(scales + piece.to(tl.int64) * padded_rows + rows, scale)
+
+
+class Rounded(Tensor):
+    """A matrix, and the same as `narrow` would round it for products, by the launch that wrote it; what is beyond its
+    rows is anything. What is made of it is a plain tensor."""
+
+    codes: Tensor
+    scales: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def empty(cls, *shape: int, like: Tensor) -> Rounded:
+        """Of `[M, K]`, or of the same with heads apart `[M, heads, K / heads]`."""
+        num_rows, width = shape[0], math.prod(shape[1:])
+        found = like.new_empty(shape).as_subclass(cls)
+        found.codes, found.scales = _empty(num_rows, width, BLOCK, ROWS, like.device)
+        return found
+
+    @property
+    def sizes(self) -> tuple[Tensor, Tensor, int]:
+        """What kernels that write it want beside it: codes, scales and the rows that those have room for."""
+        return self.codes, self.scales, self.codes.shape[0]
+
+    def flatten(self, *args: Any, **options: Any) -> Tensor:
+        """With heads side by side."""
+        found = super().flatten(*args, **options).as_subclass(Rounded)
+        found.codes, found.scales = self.codes, self.scales
+        return found
+
+
+def takes_rounded(x: Tensor, width: int) -> bool:
+    """Whether x's device multiplies FP8 by FP8 where rows of this width are made of those of x."""
+    fits = width % BLOCK == 0 and len(x) > FEW_SCALED and x.dtype == torch.bfloat16
+    return fits and traits_of(x.device).multiplies_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +130,22 @@ class Activations:
 def narrow(x: Tensor, columns: int, to_rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """Codes and fp32 scales of `x[M, K]`, a scale for each row and `columns` of it, with M rounded up to a
     multiple of `to_rows`: `[M', K]`, `[M', K / columns]`, the latter column after column."""
+    if isinstance(x, Rounded) and columns == BLOCK:
+        return x.codes, x.scales
     num_rows, width = x.shape
-    padded, pieces = triton.cdiv(num_rows, to_rows) * to_rows, triton.cdiv(width, columns)
-    codes = torch.empty(padded, width, dtype=CODES, device=x.device)
-    scales = torch.empty(pieces, padded, dtype=torch.float32, device=x.device)
+    codes, scales = _empty(num_rows, width, columns, to_rows, x.device)
+    padded, pieces = scales.shape
     block = triton.next_power_of_2(columns)
     rows = NARROW_ROWS if block == BLOCK else 1
     sizes = {"ROWS": rows, "WIDTH": block, "num_warps": 4, **overlap(x.device, num_rows)}
     _narrow_kernel[(padded // rows * pieces,)](x, codes, scales, num_rows, padded, width, x.stride(0), **sizes)
-    return codes, scales.t()
+    return codes, scales
+
+
+def _empty(num_rows: int, width: int, columns: int, to_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    padded, pieces = triton.cdiv(num_rows, to_rows) * to_rows, triton.cdiv(width, columns)
+    codes = torch.empty(padded, width, dtype=CODES, device=device)
+    return codes, torch.empty(pieces, padded, dtype=torch.float32, device=device).t()
 
 
 def library_scales(weight: ScaledMatrix) -> Tensor | None:

@@ -10,8 +10,11 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import sigmoid as sigmoid_of
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_inputs, overlap, straight
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.scaled import BLOCK
 
 TILE = 1024  # elements of a program, unless one row is wider
+PIECE = tl.constexpr(BLOCK)  # of a row that is rounded to FP8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -20,6 +23,9 @@ def _norm_kernel(
     other,
     weight,
     out,
+    codes,
+    scales,
+    padded_rows,
     num_rows,
     heads,
     x_token,
@@ -35,11 +41,13 @@ def _norm_kernel(
     SIGMOID: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     ADD: tl.constexpr,
+    ROUNDS: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
-    than x, so that they can be read while the launch that writes x is still at work."""
+    than x, so that they can be read while the launch that writes x is still at work. ROUNDS: all heads of a token, side
+    by side, are written in FP8 too."""
     if STRAIGHT:  # rows of one token
         parts = tl.cdiv(heads, ROWS)
         head, at = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -70,7 +78,15 @@ def _norm_kernel(
     normed = wide * scale[:, None] * factor
     if GATED and not GATE_FIRST:
         normed *= sigmoid_of(side) if SIGMOID else silu(side)
-    tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], normed.to(out.dtype.element_ty), mask=inside)
+    normed = normed.to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], normed, mask=inside)
+    if ROUNDS:
+        SIDE: tl.constexpr = BLOCK_D // PIECE
+        block = tl.arange(0, ROWS * SIDE)
+        row, part = tl.program_id(0) * ROWS + block // SIDE, block % SIDE
+        piece, there = row % heads * (D // PIECE) + part, (row < num_rows) & (part < D // PIECE)
+        value = tl.reshape(normed.to(tl.float32), (ROWS * SIDE, PIECE))
+        store_narrowed(value, codes, scales, row // heads, piece, there, heads * D, padded_rows)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -88,8 +104,12 @@ def _norm(
     add: bool,
     gate_first: bool = False,
     sigmoid: bool = False,
+    rounded: bool = False,
 ) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rounded and takes_rounded(x, x.shape[-1]):
+        out: Tensor = Rounded.empty(*x.shape, like=x)
+    else:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     form = straight(x.device)
     if form["STRAIGHT"] and x.dim() == 2:  # the rows of a matrix are heads of one token
         x, other = x[None], None if other is None else other[None]
@@ -104,6 +124,7 @@ def _norm(
             x if other is None else other,
             weight,
             out,
+            *(out.sizes if isinstance(out, Rounded) else (None, None, 0)),
             num_rows,
             heads,
             *_strides(x),
@@ -117,6 +138,7 @@ def _norm(
             SIGMOID=sigmoid,
             OWN_WEIGHTS=weight.dim() == 2,
             ADD=add,
+            ROUNDS=isinstance(out, Rounded),
             **form,
             **overlap(x.device, x.shape[0]),
             num_warps=8 if block > 2048 else 4,
@@ -124,18 +146,27 @@ def _norm(
     return out
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dim of `x[T, D]` or `x[T, heads, D]`, `weight[D]` fp32; result in x's dtype."""
-    return _norm(x, None, weight, eps, False, False)
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
+    """Over the last dim of `x[T, D]` or `x[T, heads, D]`, `weight[D]` fp32; result in x's dtype, for products also in
+    FP8 if `rounded`."""
+    return _norm(x, None, weight, eps, False, False, rounded=rounded)
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
+) -> tuple[Tensor, Tensor]:
     """(norm of `residual + x`, `residual`), after `residual += x` in place."""
-    return _norm(x, residual, weight, eps, False, True), residual
+    return _norm(x, residual, weight, eps, False, True, rounded=rounded), residual
 
 
 def gated_rmsnorm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, sigmoid: bool = False
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool = False,
+    sigmoid: bool = False,
+    rounded: bool = False,
 ) -> Tensor:
     """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
-    return _norm(x, gate, weight, eps, True, False, gate_first, sigmoid)
+    return _norm(x, gate, weight, eps, True, False, gate_first, sigmoid, rounded)
