@@ -226,7 +226,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride.
 
     With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
-    In FP8 a tile's width divides 128; where it has 1 row, it is 128, and `weight.by_one_row(gated)` holds.
+    In FP8 a tile's width divides 128, or, where it has 1 row, is a multiple, and `weight.by_one_row(gated)` holds.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width = x.shape

@@ -206,6 +206,21 @@ def gate(acc, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def block_columns(WIDTH: tl.constexpr, BLOCKED: tl.constexpr):
+    """WIDTH columns, in a row for each block: a warp's lanes then lie side by side in one row of a matrix, and each has
+    one scale and little of x for all rows."""
+    PART: tl.constexpr = SCALE_WIDTH if BLOCKED else WIDTH
+    return tl.arange(0, WIDTH // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
+
+
+@triton.jit
+def block_scales(scales, start, width, WIDTH: tl.constexpr):
+    """Of the blocks of `block_columns` from `start` on."""
+    block = start // SCALE_WIDTH + tl.arange(0, WIDTH // SCALE_WIDTH)
+    return tl.load(scales + block, mask=block * SCALE_WIDTH < width, other=0.0)[:, None]
+
+
+@triton.jit
 def row_sums(
     x,
     weight,
@@ -223,23 +238,22 @@ def row_sums(
     BLOCKED: tl.constexpr,
 ):
     """As `accumulate`, of one row of x, without the matrix units: `[OUTPUTS]`. All outputs share the scales of their
-    blocks, and WIDTH is SCALE_WIDTH, if BLOCKED; else outputs have one each."""
-    outputs = tl.arange(0, OUTPUTS)
-    columns = tl.arange(0, WIDTH)
-    at = outputs[:, None] * width + columns[None, :]
-    acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
+    blocks, and WIDTH is a few times SCALE_WIDTH, if BLOCKED; else outputs have one each."""
+    outputs, columns = tl.arange(0, OUTPUTS), block_columns(WIDTH, BLOCKED)
+    at = outputs[:, None, None] * width + columns[None, :, :]
+    acc = tl.zeros((OUTPUTS, columns.shape[0], columns.shape[1]), tl.float32)
     up = acc
     for k in tl.range(0, width, WIDTH, num_stages=STAGES):
         left = columns < width - k
-        valid = inside[:, None] & left[None, :]
+        valid = inside[:, None, None] & left[None, :, :]
         value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)
-        own = value * tl.load(scales + scale_at + k // WIDTH) if BLOCKED else value
-        acc += tl.load(weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
+        own = value * block_scales(scales + scale_at, k, width, WIDTH) if BLOCKED else value
+        acc += tl.load(weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :, :]
         if GATED:
-            own = value * tl.load(scales + up_scale_at + k // WIDTH) if BLOCKED else value
-            up += tl.load(up_weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :]
-    total = tl.sum(acc, 1)
-    total_up = tl.sum(up, 1) if GATED else total
+            own = value * block_scales(scales + up_scale_at, k, width, WIDTH) if BLOCKED else value
+            up += tl.load(up_weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :, :]
+    total = tl.sum(tl.sum(acc, 2), 1)
+    total_up = tl.sum(tl.sum(up, 2), 1) if GATED else total
     if SCALED and not BLOCKED:
         total *= tl.load(scales + scale_at + outputs, mask=inside, other=0.0)
         if GATED:

@@ -88,7 +88,7 @@ _FEW: Final[Choices[Tile]] = Choices(
 _FEWEST: Final[Choices[Tile]] = Choices(
     MappingProxyType(
         {
-            1: Tile(1, 8, 512, 4, 3, overlaps=True),
+            1: Tile(1, 1, 1024, 4, 3, overlaps=True),
             16: Tile(16, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
             32: Tile(32, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
         }
@@ -190,7 +190,9 @@ def one_scaled_tile(num_outputs: int) -> Tile:
     """For one row, without the matrix units."""
     if num_outputs > FEW_OUTPUTS:
         return Tile(1, 16, 128, 2, 6, overlaps=True)
-    return Tile(1, 8 if num_outputs > WIDE_SCALED else 4, 128, 1, 8, overlaps=True)
+    if num_outputs > WIDE_SCALED:
+        return Tile(1, 8, 512, 1, 4, overlaps=True)
+    return Tile(1, 4, 512, 2, 5, overlaps=True)
 
 
 def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
