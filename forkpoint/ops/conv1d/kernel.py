@@ -182,7 +182,6 @@ def _update_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // PIECES).to(tl.int64)
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
@@ -195,6 +194,7 @@ def _update_kernel(
     if not STRAIGHT:
         taps = load_rows(taps_at, w_tap, present, W)
         window = load_rows(old, row_stride, seen, W - 1)
+    await_inputs(OVERLAP)  # all but x is older than the launch before
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):

@@ -151,15 +151,17 @@ def _grouped_kernel(
 
 
 @triton.jit
-def _combine_kernel(answers, weights, out, size, top_k, pieces, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _combine_kernel(
+    answers, weights, out, size, pieces, CHOICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     token = (pid // pieces).to(tl.int64)
     at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(top_k):
-        pair = token * top_k + choice
+    for choice in tl.static_range(CHOICES):  # no loop, so that all loads are under way together
+        pair = token * CHOICES + choice
         total += tl.load(weights + pair) * tl.load(answers + pair * size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
 
@@ -289,7 +291,7 @@ def grouped_experts(
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
     _combine_kernel[(num_tokens * pieces,)](
-        answers.rows, weights, out, size, top_k, pieces, BLOCK=BLOCK, **overlap(x.device, num_tokens)
+        answers.rows, weights, out, size, pieces, CHOICES=top_k, BLOCK=BLOCK, **overlap(x.device, num_tokens)
     )
     return out
 

@@ -14,7 +14,7 @@ from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
 FEW_PAIRS = 2048  # up to here each program looks at all of them
-FEW_ROWS = 8
+FEW_ROWS = FEW_TILES = 8  # pairs and tiles of one
 MAX_BLOCKS = 512  # each program reads the counts of all blocks
 NUM_WARPS = 4
 
@@ -149,9 +149,9 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
     sizes = {"SUB": sub, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
-        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, sub),)
-        few = {"PAIRS": triton.next_power_of_2(num_pairs), "ROWS": FEW_ROWS}
-        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, **few, **sizes)
+        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, FEW_TILES),)
+        few = {"PAIRS": triton.next_power_of_2(num_pairs), "ROWS": FEW_ROWS, "SUB": FEW_TILES}
+        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, **{**sizes, **few})
         return ExpertOrder(pairs, tiles)
     sizes["BLOCK"] = block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
     num_blocks = triton.cdiv(num_pairs, block)

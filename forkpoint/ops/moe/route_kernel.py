@@ -43,8 +43,8 @@ def _route_kernel(
     weight = tl.zeros((CHOICES,), tl.float32)
     chosen = tl.zeros((CHOICES,), tl.int32)
     for choice in range(top_k):
-        best = tl.argmax(share, 0)
-        weight = tl.where(choices == choice, tl.max(share, 0), weight)
+        largest, best = tl.max(share, 0, return_indices=True)
+        weight = tl.where(choices == choice, largest, weight)
         # Shares that are not numbers must not name an expert that is not there.
         chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
         share = tl.where(experts == best, -1.0, share)
