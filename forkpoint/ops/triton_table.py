@@ -25,7 +25,8 @@ from forkpoint.ops.recurrence.record_kernel import recurrence_record
 from forkpoint.ops.recurrence.verify_kernel import recurrence_fold, recurrence_verify
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
-from forkpoint.ops.scan import kernel as scan
+from forkpoint.ops.scan.kernel import scan_decode
+from forkpoint.ops.scan.prefill_kernel import scan_prefill
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable
 
@@ -58,8 +59,8 @@ def triton_table(base: OpTable) -> OpTable:
         "recurrence_prefill": recurrence_prefill,
         "recurrence_decode": recurrence_decode,
         "recurrence_record": recurrence_record,
-        "scan_prefill": scan.scan_prefill,
-        "scan_decode": scan.scan_decode,
+        "scan_prefill": scan_prefill,
+        "scan_decode": scan_decode,
         "conv_verify": conv_verify,
         "conv_fold": conv_fold,
         "recurrence_verify": recurrence_verify,

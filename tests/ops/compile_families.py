@@ -18,11 +18,12 @@ from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, record_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
+from forkpoint.ops.scan import prefill_kernel as scan_prefill
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
 HALF += ("inputs", "bias", "own_q", "shared_q", "up")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays", "systems", "totals", "vectors", "gates", "sums")
+WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "sums")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
 INTS += (
     "table_rows",
@@ -61,8 +62,9 @@ def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
 
 
 def main() -> None:
-    sizes = {"D": 64, "N": 16, "BLOCK_N": 16, "BLOCK": 32, "PIECES": 2, "AHEAD": 2}
-    compiled("scan_prefill", scan._prefill_kernel, 1, **sizes)
+    sizes = {"D": 64, "N": 16, "BLOCK_N": 16, "BLOCK": 32, "PIECES": 2}
+    for kernel in (scan_prefill._own_kernel, scan_prefill._join_kernel, scan_prefill._outputs_kernel):
+        compiled(f"scan{kernel.fn.__name__}", kernel, 1, **sizes)
     compiled("scan_decode", scan._decode_kernel, 1, **sizes)
     sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
     sizes |= {"QUERIES": 1, "SUBS": 64, "ROWS": 16}

@@ -101,12 +101,17 @@ def test_decode_is_the_recurrence(ops: OpTable, dtype: torch.dtype) -> None:
 
 
 def test_no_bit_depends_on_cuts_and_neighbours(ops: OpTable) -> None:
-    pool, given, constants = pools(), inputs(66), params()
-    whole = ops.scan_prefill(given, constants, pool, on_device(segments([66], [0], [1], [[(64, 2)]])))
+    pool, given, constants = pools(), inputs(130), params()
+    want, _ = by_token(given, constants, pool[0])
+    # From one slot to the same, over the start of the third chunk.
+    whole = ops.scan_prefill(given, constants, pool, on_device(segments([130], [0], [0], [[(64, 2), (128, 1)]])))
+    assert relative_error(whole, want) <= BOUND[torch.float32]
     other = inputs(3, seed=3)
     mixed = ScanInputs(*(torch.cat((a, b[64:])) for a, b in zip(other, given, strict=True)))
-    rest = ops.scan_prefill(mixed, constants, pool, on_device(segments([3, 2], [-1, 2], [4, 3])))
-    assert torch.equal(rest[3:], whole[64:]) and torch.equal(pool[3], pool[1])
+    saves: list[list[tuple[int, int]]] = [[], [(64, 5), (66, 6)]]
+    rest = ops.scan_prefill(mixed, constants, pool, on_device(segments([3, 66], [-1, 2], [4, 3], saves)))
+    assert torch.equal(rest[3:], whole[64:]) and torch.equal(pool[3], pool[0])
+    assert torch.equal(pool[5], pool[1]) and torch.equal(pool[6], pool[3])
     few = ScanInputs(*(value[:3] for value in given))
     together = ops.scan_decode(few, constants, pool, on_device(rows([0, 2, 5], [6, 7, -1])))
     alone = ops.scan_decode(ScanInputs(*(value[1:2] for value in few)), constants, pool, on_device(rows([2], [3])))
