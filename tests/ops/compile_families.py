@@ -49,7 +49,8 @@ POINTERS = {
 
 
 def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
-    constants = {arg: value for arg, value in {"OVERLAP": True, **constants}.items() if arg in function.arg_names}
+    constants = {"OVERLAP": True, "STRAIGHT": False, **constants}
+    constants = {arg: value for arg, value in constants.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
     source = ASTSource(

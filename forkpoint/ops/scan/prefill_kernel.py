@@ -33,7 +33,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _joined(state, own, total, rate):
-    """The state after a chunk: from `state` `[N, channels]` at its start, what it adds and its steps' sum `[channels]`."""
+    """The state after a chunk, `[N, channels]`: from that at its start, what it adds, and the sum of its steps."""
     return tl.fma(tl.exp2(total[None, :] * rate), state, own)
 
 
@@ -58,8 +58,8 @@ def _own_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one chunk that is not a segment's last: what it adds -> `states[entry]` `[D, N]`, and the sum of
-    its steps -> `totals[entry]` `[D]`."""
+    """BLOCK channels of one chunk that is not a segment's last: what it adds -> `states[entry]` `[D, N]` and the sum
+    of its steps -> `totals[entry]`."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     segment, offset = tl.load(tiles + 2 * (pid // PIECES)), tl.load(tiles + 2 * (pid // PIECES) + 1)
@@ -251,7 +251,7 @@ def scan_prefill(
 
     Scratch memory is about `T * D * N / 64` fp32 elements.
     """
-    x, dt, b, c, z = inputs
+    x, dt, b, _, _ = inputs
     tokens, (dim, values) = x.shape[0], params.A.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     assert index.tiles is not None, "kernels need the index's tiles"
