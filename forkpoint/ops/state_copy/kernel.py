@@ -15,29 +15,50 @@ PIECE = 8192  # bytes that a program loads, and then stores
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@triton.jit(do_not_specialize=["num_items"])
-def _copy_kernel(
-    pools, src, dst, unit, num_pools, pieces, num_items, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
+@triton.jit
+def _copy_piece(
+    item, pools, src, dst, unit, num_pools, pieces, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ):
     """`pools[num_pools, 3]` int64: address, bytes from slot to slot, bytes of a slot. `unit` gives the word's type.
 
     Addresses are counted in 64 bits and become pointers one by one: vectors of them are refused by triton-ascend.
     """
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        entry, rest = item // (num_pools * pieces), item % (num_pools * pieces)
-        pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
-        address, stride, size = tl.load(pool), tl.load(pool + 1), tl.load(pool + 2)
-        source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
-        if (target >= 0) & (first < size):
-            at = first // BYTES + tl.arange(0, PIECE // BYTES)
-            # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
-            inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
-            place = (address + target * stride).to(unit.dtype)
-            words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
-            if source >= 0:
-                origin = tl.multiple_of((address + source * stride).to(unit.dtype), ALIGN)
-                words = tl.load(origin + at, mask=inside, other=0)
-            tl.store(tl.multiple_of(place, ALIGN) + at, words, mask=inside)
+    entry, rest = item // (num_pools * pieces), item % (num_pools * pieces)
+    pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
+    address, stride, size = tl.load(pool), tl.load(pool + 1), tl.load(pool + 2)
+    source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
+    if (target >= 0) & (first < size):
+        at = first // BYTES + tl.arange(0, PIECE // BYTES)
+        # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
+        inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
+        place = (address + target * stride).to(unit.dtype)
+        words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
+        if source >= 0:
+            origin = tl.multiple_of((address + source * stride).to(unit.dtype), ALIGN)
+            words = tl.load(origin + at, mask=inside, other=0)
+        tl.store(tl.multiple_of(place, ALIGN) + at, words, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def _copy_kernel(
+    pools,
+    src,
+    dst,
+    unit,
+    num_pools,
+    pieces,
+    num_items,
+    PIECE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """A program takes one piece, or (TURNS) several: a loop of one costs a GPU 3 %."""
+    if TURNS:
+        for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+            _copy_piece(item, pools, src, dst, unit, num_pools, pieces, PIECE, BYTES, ALIGN)
+    else:
+        _copy_piece(tl.program_id(0), pools, src, dst, unit, num_pools, pieces, PIECE, BYTES, ALIGN)
 
 
 class StateCopy:
@@ -60,9 +81,8 @@ class StateCopy:
         pieces = triton.cdiv(widest, PIECE)
         items, word = len(src) * len(pools) * pieces, unit.element_size()
         most = self._most_programs or traits_of(src.device).most_programs or items
-        _copy_kernel[(min(items, most),)](
-            table, src, dst, unit, len(pools), pieces, items, PIECE=PIECE, BYTES=word, ALIGN=align, num_warps=8
-        )
+        sizes = {"PIECE": PIECE, "BYTES": word, "ALIGN": align, "TURNS": items > most}
+        _copy_kernel[(min(items, most),)](table, src, dst, unit, len(pools), pieces, items, **sizes, num_warps=8)
 
 
 def _describe(pools: list[Tensor]) -> tuple[Tensor, Tensor, int, int]:
