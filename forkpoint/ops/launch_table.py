@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from forkpoint.ops.metadata import SegmentIndex
 from forkpoint.platforms.table import traits_of
 
 
@@ -18,7 +19,8 @@ class LaunchTable:
 
     prefill_rows: int = 128  # (query, head) pairs of a program of attention
     latent_rows: int = 64  # and over latents,
-    latent_keys: int = 64  # which takes so many keys at a time
+    latent_keys: int = 64  # which takes so many keys at a time,
+    latent_heads: float = float("inf")  # and heads in one launch
     state_values: int = 8  # value rows of a state, of a program that takes one token or a few
     narrow_scans: bool = False  # whether states go through a prompt in the narrow tiles alone
     sample_block: int = 8192  # logits that a pass over a row reads at once
@@ -34,7 +36,8 @@ SMALL: Final = LaunchTable(
     prefill_rows=32,
     latent_rows=16,
     latent_keys=32,
-    state_values=32,  # few programs: a launch has at most 65,535
+    latent_heads=16,
+    state_values=64,  # few programs: a launch has at most 65,535
     narrow_scans=True,
     sample_block=2048,
     order_pairs=16,
@@ -52,3 +55,17 @@ def turns(tiles: Tensor, programs: int) -> Iterator[Tensor]:
     """`tiles[N, ..]` with `programs` for each in as many parts, one launch after another, as the device wants."""
     most = traits_of(tiles.device).most_programs
     return iter((tiles,) if most is None else torch.split(tiles, max(1, most // programs)))
+
+
+def segments(
+    index: SegmentIndex, programs: int, scratch: Sequence[Tensor] = (), entries: int = 1
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """(number, `[*scratch, *index.columns]` from the first of them on) of segments with `programs` each, in as many
+    parts as the device wants. `scratch` has so many entries for each chunk, as `recurrence.solve.first_chunk` counts
+    them."""
+    most, columns = traits_of(index.src.device).most_programs, index.columns
+    each = len(index) if most is None else max(1, most // programs)
+    yield min(each, len(index)), [*scratch, *columns]
+    for first in range(each, len(index), each):
+        behind = [x[first * entries :] for x in scratch]
+        yield min(each, len(index) - first), [*behind, *(x[first:] for x in columns[:-2]), *columns[-2:]]

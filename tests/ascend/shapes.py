@@ -71,7 +71,7 @@ ODD = Shape(
     (40, 12),
     (70, 16),
 )
-KEYED = Shape("kda", BF16, 256, 768, Recurrence(4, 4, 64, 64, per_key=True), 16, 1, 64, 16, 1536, None, (512, 64))
+KEYED = Shape("kda", BF16, 256, 768, Recurrence(4, 4, 64, 64, per_key=True), 32, 1, 64, 16, 1536, None, (512, 64))
 SSD = Shape("ssd", BF16, 256, 768, Recurrence(1, 8, 128, 64, delta=False), 4, 2, 64, 16, 1536, None, None, (256, 16))
 SHAPES = (DENSE, MIXTURE, SHIPPED, ODD, KEYED, SSD)
 

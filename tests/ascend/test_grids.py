@@ -17,7 +17,7 @@ from torch import Tensor
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
-from forkpoint.ops.parameters import QKNorm, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import OpTable
@@ -33,7 +33,11 @@ WIDE = replace(DENSE, name="27B", hidden=5120, inner=17_408, heads=24)
 WIDE = replace(WIDE, recurrence=replace(WIDE.recurrence, num_v_heads=48))
 LATENT = replace(KEYED, name="kda", recurrence=replace(KEYED.recurrence, num_k_heads=32, num_v_heads=32))
 LATENT = replace(LATENT, recurrence=replace(LATENT.recurrence, key_dim=128, value_dim=128), hidden=2304, inner=9216)
-SHAPES = (DENSE, MIXTURE, WIDE, LATENT, SSD)
+LARGE = replace(MIXTURE, name="64 heads", hidden=4096, heads=32, experts=(512, 10, 1024, 4096))
+LARGE = replace(LARGE, recurrence=replace(LARGE.recurrence, num_v_heads=64))
+NARROW = replace(SSD, name="128 heads", hidden=4096, recurrence=Recurrence(8, 128, 128, 64, delta=False))
+NARROW = replace(NARROW, heads=32, kv_heads=8, dim=128, vocab=131_072, scan=None)
+SHAPES = (DENSE, MIXTURE, WIDE, LARGE, LATENT, SSD, NARROW)
 
 
 def real(*sizes: int, dtype: torch.dtype = FP32) -> Tensor:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops import launch_table
 from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.select import torch_table
+from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.recurrence_cases import RecurrenceCase, padded_pool, recurrence_by_token, recurrence_case, rows, segments
 from tests.ops.triton_cases import (
     DEVICE,
@@ -91,6 +93,18 @@ def test_segments_saves_and_sentinels(shape: Recurrence, decay: str, dtype: torc
 )
 def test_shapes(shape: Recurrence) -> None:
     compare_prefill(recurrence_case(66, shape, "mixed"), [66], [1], [2], [[(64, 0)]])
+
+
+@pytest.mark.parametrize("shape", [SMALL, KEYS], ids=str)
+def test_segments_in_parts_are_those_of_one_launch(shape: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a device whose launches have few programs."""
+    case, pool = moved(recurrence_case(140, shape, "slow")), pool_for(shape)
+    other = copy_pool(pool)
+    index = on_device(segments([5, 70, 65], [1, -1, 2], [0, 3, -1], [[], [(64, 4)], [(65, 5)]]))
+    whole = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    monkeypatch.setattr(launch_table, "traits_of", lambda device: DeviceTraits(most_programs=4))
+    parts = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, other, index)
+    assert torch.equal(whole, parts) and torch.equal(pool, other)
 
 
 @gpu_only

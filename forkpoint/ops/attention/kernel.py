@@ -231,12 +231,14 @@ class PagedAttention:
 
     def _latent(self, q: Tensor, cache: Tensor, rank: int, index: AttentionIndex, scale: float) -> Tensor:
         """All heads of `q[T, H, R + P]` over one latent of each token, `cache[P, 1, block, R + P]` -> `[T, H, R]`."""
-        tokens, heads, dim = q.shape
+        (tokens, heads, dim), table = q.shape, launch_table(q.device)
+        if heads > table.latent_heads:
+            parts = torch.split(q, int(table.latent_heads), 1)
+            return torch.cat([self._latent(part, cache, rank, index, scale) for part in parts], 1)
         work, wide, options = index.work, q.dtype == torch.float32, overlap(q.device, q.shape[0])
         assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1 and work is not None
         out, num_parts, num_tiles = q.new_empty(tokens, heads, rank), work.parts.shape[0], work.tiles.shape[0]
         call = _Call(q, cache, cache[..., :rank], out, None, None, scale * LOG2_E, None)
-        table = launch_table(q.device)
         form, wide_heads = straight(q.device), triton.next_power_of_2(heads)
         block_m = max(16, table.latent_rows, wide_heads)
         queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))

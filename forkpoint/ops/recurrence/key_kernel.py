@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
-from forkpoint.ops.launch_table import launch_table
+from forkpoint.ops.launch_table import launch_table, segments
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_decay, weight
@@ -166,30 +166,31 @@ def key_prefill(
     b, out = checked(spec, mixed, a, b, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))
-    inverses, scores, keys, wholes = ready_chunks(mixed, a, b, params, index, block_k)
+    scratch = ready_chunks(mixed, a, b, params, index, block_k)
     block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
     tiles_v = triton.cdiv(value_dim, block_v)
-    _scan_kernel[(len(index) * heads * tiles_v,)](
-        mixed,
-        inverses,
-        scores,
-        keys,
-        wholes,
-        pool,
-        out,
-        *index.columns,
-        mixed.stride(0),
-        pool.stride(0),
-        H=heads,
-        K=dim,
-        V=value_dim,
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        TILES_V=tiles_v,
-        **overlap(mixed.device, mixed.shape[0]),
-        num_warps=4,
-        num_stages=1 if mixed.dtype == torch.float32 else 3,
-    )
+    for count, (inverses, scores, keys, wholes, *columns) in segments(index, heads * tiles_v, scratch, heads):
+        _scan_kernel[(count * heads * tiles_v,)](
+            mixed,
+            inverses,
+            scores,
+            keys,
+            wholes,
+            pool,
+            out,
+            *columns,
+            mixed.stride(0),
+            pool.stride(0),
+            H=heads,
+            K=dim,
+            V=value_dim,
+            BLOCK_K=block_k,
+            BLOCK_V=block_v,
+            TILES_V=tiles_v,
+            **overlap(mixed.device, mixed.shape[0]),
+            num_warps=4,
+            num_stages=1 if mixed.dtype == torch.float32 else 3,
+        )
     return out
 
 

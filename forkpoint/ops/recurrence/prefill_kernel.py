@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
-from forkpoint.ops.launch_table import launch_table, turns
+from forkpoint.ops.launch_table import launch_table, segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
@@ -323,26 +323,28 @@ def recurrence_prefill(
         return key_prefill(mixed, a, b, params, pool, index, out)
     b, out = checked(shape, mixed, a, b, pool, out)
     block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
-    systems, scores, gains = _chunks(mixed, a, b, params, index, block_k)
+    scratch = _chunks(mixed, a, b, params, index, block_k)
     programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
     options = _scan_options(mixed, block_k, programs)
     tiles_v = triton.cdiv(shape.value_dim, options["BLOCK_V"])
-    _scan_kernel[(len(index) * shape.num_v_heads * tiles_v,)](
-        mixed,
-        systems,
-        scores,
-        gains,
-        pool,
-        out,
-        *index.columns,
-        params.D,
-        mixed.stride(0),
-        pool.stride(0),
-        **sizes(shape),
-        BLOCK_K=block_k,
-        TILES_V=tiles_v,
-        DELTA=shape.delta,
-        **overlap(mixed.device, mixed.shape[0]),
-        **options,
-    )
+    each = shape.num_v_heads * tiles_v
+    for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):
+        _scan_kernel[(count * each,)](
+            mixed,
+            systems,
+            scores,
+            gains,
+            pool,
+            out,
+            *columns,
+            params.D,
+            mixed.stride(0),
+            pool.stride(0),
+            **sizes(shape),
+            BLOCK_K=block_k,
+            TILES_V=tiles_v,
+            DELTA=shape.delta,
+            **overlap(mixed.device, mixed.shape[0]),
+            **options,
+        )
     return out
