@@ -174,13 +174,14 @@ def load_model(
     progress: LoadingProgress | None = None,
     mtp: bool = False,
     ranks: Ranks = ALONE,
+    widen_fp8: bool = False,
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
     `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `dtype` is that of
     weights and activations, `state_dtype` that of the matrix states, `quantization` "fp8" puts the matrices of a model
     that is not quantised in FP8, `kv_cache_dtype` is as of `load_config`, `device` (None: torch's default) where they
-    are; `mtp` is as of `load_config`.
+    are; `mtp` is as of `load_config`. With `widen_fp8` what is in FP8 comes to the device in `dtype`.
     `progress` is told how many bytes of the weights have been read, of how many.
     Of `ranks` each builds its share. Raises ModelFolderError and UnsupportedModelError, with the tensor or field at
     fault, and ConfigError for a model that so many ranks cannot share.
@@ -200,9 +201,11 @@ def load_model(
     if config.quantization is not None and config.quantization.by_block:
         ops = ops.rounding or ops
     if load_format == "dummy":
-        return _build(config, DummyWeights(torch_dtype, seed, device, config.quantization, shares), ops, shares)
+        made = DummyWeights(torch_dtype, seed, device, config.quantization, shares, widen_fp8)
+        return _build(config, made, ops, shares)
     names = MODELS.find(config.architecture).weight_names
-    source = FileWeights(Path(path), torch_dtype, device, progress, names, config.quantization, mtp, shares)
+    given = (names, config.quantization, mtp, shares, widen_fp8)
+    source = FileWeights(Path(path), torch_dtype, device, progress, *given)
     with closing(source) as weights:
         if mtp and not weights.has(MTP_WEIGHT):
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")

@@ -114,25 +114,37 @@ class DummyWeights:
     alone."""
 
     def __init__(
-        self, dtype: torch.dtype, seed: int, device: torch.device, fp8: Fp8Format | None = None, shares: Shares = WHOLE
+        self,
+        dtype: torch.dtype,
+        seed: int,
+        device: torch.device,
+        fp8: Fp8Format | None = None,
+        shares: Shares = WHOLE,
+        widens: bool = False,
     ) -> None:
+        """`widens`: as of `FileWeights`."""
         self.dtype = dtype
         self.device = device
         self.fp8 = fp8
         self._seed = seed
         self._shares = shares
+        self._widens = widens
 
     def has(self, name: str) -> bool:
         return True
 
     def is_scaled(self, name: str) -> bool:
-        return self.fp8 is not None and self.fp8.covers(name)
+        return not self._widens and self._covers(name)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        if not self.is_scaled(name):
+        if not self._covers(name):
             return self.get(name, shape)
         part = self._shares.part(name, shape)
-        return _quantised(self._make(name, part.whole if part else shape, self.dtype, None), part)
+        made = self._make(name, part.whole if part else shape, self.dtype, None)
+        return _quantised(made.cpu(), part).dense().to(self.device) if self._widens else _quantised(made, part)
+
+    def _covers(self, name: str) -> bool:
+        return self.fp8 is not None and self.fp8.covers(name)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
@@ -173,12 +185,14 @@ class FileWeights:
         fp8: Fp8Format | None = None,
         mtp: bool = False,
         shares: Shares = WHOLE,
+        widens: bool = False,
     ) -> None:
-        """`mtp`: the MTP head's tensors are there too."""
+        """`mtp`: the MTP head's tensors are there too. `widens`: what is in FP8 comes to the device in `dtype`, for one
+        that has no such numbers."""
         self.dtype = dtype
         self.device = device
         self.fp8 = fp8
-        self._shares = shares
+        self._shares, self._widens = shares, widens
         self._progress = progress
         self._folder = folder
         self._files: dict[str, Any] = {}
@@ -247,27 +261,33 @@ class FileWeights:
         return tensor.to(dtype or self.dtype)
 
     def is_scaled(self, name: str) -> bool:
-        if self.fp8 is None:
-            return False
-        return self.fp8.covers(name) if self.fp8.on_load else self._stored_type(name) in FP8_TYPES
+        return not self._widens and self.fp8 is not None and self._in_fp8(name, self.fp8)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        if self.fp8 is None or not self.is_scaled(name):
+        if self.fp8 is None or not self._in_fp8(name, self.fp8):
             return self.get(name, shape)
+        found = self._scaled(name, shape, self.fp8)
+        return found.dense().to(self.device) if self._widens else found
+
+    def _in_fp8(self, name: str, fp8: Fp8Format) -> bool:
+        return fp8.covers(name) if fp8.on_load else self._stored_type(name) in FP8_TYPES
+
+    def _scaled(self, name: str, shape: Sequence[int], fp8: Fp8Format) -> ScaledMatrix:
+        """On the host if it is to be widened."""
         part = self._shares.part(name, shape)
         whole = part.whole if part else shape
-        if self.fp8.on_load:  # whole, so that all ranks have the same scales
-            tensor = self._read(name, whole, None)
+        if fp8.on_load:  # whole, so that all ranks have the same scales
+            tensor = self._read(name, whole, None, self._widens)
             self._check_finite(name, _is_finite(tensor))
             return _quantised(tensor.to(self.dtype), part)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
-        codes, scale = self._read(name, shape, part), name + self.fp8.scale_suffix
+        codes, scale = self._read(name, shape, part, self._widens), name + fp8.scale_suffix
         self._check_finite(name, not _has_nan(codes))
-        scales = self._read(scale, self.fp8.scale_shape(whole), None).float()
+        scales = self._read(scale, fp8.scale_shape(whole), None, self._widens).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
-        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, whole[-1])
+        rows, columns = (BLOCK, BLOCK) if fp8.by_block else (1, whole[-1])
         if part is not None:
             return part.of_scaled(codes, scales, rows, columns, self.dtype)
         return ScaledMatrix(codes, scales, rows, columns, self.dtype)
@@ -280,8 +300,8 @@ class FileWeights:
         stored, shard = self._find(name)
         return f"{stored!r} in {self._folder / shard}"
 
-    def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        """A copy on the device, as stored, of the part that has `shape`."""
+    def _read(self, name: str, shape: Sequence[int], part: Part | None, on_host: bool = False) -> Tensor:
+        """A copy on the device or the host, as stored, of the part that has `shape`."""
         stored, shard = self._find(name)
         found, whole = self._stored_shape(name), tuple(part.whole if part else shape)
         if found != whole:
@@ -295,7 +315,7 @@ class FileWeights:
         except SafetensorError as error:
             raise ModelFolderError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
         # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
-        tensor = tensor.to(self.device, copy=True)
+        tensor = tensor.clone() if on_host else tensor.to(self.device, copy=True)
         if name in self._unread:
             self._unread.remove(name)
             self._read_bytes += self._num_bytes.get(name, 0)

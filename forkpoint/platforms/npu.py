@@ -15,7 +15,7 @@ from forkpoint.platforms.platform import DeviceTraits
 # A key head's share of 32 tokens, and what attention makes of it beside 16 query rows of 256 dims in bf16, live on
 # 113 KiB of the 192 on the chip; of 64 tokens on 153, of 128 (the pages of CANN's own attention) on 233: estimates.
 KERNEL_BLOCK_SIZES: Final = (32,)
-MOST_PROGRAMS = 65_535
+MOST_PROGRAMS, MOST_ROWS = 65_535, 256
 
 
 def _missing() -> str:
@@ -45,6 +45,7 @@ def npu_traits(num_processors: int) -> DeviceTraits:
         kernel_block_sizes=KERNEL_BLOCK_SIZES,
         small_tiles=True,
         most_programs=MOST_PROGRAMS,
+        most_rows=MOST_ROWS,
         masks_gathers=False,
     )
 

@@ -47,11 +47,6 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
         torch.set_num_threads(config.num_threads)
     elif size > 1 and platform.serves_all_ranks:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    if config.kv_cache_dtype == "fp8" and not platform.traits(platform.device).has_fp8:
-        raise ConfigError(
-            f"kv_cache_dtype='fp8' is not possible on {platform.device}, which does not convert 8-bit floats (NVIDIA "
-            "GPUs of compute capability 8.9 or more do); give 'auto'"
-        )
     ops = select_table(platform.operators(config.cpu_ops), config.deterministic, config.force_state_copy)
     if size > 1 and config.deterministic and ops.backends["linear"].startswith("torch"):
         LOGGER.warning(
@@ -60,6 +55,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
             size,
         )
     sched = platform.defaults.with_options(config.scheduler)
+    _check_device(config, sched.max_num_seqs, platform)
     ranks = ALONE
     if place is not None:
         ranks = Ranks.meet(platform.collectives, rank, size, place, config.deterministic, platform.device)
@@ -102,6 +98,26 @@ def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> 
     return config.speculative_config.num_speculative_tokens
 
 
+def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> None:
+    """Raises ConfigError for what the device's kernels cannot."""
+    device, traits = platform.device, platform.traits(platform.device)
+    if config.kv_cache_dtype == "fp8" and not traits.has_fp8:
+        raise ConfigError(
+            f"kv_cache_dtype='fp8' is not possible on {device}, which does not convert 8-bit floats (NVIDIA GPUs of "
+            "compute capability 8.9 or more do); give 'auto'"
+        )
+    if traits.most_rows is not None and num_rows > traits.most_rows:
+        raise ConfigError(
+            f"max_num_seqs={num_rows} is not possible on {device}, whose launches have at most {traits.most_programs} "
+            f"programs; give {traits.most_rows} or less"
+        )
+    if (config.state_write_interval or 1) > 1 and not traits.masks_gathers:
+        raise ConfigError(
+            f"state_write_interval={config.state_write_interval} is not possible on {device}, whose compiler drops the "
+            "masks of what reads records of tokens; leave it out"
+        )
+
+
 def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: int, platform: Platform) -> int:
     """Raises ConfigError where tokens cannot be recorded."""
     asked, drafting = config.state_write_interval, config.speculative_config is not None
@@ -135,6 +151,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             progress=progress,
             mtp=config.speculative_config is not None and config.speculative_config.method == "mtp",
             ranks=ranks,
+            widen_fp8=not platform.traits(platform.device).has_fp8,
         )
 
 
@@ -180,7 +197,8 @@ def _shows_progress(config: EngineConfig) -> bool:
 
 def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     model, ops, layout = loaded.model, loaded.ops, loaded.layout
-    kept = ", weights FP8" if model.config.quantization else ""
+    widened = "" if loaded.platform.traits(loaded.platform.device).has_fp8 else ", widened"
+    kept = f", weights FP8{widened}" if model.config.quantization else ""
     kept += ", keys and values FP8" if model.config.fp8_keys and layout.has_kv else ""
     kept += f", states {config.mamba_ssm_cache_dtype}" if layout.has_states else ""
     every = loaded.state_write_interval

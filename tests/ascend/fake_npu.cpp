@@ -65,9 +65,14 @@ Tensor hosted(const Tensor& x) {
       const_cast<void*>(x.const_data_ptr()), x.sizes(), x.strides(), [keep](void*) {}, x.options().device(at::kCPU));
 }
 
+void check_type(std::optional<at::ScalarType> type) {
+  TORCH_CHECK(type != at::kFloat8_e4m3fn, "a 910B has no 8-bit floats");
+}
+
 Tensor empty(
     c10::SymIntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>, std::optional<at::Device>,
     std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  check_type(type);
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::dtype_or_default(type), format);
@@ -76,6 +81,7 @@ Tensor empty(
 Tensor empty_strided(
     c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> type,
     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  check_type(type);
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type));

@@ -23,6 +23,7 @@ from forkpoint.platforms.table import PLATFORMS, resolve_platform
 from forkpoint.runtime.step_inputs import StepShape
 from tests.ascend import fake_npu
 from tests.ascend.operators import DRAFT_OPERATORS, STEP_OPERATORS
+from tests.fp8_checkpoints import put_in_fp8
 from tests.ops.triton_cases import triton_ops
 from tests.plans import Row, plan_of
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
@@ -79,6 +80,34 @@ def test_an_engine_on_an_npu_answers_as_the_host_does(
     assert options or there[-1].num_cached_tokens >= 64
     assert (counts["num_draft_tokens"] > 0) == ("speculative_config" in options)
     assert (counts["num_preemptions"] > 0) == ("kv_cache_memory_bytes" in options)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=["folder", "option"])
+def test_weights_in_fp8_are_widened_before_they_come(
+    tiny_model: Path, tmp_path: Path, card: fake_npu.FakeModule, options: dict[str, Any]
+) -> None:
+    """The card refuses tensors of 8-bit floats."""
+    folder = tiny_model if options else tmp_path / "fp8"
+    if not options:
+        put_in_fp8(tiny_model, folder, "block")
+    options = {"dtype": "float32", "async_scheduling": True, **options}
+    there, here = (_answers(folder, device, **options)[0] for device in DEVICES)
+    assert [output.outputs[0].token_ids for output in there] == [output.outputs[0].token_ids for output in here]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' .* give 'auto'"),
+        ({"max_num_seqs": 257, "max_num_batched_tokens": 512}, "at most 65535 programs; give 256 or less"),
+        ({"state_write_interval": 8}, "drops the masks .* leave it out"),
+    ],
+)
+def test_what_kernels_cannot_do_there_is_refused(
+    tiny_model: Path, card: fake_npu.FakeModule, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        _answers(tiny_model, "npu", **options)
 
 
 @pytest.fixture

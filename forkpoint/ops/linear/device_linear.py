@@ -13,7 +13,7 @@ from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.gated_kernel import multiply_gated
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
-from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix, dense
+from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
     GatedTile,
     Tile,
@@ -46,9 +46,9 @@ class DeviceLinear:
 
     @staticmethod
     def prepare(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
-        """Both as loaded; weights in FP8 are widened where kernels cannot."""
-        if not isinstance(weight, ScaledMatrix) or not traits_of(weight.codes.device).has_fp8:
-            return PackedLinear(dense(weight), bias)
+        """Both as loaded."""
+        if not isinstance(weight, ScaledMatrix):
+            return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 

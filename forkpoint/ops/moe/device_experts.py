@@ -25,12 +25,8 @@ class DeviceExperts:
 
     @staticmethod
     def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts:
-        """Both as loaded; weights in FP8 are widened where kernels cannot."""
-        if (
-            isinstance(gate_up, ScaledMatrix)
-            and isinstance(down, ScaledMatrix)
-            and traits_of(down.codes.device).has_fp8
-        ):
+        """Both as loaded; if one alone is in FP8 it is widened."""
+        if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             return ScaledExperts(gate_up, down)
         return PackedExperts(dense(gate_up), dense(down))
 
