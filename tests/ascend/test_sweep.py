@@ -1,0 +1,69 @@
+"""Every Triton kernel that is launched is among those lowered for an NPU, or here with the reason why not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forkpoint
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.npu import npu_traits
+from forkpoint.platforms.table import traits_of
+from tests.ascend.shapes import KEYED, ODD, SHIPPED, SSD, calls
+from tests.ops.triton_cases import ON_GPU
+
+ROOT = Path(forkpoint.__file__).parent
+FP8 = "weights in FP8 are widened on the host"
+RECORDS = "states are written every token: its loads would lose their masks"
+MASKS = "its loads would lose their masks"
+NEVER_LAUNCHED = {
+    "ops.linear.fp8_kernel._narrow_kernel": FP8,
+    "ops.linear.widen_kernel._widen_kernel": FP8,
+    "ops.linear.gated_kernel._gated_kernel": MASKS,
+    "ops.moe.kernel._pair_in_kernel": MASKS,
+    "ops.moe.kernel._pair_out_kernel": MASKS,
+    "ops.moe.order_kernel._few_kernel": MASKS,
+    "ops.recurrence.record_kernel._heads_kernel": RECORDS,
+    "ops.recurrence.record_kernel._record_kernel": RECORDS,
+    "ops.conv1d.verify_kernel._verify_kernel": "has tuples; `_straight_kernel` takes its place",
+    "ops.exchange.kernel._exchange_kernel": "no kernel there writes to another card's memory",
+    "ops.exchange.kernel._sum_norm_kernel": "no kernel there writes to another card's memory",
+    "ops.attention.expanded_kernel._expanded_kernel": "keys are not made of latents there: `ops/turns.py`",
+}
+
+
+def _kernels() -> Iterator[str]:
+    """`module.kernel` of each function that the package launches by that name: what is compiled, less what only other
+    kernels call."""
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("kernel"):
+                assert any("jit" in ast.unparse(mark) for mark in node.decorator_list), node.name
+                yield ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
+
+
+@pytest.mark.skipif(ON_GPU, reason="launches are told by the interpreter")
+def test_every_launch_is_among_those_that_are_lowered_or_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import GridExecutor
+
+    found: set[str] = set()
+
+    def launch(self: Any, *args: Any, **options: Any) -> None:
+        found.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("forkpoint."))
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    monkeypatch.setattr(CpuPlatform, "traits", classmethod(lambda cls, device: npu_traits(24)))
+    traits_of.cache_clear()
+    for shape in (SHIPPED, ODD, KEYED, SSD):  # all kinds of layers
+        for _, call in calls(shape):
+            call()
+    traits_of.cache_clear()
+    launched = set(_kernels())
+    assert len(launched) > 40
+    assert launched - found == set(NEVER_LAUNCHED)
+    assert found <= launched
