@@ -65,7 +65,7 @@ class SyntheticDrafter(Drafter):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return self._by_model
 
-    def draft_ahead(self, request: Request, most: int) -> IntArray:
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray:
         return np.full(min(most, len(self._rates)), TO_DRAFT, np.int32)
 
 

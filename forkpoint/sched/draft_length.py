@@ -74,6 +74,10 @@ class DraftLength:
         row = self._rows.get(name, _Row())
         return row.rate > self._times.price or self._num_steps >= row.next_try
 
+    def likely(self, name: str, count: int) -> float:
+        """How likely it is that so many guesses are all right."""
+        return self._rows.get(name, _Row()).rate ** count
+
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
         """What became of a row's drafts: those up to the first wrong one tell something."""
         row = self._rows.get(name)

@@ -15,12 +15,13 @@ class Drafter:
         return None
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
-        """Whether the request's next step may be planned before what its last one sampled is known: with the drafts of
-        `draft_ahead` instead of those of `draft`."""
+        """Whether the request's next step is as well planned before what its last one sampled is known: with the drafts
+        of `draft_ahead` instead of those of `draft`."""
         return False
 
-    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
-        """Up to `most` drafts that the runner is to make (TO_DRAFT), of a request that goes ahead."""
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        """Up to `most` drafts of a request that goes ahead: those that the runner is to make (TO_DRAFT), or ids that
+        may follow what its step in flight samples last."""
         return None
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:

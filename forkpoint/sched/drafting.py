@@ -27,22 +27,23 @@ class DraftPlanner:
         self._settled_s = 0.0  # when the last result was known
 
     def ahead(self, running: Iterable[Entry]) -> set[Entry] | None:
-        """The rows that can be planned before the result of their step in flight is known; None: too many cannot, and
-        all are better planned together once it is."""
+        """The rows that can be planned before the result of their step in flight is known; None: too many cannot, or
+        would have better drafts later, and all are better planned together once it is."""
         decoding = [entry for entry in running if entry.prefill_end <= entry.lease.num_planned < entry.last]
         found, may_be_held = set[Entry](), int(MOST_HELD * len(decoding))
         for entry in decoding:
             if entry.lease.num_planned < entry.request.num_tokens:
                 continue
-            if self._goes_ahead(entry):
+            can = self._can_go_ahead(entry)
+            if can:
                 found.add(entry)
-            elif may_be_held:
+            if not can or not self._drafter.goes_ahead(entry.request, entry.lease):
                 may_be_held -= 1
-            else:
+            if may_be_held < 0:
                 return None
         return found
 
-    def _goes_ahead(self, entry: Entry) -> bool:
+    def _can_go_ahead(self, entry: Entry) -> bool:
         """Where drafts are in flight it is not known where the row's next step starts. What is sampled must not depend
         on that; in deterministic mode all of them are in one block."""
         request, end = entry.request, entry.lease.num_planned
@@ -52,9 +53,8 @@ class DraftPlanner:
             params, size = request.params, self._cache.layout.block_size
             placed = params.has_penalties or params.min_tokens > len(request.output_token_ids)
             crosses = self._cache.deterministic and (request.num_tokens - 1) // size != end // size
-            if placed or crosses:
-                return False
-        return self._drafter.goes_ahead(request, entry.lease)
+            return not (placed or crosses)
+        return True
 
     def plan(self, builder: PlanBuilder, entry: Entry, num_running: int) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Guesses of what follows the row's newest token, for which there are blocks, and what its grammar allows
@@ -71,7 +71,8 @@ class DraftPlanner:
         if most <= 0:
             return None, ()
         known = start < request.num_tokens
-        drafts = self._drafter.draft(request, entry.lease, most) if known else self._drafter.draft_ahead(request, most)
+        draft = self._drafter.draft if known else self._drafter.draft_ahead
+        drafts = draft(request, entry.lease, most)
         if drafts is None or not len(drafts):
             return None, ()
         masks: Sequence[IntArray] = ()

@@ -15,14 +15,19 @@ from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
 
+LIKELY = 0.7  # what lookups say of a step in flight is right; below, waiting costs less than drafts in the wrong place
+NONE = np.empty(0, np.int32)
+
 
 class Speculator(Drafter):
     """Asks its sources; the one where the most tokens agree with what the row has come to is taken at its word."""
 
     def __init__(self, sources: Sequence[DraftSource], most: int) -> None:
         self._sources, self._most = tuple(sources), most
-        self._by_model = any(isinstance(source, ModelSource) for source in sources)
+        self._lookups = [source for source in sources if not isinstance(source, ModelSource)]
+        self._by_model = len(self._lookups) < len(sources)
         self._length = DraftLength()
+        self._given: dict[str, IntArray] = {}  # to each request's last step
 
     @classmethod
     def of(cls, config: SpeculativeConfig, block_size: int) -> Speculator:
@@ -40,27 +45,40 @@ class Speculator(Drafter):
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, min(most, self._most))
-        if not count:
-            return None
-        best: Guess | None = None
-        for source in self._sources:
-            if best is None or best.num_matched < source.most_matched:
-                guess = source.draft(request, lease, count)
-                best = guess if guess and (best is None or best.num_matched < guess.num_matched) else best
-        return best.token_ids if best else None
+        best = _best(self._sources, request, lease, count) if count else None
+        return self._give(request, best.token_ids if best else None)
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
-        """Where drafts do not pay, or nothing but the model has any, judged by what is known."""
-        if not self._length.tries(request.id):
+        """Where drafts do not pay, the model has some, nothing that is known matches, or what matches says what follows
+        the step in flight and is likely right in what it says of that step."""
+        if self._by_model or not self._length.tries(request.id):
             return True
-        lookups = [source for source in self._sources if not isinstance(source, ModelSource)]
-        return all(source.draft(request, lease, 1) is None for source in lookups)
+        following = self._following(request, lease, 1)
+        return following is None or bool(len(following))
 
-    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
-        if not self._by_model:
-            return None
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, min(most, self._most))
-        return np.full(count, TO_DRAFT, np.int32) if count else None
+        drafts = self._following(request, lease, count) if count else None
+        if count and self._by_model and (drafts is None or not len(drafts)):
+            drafts = np.full(count, TO_DRAFT, np.int32)
+        return self._give(request, drafts)
+
+    def _give(self, request: Request, drafts: IntArray | None) -> IntArray | None:
+        self._given[request.id] = NONE if drafts is None else drafts
+        return drafts
+
+    def _following(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        """Up to `most` ids that follow what the step in flight confirms, as far as lookups know that: those of its
+        drafts that they say too, and one more. Empty: it is not likely that they are right there, or that is all they
+        know. None: they know nothing."""
+        in_flight = lease.num_planned - request.num_tokens
+        guess = _best(self._lookups, request, lease, in_flight + 1 + most)
+        if guess is None:
+            return None
+        ids, given = guess.token_ids, self._given.get(request.id, NONE)[: min(in_flight, len(guess.token_ids))]
+        agree = (given == ids[: len(given)]) | (given == TO_DRAFT)
+        num_confirmed = int(agree.cumprod().sum()) + 1
+        return ids[num_confirmed:][:most] if self._length.likely(request.id, num_confirmed) >= LIKELY else NONE
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._length.judged(request.id, num_drafts, num_accepted)
@@ -72,3 +90,14 @@ class Speculator(Drafter):
         for source in self._sources:
             source.forget(request)
         self._length.forget(request.id)
+        self._given.pop(request.id, None)
+
+
+def _best(sources: Sequence[DraftSource], request: Request, lease: Lease, most: int) -> Guess | None:
+    """Of the source where the most tokens agree."""
+    best: Guess | None = None
+    for source in sources:
+        if best is None or best.num_matched < source.most_matched:
+            guess = source.draft(request, lease, most)
+            best = guess if guess and (best is None or best.num_matched < guess.num_matched) else best
+    return best

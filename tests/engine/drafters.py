@@ -42,9 +42,11 @@ class RandomDrafter(Drafter):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return self._ahead.random() < AHEAD
 
-    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
-        count = min(most, self._ahead.randint(0, self._most)) if self._mtp else 0
-        return np.full(count, TO_DRAFT, np.int32)
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        count = min(most, self._ahead.randint(0, self._most))
+        if self._mtp and self._ahead.random() < 0.7:
+            return np.full(count, TO_DRAFT, np.int32)
+        return np.asarray([self._ahead.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
     def forget(self, request: Request) -> None:
         for source in self._sources:

@@ -55,7 +55,7 @@ class GoingAhead(Always):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return True
 
-    def draft_ahead(self, request: Request, most: int) -> IntArray | None:
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         return np.full(min(most, DEPTH), TO_DRAFT, np.int32)
 
 

@@ -61,7 +61,7 @@ class GoingAhead(Drafting):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return True
 
-    def draft_ahead(self, request: Request, most: int) -> np.ndarray:
+    def draft_ahead(self, request: Request, lease: Lease, most: int) -> np.ndarray:
         return np.full(min(most, 3), TO_DRAFT, np.int32)
 
 

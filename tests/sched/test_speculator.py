@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.params import SamplingParams
-from forkpoint.sched.draft_length import DraftLength
-from forkpoint.sched.draft_sources import CacheSource, NgramSource, SuffixSource
+from forkpoint.sched.draft_length import DraftLength, StepTimes
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, ModelSource, NgramSource, SuffixSource
 from forkpoint.sched.past_outputs import END, PastOutputs
+from forkpoint.sched.plan import TO_DRAFT
 from forkpoint.sched.request import Request
 from forkpoint.sched.speculator import Speculator
-from tests.sched.harness import Harness, tokens
+from tests.sched.harness import VOCAB, Harness, tokens
 
 
 def request_of(ids: list[int], outputs: list[int] | None = None) -> Request:
@@ -91,6 +93,65 @@ def test_siblings_draft_for_each_other() -> None:
     harness.check_output("ahead")
     harness.check_output("behind")
     assert behind.num_accepted_tokens > 20
+
+
+class Recalling:
+    """Knows every answer, but for one token in `wrong_every`."""
+
+    most_matched = 99
+
+    def __init__(self, harness: Harness, wrong_every: int) -> None:
+        self._harness, self._wrong_every = harness, wrong_every
+        self._answers: dict[str, list[int]] = {}
+
+    def draft(self, request: Request, lease: Lease, most: int) -> Guess | None:
+        if request.id not in self._answers:
+            answer = self._harness.runner.expected(request.prompt_token_ids.tolist(), request.max_tokens)
+            wrong = [(token + (i % self._wrong_every == 0)) % VOCAB for i, token in enumerate(answer)]
+            self._answers[request.id] = wrong
+        ids = np.asarray(self._answers[request.id][len(request.output_token_ids) :][:most], np.int32)
+        return Guess(ids, 50) if len(ids) else None
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept of it."""
+
+
+@pytest.mark.parametrize("wrong_every", [1000, 25])
+def test_what_is_looked_up_goes_ahead_of_results(wrong_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts follow those in flight as long as they are right, and find their place again after a wrong one."""
+    monkeypatch.setattr(StepTimes, "price", 0.0)
+    steps, ahead = list[int](), list[int]()
+    for async_scheduling in (False, True):
+        harness = Harness(async_scheduling=async_scheduling, check=False, most_drafts=1)
+        harness.sched._drafting._drafter = Speculator([Recalling(harness, wrong_every)], 3)
+        for i in range(4):
+            harness.add(str(i), tokens(i, 150), 200)
+        harness.run()
+        for name in harness.requests:
+            harness.check_output(name)
+        steps.append(harness.runner.num_steps)
+        ahead.append(harness.runner.num_ahead)
+    assert steps[1] <= steps[0] * (1.05 if wrong_every > 200 else 1.4)
+    assert not ahead[0] and ahead[1] > 4 * steps[1] * (0.8 if wrong_every > 200 else 0.3)
+
+
+def test_what_is_often_wrong_waits_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the model's drafts never do: they are asked for instead."""
+    monkeypatch.setattr(StepTimes, "price", 0.0)
+    harness, request = Harness(), Request("r", tokens(1, 70), SamplingParams(max_tokens=50), 50, seed=0)
+    lease = harness.sched.cache.new_lease("r", "", request.prompt_token_ids)
+    lease.num_planned = 70  # a step in flight samples a first token
+    lookups: list[DraftSource] = [Recalling(harness, 1000)]
+    for sources, goes in ((lookups, False), ([*lookups, ModelSource()], True)):
+        speculator = Speculator(sources, 3)
+        right = speculator.draft_ahead(request, lease, 3)
+        assert speculator.goes_ahead(request, lease)
+        assert right is not None and right.tolist() == harness.runner.expected(request.prompt_token_ids.tolist(), 4)[1:]
+        for _ in range(9):
+            speculator.judged(request, 3, 0)
+        assert speculator.goes_ahead(request, lease) is goes
+        drafts = speculator.draft_ahead(request, lease, 3)
+        assert drafts is not None and drafts.tolist() == [TO_DRAFT] * 3 * goes
 
 
 class Clocked:
