@@ -150,7 +150,8 @@ def bench(request: pytest.FixtureRequest, one_thread: None, tmp_path_factory: py
     path = tmp_path_factory.getbasetemp() / f"deterministic-{model}"
     if not path.exists():
         write_checkpoint(path, model, **MODELS[model])
-    return Bench(load_model(path, ops=ops, dtype=dtype), ops)
+    state_dtype = "bfloat16" if model == "qwen3_next" else "float32"
+    return Bench(load_model(path, ops=ops, dtype=dtype, state_dtype=state_dtype), ops)
 
 
 def tokens(seed: int, count: int) -> IntArray:
@@ -257,8 +258,11 @@ def test_the_check_can_fail(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
         bench.check(serving, "second")
 
 
-def test_bfloat16_states_are_refused(tmp_path: Path) -> None:
+def test_bfloat16_states_are_refused_with_drafts(tmp_path: Path) -> None:
     from forkpoint.config import EngineConfig
 
+    options: dict[str, Any] = {"deterministic": True, "mamba_ssm_cache_dtype": "bfloat16"}
+    EngineConfig.from_flat(model=str(tmp_path), **options)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match="mamba-ssm-cache-dtype float32"):
-        EngineConfig.from_flat(model=str(tmp_path), deterministic=True, mamba_ssm_cache_dtype="bfloat16")
+        EngineConfig.from_flat(model=str(tmp_path), **options, speculative_config=drafts)

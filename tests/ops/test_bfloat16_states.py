@@ -44,11 +44,27 @@ def compare(shape: Recurrence, run: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prefill_with_saves(ops: OpTable, name: str) -> None:
-    case = recurrence_case(73, SHAPES[name])
-    index = on_device(segments([70, 3], [1, -1], [2, 5], [[(64, 0), (70, 3)], [(2, 4)]]))
+    case = recurrence_case(67, SHAPES[name])
+    index = on_device(segments([64, 3], [1, -1], [2, 5], [[(64, 3)], [(2, 4)]]))
     mixed, a, b = (x.to(DEVICE) for x in (case.mixed, case.a, case.b))
     params = params_on_device(case.params)
     compare(SHAPES[name], lambda pool: ops.recurrence_prefill(mixed, a, b, params, pool, index))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_where_a_prompt_is_cut_changes_no_bit(ops: OpTable, name: str) -> None:
+    case, shape = recurrence_case(150, SHAPES[name]), SHAPES[name]
+    mixed, a, b = (x.to(DEVICE) for x in (case.mixed, case.a, case.b))
+    params = params_on_device(case.params)
+    pool = padded_pool(4, (shape.num_v_heads, shape.value_dim, shape.key_dim)).bfloat16().to(DEVICE)
+
+    def run(start: int, end: int, src: int, dst: int, *saves: tuple[int, int]) -> Tensor:
+        index = on_device(segments([end - start], [src], [dst], [list(saves)]))
+        return ops.recurrence_prefill(mixed[start:end], a[start:end], b[start:end], params, pool, index)
+
+    whole = run(0, 150, 0, 1, (64, 2))
+    assert torch.equal(run(64, 128, 2, 2), whole[64:128])
+    assert torch.equal(run(128, 150, 2, 3), whole[128:]) and torch.equal(pool[3], pool[1])
 
 
 @pytest.mark.parametrize("name", SHAPES)

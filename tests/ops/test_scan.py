@@ -100,12 +100,13 @@ def test_decode_is_the_recurrence(ops: OpTable, dtype: torch.dtype) -> None:
     assert all(torch.equal(pool[slot], before[slot]) for slot in (1, 2, 3, 4, 7))
 
 
-def test_no_bit_depends_on_cuts_and_neighbours(ops: OpTable) -> None:
-    pool, given, constants = pools(), inputs(130), params()
+@pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_cuts_and_neighbours(ops: OpTable, kept_in: torch.dtype) -> None:
+    pool, given, constants = pools().to(kept_in), inputs(130), params()
     want, _ = by_token(given, constants, pool[0])
     # From one slot to the same, over the start of the third chunk.
     whole = ops.scan_prefill(given, constants, pool, on_device(segments([130], [0], [0], [[(64, 2), (128, 1)]])))
-    assert relative_error(whole, want) <= BOUND[torch.float32]
+    assert relative_error(whole, want) <= BOUND[kept_in]
     other = inputs(3, seed=3)
     mixed = ScanInputs(*(torch.cat((a, b[64:])) for a, b in zip(other, given, strict=True)))
     saves: list[list[tuple[int, int]]] = [[], [(64, 5), (66, 6)]]

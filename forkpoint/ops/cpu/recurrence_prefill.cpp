@@ -266,6 +266,7 @@ void run(const Recurrence& s, const RecurrenceInput<T>& in, const StatePool<S>& 
     load_keys(s, in, key_head, begin + t, rows, w);
     for (int64_t h = first; h < last; ++h) {
       (s.per_key ? key_chunk<T> : chunk<T>)(s, in, h, begin + t, rows, w, state_of(h));
+      pass_through<S>(state_of(h), w.kp * w.vp);  // as if it were stored and resumed from here
     }
     save_at(t + rows);
   }

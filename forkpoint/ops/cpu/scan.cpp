@@ -8,6 +8,7 @@ namespace forkpoint {
 namespace {
 
 constexpr int64_t CHANNELS = 32;  // of one task
+constexpr int64_t STORED = 64;    // tokens after which a state may be stored, and resumed from
 
 template <class T>
 const T* at(const ScanRows<T>& rows, int64_t token) {
@@ -64,6 +65,7 @@ void scan(const Scan<T>& in, S* pool, int64_t pool_stride, const Segments& segme
     const int64_t last_save = segments.save_ptr ? segments.save_ptr[n + 1] : 0;
     for (int64_t t = 0; t < length; ++t) {
       step(in, begin + t, first, last, width, state);
+      if ((t + 1) % STORED == 0) pass_through<S>(state, CHANNELS * width);  // as if it were stored and resumed from here
       for (; e < last_save && segments.save_pos[e] == t + 1; ++e) keep(segments.save_dst[e]);
     }
     keep(segments.dst[n]);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace forkpoint {
 
@@ -53,6 +54,17 @@ inline void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 inline void store(bf16* p, vf v) {
   const vh h = round_bf16(v);
   __builtin_memcpy(p, &h, sizeof h);
+}
+
+// `count` values as they are after having been stored as S; a multiple of 16.
+template <class S>
+void pass_through(float* values, int64_t count) {
+  if (std::is_same_v<S, float>) return;
+  for (int64_t i = 0; i < count; i += LANES) {
+    S stored[LANES];
+    store(stored, load(values + i));
+    store(values + i, load(stored));
+  }
 }
 
 // The first n < 16 elements; the other lanes are zero and not stored.

@@ -144,6 +144,7 @@ def _scan_kernel(
             fresh = tl.dot(inverse, rest.to(kind), input_precision="ieee").to(kind)
             answer = tl.dot(past_q, old, input_precision="ieee") + tl.dot(score, fresh, input_precision="ieee")
             state = state * whole[:, None] + tl.dot(tl.trans(new_k), fresh, input_precision="ieee")
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
             place_at = out_at + token.to(tl.int64)[:, None] * (H * V)
             tl.store(place_at, answer.to(out.dtype.element_ty), mask=in_values)
         if target >= 0:

@@ -238,6 +238,7 @@ def _scan_kernel(
                 fresh = given
             left = (fresh * _by_token(new_k, TURN)).to(kind)
             state = state * whole + _product(tl.trans(k), left, TURN)
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
             answer = _product(q, old, TURN) * _by_token(past_q, TURN)
             answer += _product(score, fresh.to(kind), TURN)
             if skip is not None:

@@ -184,6 +184,7 @@ def recurrence_prefill(
         fresh = chunks.u[at] if chunks.w is None else chunks.u[at] - chunks.w[at] @ before
         answers[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
         after = before * chunks.decay[at] + chunks.k_decayed[at].transpose(-1, -2) @ fresh
+        after = after.to(pool.dtype).float()  # as if it were stored and resumed from here
         if everyone:
             states = after
         else:

@@ -139,6 +139,7 @@ def _join_kernel(
             total = tl.load(totals + (entry + i) * D + channel, mask=present, other=0.0)
             tl.store(at, state, mask=in_state)
             state = _joined(state, own, total, rate)
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
         if target >= 0:
             kept = pool + target.to(tl.int64) * slot_stride + in_slot
             tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state)

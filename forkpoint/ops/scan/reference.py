@@ -47,6 +47,7 @@ def scan_prefill(
             tile = slice(start + low, start + high)
             y, state = _scan(ScanInputs(*(value[tile].unsqueeze(1) for value in inputs)), params, state)
             answer[tile] = y.squeeze(1).to(answer.dtype)
+            state = state.to(pool.dtype).float()  # as if it were stored and resumed from here
             if high in saves:
                 pool[saves[high]] = state[0].to(pool.dtype)
         states[n] = state[0]
