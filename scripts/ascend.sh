@@ -31,5 +31,6 @@ files=("${files[@]/%/.py}" tests/ops/test_{latent_attention,scan,verify}.py)
 for way in "GUARD=right" "GUARD=left" "ORDER=reverse"; do
     env "$way" "$python" -m pytest -q -p no:cacheprovider "${lowered[@]}" "${files[@]}" \
         -k "not cpp and not [torch"
+    env "$way" MOST_GUARDED=2 "$python" -m pytest -q -p no:cacheprovider "${lowered[@]}" \
+        tests/ascend/test_engine_lowered.py
 done
-tests "${lowered[@]}" tests/ascend/test_engine_lowered.py

@@ -33,8 +33,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     say = terminalreporter.write_line
-    way = " ".join(filter(None, (GUARD and f"guarded {GUARD}", ORDER)))
     say(f"{len(LAUNCHES.seen)} specialisations lowered, {LAUNCHES.crashes} crashes of the adapter tried again, ")
-    say(f"{sum(RAN.launches.values())} launches on x86 {way}, {len(RAN.faults)} beside their buffers")
+    guarded = f", {sum(RAN.guarded.values())} of them guarded {GUARD}" if GUARD else f" {ORDER}"
+    say(f"{sum(RAN.launches.values())} launches on x86{guarded}, {len(RAN.faults)} beside their buffers")
     for fault in RAN.faults:
         say(f"  {fault.kernel}: {fault.where} ({fault.test})")

@@ -22,7 +22,7 @@ PROMPTS = [TEXT, TEXT + "What is", TEXT[:250]]
 
 
 def _answers(device: str, **options: Any) -> list[tuple[int, tuple[int, ...], Any]]:
-    numbers: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 4}
+    numbers: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 4}
     with LLM(str(MODEL), device=device, log_level="error", enforce_eager=True, **numbers, **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, ignore_eos=True)
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in PROMPTS]

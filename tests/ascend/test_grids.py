@@ -36,7 +36,7 @@ LATENT = replace(LATENT, recurrence=replace(LATENT.recurrence, key_dim=128, valu
 LARGE = replace(MIXTURE, name="64 heads", hidden=4096, heads=32, experts=(512, 10, 1024, 4096))
 LARGE = replace(LARGE, recurrence=replace(LARGE.recurrence, num_v_heads=64))
 NARROW = replace(SSD, name="128 heads", hidden=4096, recurrence=Recurrence(8, 128, 128, 64, delta=False))
-NARROW = replace(NARROW, heads=32, kv_heads=8, dim=128, vocab=131_072, scan=None)
+NARROW = replace(NARROW, heads=32, kv_heads=8, dim=128, vocab=131_072, scan=(8192, 16))
 SHAPES = (DENSE, MIXTURE, WIDE, LARGE, LATENT, SSD, NARROW)
 
 

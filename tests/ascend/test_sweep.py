@@ -20,7 +20,7 @@ ROOT = Path(forkpoint.__file__).parent
 FP8 = "weights in FP8 are widened on the host"
 RECORDS = "states are written every token: its loads would lose their masks"
 MASKS = "its loads would lose their masks"
-NEVER_LAUNCHED = {
+NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": FP8,
     "ops.linear.widen_kernel._widen_kernel": FP8,
     "ops.linear.gated_kernel._gated_kernel": MASKS,
@@ -30,8 +30,7 @@ NEVER_LAUNCHED = {
     "ops.recurrence.record_kernel._heads_kernel": RECORDS,
     "ops.recurrence.record_kernel._record_kernel": RECORDS,
     "ops.conv1d.verify_kernel._verify_kernel": "has tuples; `_straight_kernel` takes its place",
-    "ops.exchange.kernel._exchange_kernel": "no kernel there writes to another card's memory",
-    "ops.exchange.kernel._sum_norm_kernel": "no kernel there writes to another card's memory",
+    "ops.exchange.": "no kernel there writes to another card's memory",
     "ops.attention.expanded_kernel._expanded_kernel": "keys are not made of latents there: `ops/turns.py`",
 }
 
@@ -65,5 +64,7 @@ def test_every_launch_is_among_those_that_are_lowered_or_has_a_reason(monkeypatc
     traits_of.cache_clear()
     launched = set(_kernels())
     assert len(launched) > 40
-    assert launched - found == set(NEVER_LAUNCHED)
+    without = {name: [start for start in NEVER_LAUNCHED if name.startswith(start)] for name in launched - found}
+    assert {name for name, starts in without.items() if not starts} == set()
+    assert {start for starts in without.values() for start in starts} == set(NEVER_LAUNCHED)
     assert found <= launched

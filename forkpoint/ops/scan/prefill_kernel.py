@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu, softplus
 from forkpoint.ops.launch import await_inputs, overlap
-from forkpoint.ops.launch_table import turns
+from forkpoint.ops.launch_table import segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk
@@ -269,8 +269,9 @@ def scan_prefill(
             own = (x, dt, b, params.A, params.dt_bias, states, totals, tiles, index.cu_seqlens, *strides[:3])
             _own_kernel[(tiles.shape[0] * sizes["PIECES"],)](*own, **sizes, **options, num_warps=1)
         joined = scan_sizes(inputs, params, pool, out, JOINED_CHANNELS)
-        constants = (params.A, pool, states, totals, index.cu_seqlens, index.src, *saves, pool.stride(0))
-        _join_kernel[(len(index) * joined["PIECES"],)](*constants, **joined, **options, num_warps=JOINING_WARPS)
+        for count, (*scratch, starts, src, _, ptr, pos, dst) in segments(index, joined["PIECES"], (states, totals)):
+            constants = (params.A, pool, *scratch, starts, src, ptr, pos, dst, pool.stride(0))
+            _join_kernel[(count * joined["PIECES"],)](*constants, **joined, **options, num_warps=JOINING_WARPS)
     for tiles in parts:
         given = (*inputs, params.A, params.dt_bias, params.skip, pool, out, states, tiles)
         places = (index.cu_seqlens, index.src, index.dst, *saves, *strides, pool.stride(0))
