@@ -37,6 +37,11 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
+def mapping_option(help: str) -> Any:
+    """The same of a mapping that is given as JSON; by default it is empty."""
+    return field(default_factory=dict, metadata={"help": f"JSON{help}", "metavar": "JSON"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """What is kept and what is evicted."""

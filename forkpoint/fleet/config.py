@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from forkpoint.checks import Checker
-from forkpoint.config import json_object, option
+from forkpoint.config import json_object, mapping_option, option
 from forkpoint.errors import ConfigError
 
 MAX_REPLICAS = 4096
@@ -24,20 +24,12 @@ class FleetConfig:
         "where a request goes: to the replica that can restore most of its prompt, less what waiting there costs; to "
         "the one with the fewest requests; or to each in turn",
     )
-    autoscaling_config: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": 'JSON, in the place of --num-replicas: Ray Serve\'s, as {"min_replicas": 1, "max_replicas": 4}',
-            "metavar": "JSON",
-        },
+    autoscaling_config: Mapping[str, Any] = mapping_option(
+        ', in the place of --num-replicas: Ray Serve\'s, as {"min_replicas": 1, "max_replicas": 4}'
     )
-    ray_actor_options: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": 'JSON: what a replica takes of the cluster, such as {"num_gpus": 1}; default: a GPU, or a '
-            "core where the cluster has none",
-            "metavar": "JSON",
-        },
+    ray_actor_options: Mapping[str, Any] = mapping_option(
+        ': what a replica takes of the cluster, such as {"num_gpus": 1}; default: a GPU, or a core where the cluster '
+        "has none",
     )
     max_ongoing_requests: int = option(256, "requests that are sent to a replica at once; others wait for one")
     ray_address: str | None = option(

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,41 +27,9 @@ IGNORED = ("model.visual.", "visual.", "model.mtp.")
 MTP = "mtp."
 
 Span: TypeAlias = tuple[float, float]
+# Where a model gets its tensors, by their canonical names (`model.layers.0...`) and of the shapes that this rank has.
+WeightSource: TypeAlias = "DummyWeights | FileWeights"
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
-
-
-class WeightSource(Protocol):
-    """Where a model gets its tensors, by their canonical names (`model.layers.0...`).
-
-    Shapes are of what this rank has of them.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    fp8: Fp8Format | None  # of matrices that are in FP8
-
-    def has(self, name: str) -> bool:
-        """Whether `get` can return this tensor."""
-
-    def get(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
-    ) -> Tensor:
-        """A new tensor of `shape` in `dtype` (default: the model's) on the source's device.
-
-        Made-up weights are uniform in `span`, or normal with the deviation `shape[-1] ** -0.5`.
-        """
-
-    def is_scaled(self, name: str) -> bool:
-        """Whether `get_matrix` gives it in FP8."""
-
-    def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The stored shape; None for made-up weights, which take any."""
-
-    def rest(self) -> list[str]:
-        """Names that nobody asked for."""
 
 
 class JoinedMatrix:
@@ -110,8 +78,8 @@ def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], c
 
 
 class DummyWeights:
-    """Random weights for any name and shape; the bits depend on the seed, the name, the whole shape and the device
-    alone."""
+    """Random weights for any name and shape, uniform in `span` or normal with the deviation `shape[-1] ** -0.5`; the
+    bits depend on the seed, the name, the whole shape and the device alone. `FileWeights` says what methods do."""
 
     def __init__(
         self,
@@ -232,9 +200,11 @@ class FileWeights:
             self._progress(self._read_bytes, self._total_bytes)
 
     def has(self, name: str) -> bool:
+        """Whether `get` can return this tensor."""
         return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        """The stored shape; None for made-up weights, which take any."""
         return self._shares.local_shape(name, self._stored_shape(name))
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -246,11 +216,13 @@ class FileWeights:
         return tuple(self._files[shard].get_slice(stored).get_shape())
 
     def rest(self) -> list[str]:
+        """Names that nobody asked for."""
         return sorted(self._unread)
 
     def get(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
     ) -> Tensor:
+        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device."""
         if self._stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self._where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
@@ -261,9 +233,11 @@ class FileWeights:
         return tensor.to(dtype or self.dtype)
 
     def is_scaled(self, name: str) -> bool:
+        """Whether `get_matrix` gives it in FP8."""
         return not self._widens and self.fp8 is not None and self._in_fp8(name, self.fp8)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
+        """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
         if self.fp8 is None or not self._in_fp8(name, self.fp8):
             return self.get(name, shape)
         found = self._scaled(name, shape, self.fp8)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.config import json_object, option
+from forkpoint.checks import Checker
+from forkpoint.config import json_object, mapping_option, option
 from forkpoint.errors import ConfigError
 from forkpoint.params import MAX_LOGPROBS
 
 MIB = 2**20
+_CHECK = Checker(ConfigError)
 NOT_NEGATIVE = ("max_stored_responses", "max_stored_responses_bytes", "shutdown_timeout_s", "sse_keep_alive_interval")
 FOR_ORIGINS, CORS = ("allowed_methods", "allowed_headers", "allow_credentials"), "allowed_origins too"
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
@@ -70,12 +72,8 @@ class ServerConfig:
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
         "auto", "what chat templates are given as content: a text, or a list of parts; auto: what the template shows"
     )
-    default_chat_template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": 'JSON: variables of the chat template, such as {"enable_thinking": false}',
-            "metavar": "JSON",
-        },
+    default_chat_template_kwargs: Mapping[str, Any] = mapping_option(
+        ': variables of the chat template, such as {"enable_thinking": false}'
     )
     response_role: str = option("assistant", "role in the answers of chat completions")
     max_logprobs: int = option(MAX_LOGPROBS, "most alternatives that a request may ask the log-probabilities of")
@@ -97,7 +95,7 @@ class ServerConfig:
         variables = json_object("default_chat_template_kwargs", self.default_chat_template_kwargs)
         object.__setattr__(self, "default_chat_template_kwargs", variables)
         defaults = {name: field.default for name, field in self.__dataclass_fields__.items()}
-        _require(all(self.api_key), "api_key", "", "non-empty keys")
+        _CHECK.require(all(self.api_key), "api_key", "", "non-empty keys")
         for name, ok, allowed in (
             ("port", 0 <= self.port < 2**16, "an integer from 0 to 65535"),
             *((name, getattr(self, name) >= 1, "1 or more") for name in ("max_body_bytes", "max_open_requests")),
@@ -113,10 +111,10 @@ class ServerConfig:
             ("ssl_ca_certs", self.ssl_certfile or self.ssl_ca_certs is None, "it together with ssl_certfile"),
             *((name, self.allowed_origins or getattr(self, name) == defaults[name], CORS) for name in FOR_ORIGINS),
         ):
-            _require(bool(ok), name, getattr(self, name), allowed)
+            _CHECK.require(bool(ok), name, getattr(self, name), allowed)
         for origin in self.allowed_origins:
             ok = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
-            _require(ok, "allowed_origins", origin, "'*', or scheme://host[:port] without a path")
+            _CHECK.require(ok, "allowed_origins", origin, "'*', or scheme://host[:port] without a path")
 
     @property
     def salts_by_key(self) -> bool:
@@ -134,11 +132,6 @@ def _listed(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
             listed = json.loads(text)
         except ValueError:
             listed = [None]
-        _require(all(isinstance(item, str) for item in listed), name, text, "texts, or one JSON list of texts")
+        _CHECK.require(all(isinstance(item, str) for item in listed), name, text, "texts, or one JSON list of texts")
         texts += listed
     return tuple(texts)
-
-
-def _require(ok: bool, name: str, given: object, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={given!r} is not allowed; give {allowed}")

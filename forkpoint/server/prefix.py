@@ -14,11 +14,9 @@ from starlette.requests import Request
 
 from forkpoint.cache.hashing import HashChain
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.engine.inputs import Prompt
-from forkpoint.params import SamplingParams
 from forkpoint.routing.wire import sent_hash
 from forkpoint.server.chat import prepare_chat
-from forkpoint.server.completions import prepare_completion
+from forkpoint.server.completions import PreparedCompletion, prepare_completion
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.endpoint import prepare_message
 from forkpoint.server.responses.endpoint import prepare_response
@@ -37,8 +35,8 @@ def add_prefix_route(app: FastAPI, service: Service) -> None:
     @app.post("/prefix/{path:path}", response_model=PrefixReply, include_in_schema=False)
     async def prefix(path: str, request: Request) -> Any:
         """The body is that of a request to `path`. Raises HTTPError or ForkpointError as that does."""
-        if path not in PROMPTS:
-            raise HTTPError(404, f"{path[:80]!r} takes no prompt; give one of {', '.join(PROMPTS)}", "not_found_error")
+        if path not in PREPARED:
+            raise HTTPError(404, f"{path[:80]!r} takes no prompt; give one of {', '.join(PREPARED)}", "not_found_error")
         salted = service.config.salts_by_key
         reply = await service.prepare(partial(read_prefix, path, salted), request)
         return Response(reply.model_dump_json(), media_type="application/json")
@@ -46,8 +44,15 @@ def add_prefix_route(app: FastAPI, service: Service) -> None:
 
 def read_prefix(path: str, salted: bool, texts: Texts, data: bytes) -> PrefixReply:
     """Runs in a reader's process."""
-    prompt, params = PROMPTS[path](texts, data)
-    if prompt is None or salted or params.cache_salt:
+    asked: Any = PREPARED[path](texts, data)
+    if isinstance(asked, str):  # goes on from a response that one replica has stored
+        return PrefixReply(block_hashes=[])
+    prompt, params = (
+        (asked.prompts[0], asked.params)
+        if isinstance(asked, PreparedCompletion)
+        else (asked.turn.prompt, asked.turn.params)
+    )
+    if salted or params.cache_salt:
         return PrefixReply(block_hashes=[])
     chain = HashChain("", BLOCK_SIZE)
     chain.extend(prompt.token_ids)
@@ -55,32 +60,11 @@ def read_prefix(path: str, salted: bool, texts: Texts, data: bytes) -> PrefixRep
     return PrefixReply(block_hashes=[sent_hash(name) for name in chain.hashes[:usable]])
 
 
-def _of_chat(texts: Texts, data: bytes) -> tuple[Prompt | None, SamplingParams]:
-    turn = prepare_chat(texts, data).turn
-    return turn.prompt, turn.params
-
-
-def _of_completion(texts: Texts, data: bytes) -> tuple[Prompt | None, SamplingParams]:
-    asked = prepare_completion(texts, data)
-    return asked.prompts[0], asked.params
-
-
-def _of_message(texts: Texts, data: bytes) -> tuple[Prompt | None, SamplingParams]:
-    turn = prepare_message(texts, data).turn
-    return turn.prompt, turn.params
-
-
-def _of_response(texts: Texts, data: bytes) -> tuple[Prompt | None, SamplingParams]:
-    """None where it goes on from a response that one replica has stored."""
-    asked = prepare_response(texts, data)
-    return (None, SamplingParams()) if isinstance(asked, str) else (asked.turn.prompt, asked.turn.params)
-
-
-PROMPTS: Final[Mapping[str, Callable[[Texts, bytes], tuple[Prompt | None, SamplingParams]]]] = MappingProxyType(
+PREPARED: Final[Mapping[str, Callable[[Texts, bytes], object]]] = MappingProxyType(
     {
-        "v1/chat/completions": _of_chat,
-        "v1/completions": _of_completion,
-        "v1/messages": _of_message,
-        "v1/responses": _of_response,
+        "v1/chat/completions": prepare_chat,
+        "v1/completions": prepare_completion,
+        "v1/messages": prepare_message,
+        "v1/responses": prepare_response,
     }
 )

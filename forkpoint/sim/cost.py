@@ -165,18 +165,8 @@ def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
     matrix = np.asarray(rows) / np.asarray([[step.seconds] for step in steps])
     prior = np.asarray([1 / getattr(model.device, name) for name in names] + [model.device.step_s])
     inverse = _fit_positive(matrix, prior)
-    linear, attention, decode_attention, prefill_states, decode_states, moved = (1 / inverse[:-1]).tolist()
-    device = replace(
-        model.device,
-        linear=linear,
-        attention=attention,
-        decode_attention=decode_attention,
-        prefill_states=prefill_states,
-        decode_states=decode_states,
-        moved=moved,
-        step_s=float(inverse[-1]),
-    )
-    return CostModel(model.shape, device)
+    shares = dict(zip(names, (1 / inverse[:-1]).tolist(), strict=True))
+    return CostModel(model.shape, replace(model.device, **shares, step_s=float(inverse[-1])))
 
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
