@@ -12,8 +12,8 @@ from forkpoint.errors import ConfigError
 from forkpoint.platforms.accelerator import AcceleratorPlatform
 from forkpoint.platforms.platform import DeviceTraits
 
-# A key head's share of 32 tokens, and what attention makes of it beside 16 query rows of 256 dims in bf16, live on
-# 113 KiB of the 192 on the chip; of 64 tokens on 153, of 128 (the pages of CANN's own attention) on 233: estimates.
+# A key head's share of 32 tokens, and what prefill makes of it beside 32 query rows of 256 dims in bf16, live on 157
+# KiB of the 192 on the chip; of 64 tokens on 176, of 128 (the pages of CANN's own attention) on 240: estimates.
 KERNEL_BLOCK_SIZES: Final = (32,)
 MOST_PROGRAMS, MOST_ROWS = 65_535, 256
 
