@@ -198,7 +198,7 @@ def load_model(
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     config, shares = cut_model(config, ranks)
-    if config.quantization is not None and config.quantization.by_block:
+    if config.quantization is not None and config.quantization.by_block and not widen_fp8:
         ops = ops.rounding or ops
     if load_format == "dummy":
         made = DummyWeights(torch_dtype, seed, device, config.quantization, shares, widen_fp8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ SHARED_APART = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
-    driver = Driver(load_model(folder, ops=torch_table(), **{"dtype": "float32", **options}))
+    driver = Driver(load_model(folder, **{"ops": torch_table(), "dtype": "float32", **options}))
     return driver.prefill(driver.row(), TOKENS, [64])
 
 
@@ -71,6 +72,20 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     assert error(logits(tmp_path / "fp8"), logits(tmp_path / "widened")) <= TOLERANCE
     assert error(near, exact) > 1e-3
     assert (near - exact).std() < exact.std()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_device_without_fp8_gets_widened_weights(quantization: str | None, tmp_path: Path) -> None:
+    """And no operators that round what products of FP8 read."""
+    write_checkpoint(tmp_path / "plain", "qwen3_5_moe")
+    folder = tmp_path / "plain"
+    if quantization is None:
+        folder = tmp_path / "fp8"
+        put_in_fp8(tmp_path / "plain", folder, "block")
+    missing: Any = None
+    ops = replace(torch_table(), rounding=replace(torch_table(), rmsnorm=missing, linear=missing))
+    got = logits(folder, quantization=quantization, widen_fp8=True, ops=ops)
+    assert torch.equal(got, logits(folder, quantization=quantization))
 
 
 @pytest.mark.parametrize("layout", ["block", "channel"])
