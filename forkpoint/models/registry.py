@@ -211,16 +211,20 @@ def load_model(
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
         model = _build(config, weights, ops, shares)
-        ends = len(config.layers)
-        spare = tuple(f"model.layers.{ends + i}." for i in range(config.num_draft_layers))
-        spare += ("lm_head.weight",) if config.tie_word_embeddings else ()
-        unused = [name for name in weights.rest() if not name.startswith(spare)]
-        if unused:
-            raise ModelFolderError(
-                f"{path} holds {len(unused)} tensors that {config.architecture} with this config.json does not use, "
-                f"{unused[0]!r} first; config.json and the weights belong to different models"
-            )
+        _check_all_used(path, config, weights)
         return model
+
+
+def _check_all_used(path: str | Path, config: ModelConfig, weights: FileWeights) -> None:
+    """Raises ModelFolderError for weights of layers that the model does not have, but for those of a draft layer."""
+    spare = tuple(f"model.layers.{len(config.layers) + i}." for i in range(config.num_draft_layers))
+    spare += ("lm_head.weight",) if config.tie_word_embeddings else ()
+    unused = [name for name in weights.rest() if not name.startswith(spare)]
+    if unused:
+        raise ModelFolderError(
+            f"{path} holds {len(unused)} tensors that {config.architecture} with this config.json does not use, "
+            f"{unused[0]!r} first; config.json and the weights belong to different models"
+        )
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, shares: Shares) -> Model:
