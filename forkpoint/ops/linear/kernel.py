@@ -281,11 +281,11 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
         **_options(x, tile, at_once=scales is None),
     )
     if splits > 1:
-        _add_splits(target, bias, out, tile)
+        _add_splits(target, bias, out)
     return out
 
 
-def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> None:
+def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """`sums[splits, 1 or 2, M, N]` in their order -> `out[M, N]`; of two sums the second goes up beside a gate."""
     splits, kinds, num_rows, num_outputs = sums.shape
     pieces = triton.cdiv(num_outputs, BLOCK)
@@ -300,7 +300,7 @@ def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, tile: Tile) -> N
         GATED=kinds == 2,
         BIAS=bias is not None,
         BLOCK=BLOCK,
-        **_options(out, tile),
+        **overlap(out.device, num_rows),
     )
 
 

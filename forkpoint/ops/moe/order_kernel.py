@@ -14,8 +14,9 @@ from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
 FEW_PAIRS = 2048  # up to here each program looks at all of them
-FEW_ROWS = FEW_TILES = 8  # pairs and tiles of one
-MAX_BLOCKS = 512  # each program reads the counts of all blocks
+FEW_ROWS, FEW_TILES = 16, 8  # pairs and tiles of one
+MAX_BLOCKS = 512
+SUMMED_BLOCKS, SUMMED_EXPERTS = 128, 16  # of which a program adds up counts together
 NUM_WARPS = 4
 
 
@@ -48,6 +49,28 @@ def _count_kernel(
         chosen = tl.load(ids + at, mask=at < num_pairs, other=-1)
         total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), 0)
     tl.store(counts + block * EXPERTS + experts, total)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _sum_kernel(
+    counts,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Of COLUMNS experts the pairs in earlier blocks, in place; behind the last block those in all."""
+    await_inputs(OVERLAP)
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, num_blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        at, inside = counts + block[:, None] * EXPERTS + expert[None, :], (block < num_blocks)[:, None]
+        own = tl.load(at, mask=inside, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(own, 0) - own, mask=inside)
+        total += tl.sum(own, 0)
+    tl.store(counts + num_blocks * EXPERTS + expert, total)
 
 
 @triton.jit
@@ -87,17 +110,9 @@ def _order_kernel(
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)  # pairs in earlier blocks
-    for start in range(0, num_blocks, SUB):
-        blocks = start + tl.arange(0, SUB)
-        inside = blocks < num_blocks
-        part = tl.load(counts + blocks[:, None] * EXPERTS + experts[None, :], mask=inside[:, None], other=0)
-        total += tl.sum(part, 0)
-        before += tl.sum(tl.where(blocks[:, None] < pid, part, 0), 0)
-    first = tl.cumsum(total, 0) - total
+    total = tl.load(counts + num_blocks * EXPERTS + experts)
     if pid < num_blocks:
-        place = first + before
+        place = tl.cumsum(total, 0) - total + tl.load(counts + pid * EXPERTS + experts)
         for start in range(0, BLOCK, SUB):
             at = pid * BLOCK + start + tl.arange(0, SUB)
             chosen = tl.load(ids + at, mask=at < num_pairs, other=-1)
@@ -155,8 +170,10 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
         return ExpertOrder(pairs, tiles)
     sizes["BLOCK"] = block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
     num_blocks = triton.cdiv(num_pairs, block)
-    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(num_blocks + 1, padded, dtype=torch.int32, device=ids.device)
     _count_kernel[(num_blocks,)](ids, counts, num_pairs, **sizes)
+    summed = {"BLOCKS": SUMMED_BLOCKS, "COLUMNS": min(SUMMED_EXPERTS, padded), "EXPERTS": padded}
+    _sum_kernel[(padded // summed["COLUMNS"],)](counts, num_blocks, **summed, **overlap(ids.device, ids.shape[0]))
     grid = (num_blocks + triton.cdiv(num_tiles, sub),)
     _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
     return ExpertOrder(pairs, tiles)
