@@ -14,6 +14,8 @@ from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.scan.prefill_kernel import LOG2_E, scan_sizes
 
 CHANNELS = 64  # of a program: 4 KiB of state for 16 values each
+MANY_ROWS, ROWS = 32, 4  # so many rows on, a program takes several
+AHEAD = tl.constexpr(3)  # turns of which loads are under way together
 
 
 @triton.jit
@@ -27,16 +29,11 @@ def _token(state, x, dt, b, c, z, rates, dt_bias, skip):
 
 
 @triton.jit
-def _slot_at(pool, slot, slot_stride, value, channel, N: tl.constexpr):
-    return pool + slot.to(tl.int64) * slot_stride + channel[None, :] * N + value[:, None]
-
-
-@triton.jit
 def _row(at, stride, here, inside):
     return tl.load(at + here * stride, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "most_rows"])
 def _decode_kernel(
     x,
     dt,
@@ -56,6 +53,8 @@ def _decode_kernel(
     c_stride,
     z_stride,
     slot_stride,
+    num_rows,
+    most_rows,
     D: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -63,30 +62,36 @@ def _decode_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one row."""
+    """BLOCK channels of up to `most_rows` rows, whose states are loaded ahead."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
-    row = (pid // PIECES).to(tl.int64)
+    first = pid // PIECES * most_rows
     channel, value = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
     present, real = channel < D, value < N
     in_state = real[:, None] & present[None, :]
-    source, target = tl.load(src + row), tl.load(dst + row)
-    old = _slot_at(pool, source, slot_stride, value, channel, N)
-    state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
-    y, state = _token(
-        state,
-        _row(x + channel, x_stride, row, present),
-        _row(dt + channel, dt_stride, row, present),
-        _row(b + value, b_stride, row, real),
-        _row(c + value, c_stride, row, real),
-        _row(z + channel, z_stride, row, present),
-        tl.load(rates + channel[None, :] * N + value[:, None], mask=in_state, other=0.0) * LOG2_E,
-        tl.load(dt_bias + channel, mask=present, other=0.0),
-        tl.load(skip + channel, mask=present, other=0.0),
-    )
-    tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
-    kept = _slot_at(pool, target, slot_stride, value, channel, N)
-    tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))
+    in_slot = channel[None, :] * N + value[:, None]
+    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    bias = tl.load(dt_bias + channel, mask=present, other=0.0)
+    through = tl.load(skip + channel, mask=present, other=0.0)
+    for i in tl.range(0, tl.minimum(most_rows, num_rows - first), num_stages=AHEAD):
+        row = first.to(tl.int64) + i
+        source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+        old = pool + source * slot_stride + in_slot
+        state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
+        y, state = _token(
+            state,
+            _row(x + channel, x_stride, row, present),
+            _row(dt + channel, dt_stride, row, present),
+            _row(b + value, b_stride, row, real),
+            _row(c + value, c_stride, row, real),
+            _row(z + channel, z_stride, row, present),
+            rate,
+            bias,
+            through,
+        )
+        tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
+        kept = pool + target * slot_stride + in_slot
+        tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))
 
 
 def scan_decode(
@@ -94,8 +99,9 @@ def scan_decode(
 ) -> Tensor:
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
-    sizes = scan_sizes(inputs, params, pool, out, CHANNELS)
-    _decode_kernel[(inputs.x.shape[0] * sizes["PIECES"],)](
+    sizes, num_rows = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
+    rows = ROWS if num_rows >= MANY_ROWS else 1
+    _decode_kernel[(triton.cdiv(num_rows, rows) * sizes["PIECES"],)](
         *inputs,
         params.A,
         params.dt_bias,
@@ -106,8 +112,10 @@ def scan_decode(
         index.dst,
         *(value.stride(0) for value in inputs),
         pool.stride(0),
+        num_rows,
+        rows,
         **sizes,
-        **overlap(inputs.x.device, inputs.x.shape[0]),
+        **overlap(inputs.x.device, num_rows),
         num_warps=1,
     )
     return out
