@@ -74,11 +74,21 @@ def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_p
             assert (metrics["num_replayed_steps"] > metrics["num_steps"] // 2) != eager
 
 
+def dialogues() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    return [encode(make_training_dialogue(random.Random(i), 300), tokenizer)[0][: 120 + 9 * i] for i in range(8)]
+
+
+def note_plans(llm: LLM) -> list[StepPlan]:
+    runner: Any = llm._engine.core._runner
+    plans, submit = list[StepPlan](), runner.submit
+    runner.submit = lambda plan: [plans.append(plan), submit(plan)][1]
+    return plans
+
+
 def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
     """Drafts that are right and wrong, greedy rows and random ones, in graphs and launched: bit for bit."""
-    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    texts = [encode(make_training_dialogue(random.Random(i), 300), tokenizer)[0][: 120 + 9 * i] for i in range(8)]
-    prompts = [{"prompt_token_ids": text} for text in texts]
+    prompts = [{"prompt_token_ids": text} for text in dialogues()]
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}]
     common: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "logprobs": 1}
     params = [SamplingParams(seed=i, **common, **kinds[i % 2]) for i in range(8)]
@@ -87,14 +97,27 @@ def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     for eager in (False, True):
         with start(DEMO_MODEL, deterministic=True, speculative_config=drafts, enforce_eager=eager) as llm:
-            runner: Any = llm._engine.core._runner
-            plans, submit = list[StepPlan](), runner.submit
-            runner.submit = lambda plan, plans=plans, submit=submit: [plans.append(plan), submit(plan)][1]
+            plans = note_plans(llm)
             for expected in want:
                 check(llm.generate(prompts, params, use_tqdm=False), expected)
             metrics = llm.get_metrics()
         ahead = np.concatenate([plan.rows.ahead for plan in plans])
         assert metrics["num_accepted_tokens"] > 500 and ahead.sum() > 60
+
+
+def test_states_at_boundaries_in_reach_serve_the_next_turn() -> None:
+    """In default mode, in fp32: greedy ids of both turns, and where the second one resumes."""
+    params, found = SamplingParams(temperature=0.0, max_tokens=155, ignore_eos=True), list[Any]()
+    for options in ({}, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}):
+        with start(DEMO_MODEL, dtype="float32", **options) as llm:
+            plans = note_plans(llm)
+            texts = dialogues()
+            for _ in range(2):
+                answers = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+                texts = [[*text, *answer.outputs[0].token_ids, 5] for text, answer in zip(texts, answers, strict=True)]
+            found.append(([answer.num_cached_tokens for answer in answers], texts))
+    saves = [plan.rows.ahead & (np.diff(plan.rows.save_ptr) > 0) for plan in plans]
+    assert found[0] == found[1] and np.concatenate(saves).sum() > 8
 
 
 def test_states_in_bfloat16_and_default_mode(tmp_path: Path) -> None:
