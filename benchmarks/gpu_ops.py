@@ -108,33 +108,37 @@ def decode_cases() -> Iterator[Case]:
 
 
 def record_cases() -> Iterator[Case]:
-    """States written every 8 tokens, rows at all places between two writes."""
-    interval, shapes = 8, record_shapes()
-    record = 4 * sum(math.prod(shape) for shape in shapes)
+    """States written every 8 tokens, rows at all places between two writes; of windows all tokens but one counted."""
+    interval, heads, shapes = 8, SHAPE.num_v_heads, record_shapes()
+    record = 4 * math.prod(shapes[0]) + 2 * math.prod(shapes[1])
     for batch in (1, 8, 32, 128, 256):
+        for tokens in (1, 2, 4):
 
-        def make(batch: int = batch) -> list[Call]:
-            count = max(turns(batch * SLOT), -(-interval // batch))
-            pool = torch.randn(count * batch, SHAPE.num_v_heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
-            mixed, a, b = (randn(batch, size) for size in (SHAPE.mixed_dim, *[SHAPE.num_v_heads] * 2))
-            params, records = (
-                recurrence_params(),
-                [torch.zeros(batch, interval, *shape, device=DEVICE) for shape in shapes],
-            )
-            calls: list[Call] = []
-            for i in range(count):
-                held = [(row + i) % interval for row in range(batch)]
-                folds = [int(number + 1 == interval) for number in held]
-                kept = RecordIndex(*(ints(column) for column in (list(range(batch)), held, folds)))
-                slots = ints(list(range(i * batch, (i + 1) * batch)))
-                index = DecodeIndex(slots, slots)
-                calls.append(
-                    lambda i=index, kept=kept: OPS.recurrence_record(mixed, a, b, params, pool, i, kept, records)  # type: ignore[misc]
-                )
-            return calls
+            def make(batch: int = batch, tokens: int = tokens) -> list[Call]:
+                count, total = max(turns(batch * SLOT), -(-interval // batch)), batch * tokens
+                pool = torch.randn(count * batch, heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
+                mixed, a, b = (randn(total, size) for size in (SHAPE.mixed_dim, heads, heads))
+                params, lines = recurrence_params(), (batch, interval + 2 * tokens - 1)
+                updates = torch.zeros(batch, interval + tokens - 1, *shapes[0], device=DEVICE)
+                sizes = ((SHAPE.num_k_heads,), (heads,))
+                kept = [updates, randn(*lines, *shapes[1]), *(torch.zeros(*lines, *x, device=DEVICE) for x in sizes)]
+                calls: list[Call] = []
+                for i in range(count):
+                    ends = [64 + (3 * row + i) % interval for row in range(batch)]
+                    written = [(end - max(1, tokens - 1)) // interval * interval for end in ends]
+                    held = [end - start for end, start in zip(ends, written, strict=True)]
+                    slots = list(range(i * batch, (i + 1) * batch))
+                    offsets, rows = list(range(0, total + 1, tokens)), list(range(batch))
+                    columns = (slots, slots, offsets, rows, written, held, [0] * batch, [-1] * batch)
+                    index = RecordIndex(interval, *(ints(column) for column in columns))
+                    calls.append(
+                        lambda index=index: OPS.recurrence_record(mixed, a, b, params, pool, index, kept)  # type: ignore[misc]
+                    )
+                return calls
 
-        moved = batch * (SLOT * (1 + 1 / interval) + record * (1 + (interval - 1) / 2))
-        yield Case(f"recurrence_record, {batch} rows", moved, 0, make)
+            counted = max(1, tokens - 1)
+            moved = batch * (SLOT * (1 + counted / interval) + record * (tokens + counted + (interval - 1) / 2))
+            yield Case(f"recurrence_record, {batch} rows, {tokens} tokens", moved, 0, make)
 
 
 def record_shapes() -> tuple[tuple[int, ...], ...]:

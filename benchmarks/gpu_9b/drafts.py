@@ -146,7 +146,8 @@ def measure(model: Path, args: argparse.Namespace) -> None:
     with start(model, args, speculative_config=config) as llm:
         core = llm._engine.core.scheduler
         assert core._drafting is not None
-        extra, own = records_bytes(core.layout, 1, 1 + most), core._drafting._drafter
+        runner_: Any = llm._engine.core._runner
+        extra, own = records_bytes(core.layout, 1, 1 + most, runner_.write_interval), core._drafting._drafter
         print(f"extra memory of a row, {most} drafts: {extra / MIB:.2f} MiB", flush=True)
         seconds = first_token_s(llm, args.repeats)
         print(f"first token of {LONG:,}: {seconds * 1e3:.1f} ms, plain {plain_s * 1e3:.1f}", flush=True)

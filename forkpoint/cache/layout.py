@@ -34,7 +34,8 @@ class TensorSpec:
 
     `shape` is `(heads, dim)` of a token, and anything of a sequence. `operators` names what updates a sequence's
     tensor: for decode rows, and for prefill segments. Where drafts can be verified, `records` are what a token leaves
-    behind until it is known to count, and operator `fold` then takes the tensor on by them.
+    behind until it is known to count, and operator `fold` then takes the tensor on by them. Where a tensor can be
+    written every few tokens, `spaced` are what each leaves behind until then, in the order of recurrence_record.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TensorSpec:
     operators: tuple[str, str] | None = None
     fold: str | None = None
     records: tuple[TensorSpec, ...] = ()
+    spaced: tuple[TensorSpec, ...] = ()
 
     @property
     def num_values(self) -> int:

@@ -16,7 +16,8 @@ from forkpoint.ops.table import OpTable
 # Slow decay for made-up weights, so that their states matter.
 DUMMY_A_LOG = (-4.0, -1.0)
 DUMMY_DT_BIAS = (-3.0, -1.0)
-RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify and recurrence_record
+RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify,
+SPACED = ("updates", "keys", "scales", "decays")  # and of recurrence_record
 
 
 class ConvRecurrence:
@@ -43,15 +44,14 @@ class ConvRecurrence:
     def _decode(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
         mixed = self._conv.decode(mixed, ctx)
+        if ctx.record is not None and not self._params.spec.per_key:
+            records = [cache[name] for name in SPACED]
+            return self._ops.recurrence_record(mixed, a, b, self._params, cache["matrix"], ctx.record, records, out)
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
             found = self._ops.recurrence_verify(mixed, a, b, self._params, cache["matrix"], ctx.verify, records)
             return found if out is None else out.copy_(found)
-        where = cache["matrix"], slots["recurrence_decode"]
-        if ctx.record is not None and not self._params.spec.per_key:
-            records = [cache[name] for name in RECORDS]
-            return self._ops.recurrence_record(mixed, a, b, self._params, *where, ctx.record, records, out)
-        return self._ops.recurrence_decode(mixed, a, b, self._params, *where, out)
+        return self._ops.recurrence_decode(mixed, a, b, self._params, cache["matrix"], slots["recurrence_decode"], out)
 
     def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.prefill
@@ -64,12 +64,18 @@ def kept_state(spec: Recurrence, conv_width: int, dtype: str, state_dtype: str) 
     """The convolution's window and the matrices of all heads."""
     matrix = (spec.num_v_heads, spec.value_dim, spec.key_dim)
     operators = ("recurrence_decode", "recurrence_prefill")
-    fold = None if spec.per_key else "recurrence_fold"  # drafts are not verified where each key has its own decay
-    shapes = ((spec.num_v_heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (spec.num_v_heads,))
-    records = tuple(TensorSpec(name, shape, "float32") for name, shape in zip(RECORDS, shapes, strict=True))
+    heads = (spec.num_v_heads,)
+    update, key = (*heads, spec.value_dim), (spec.num_k_heads, spec.key_dim)
+    kinds = (
+        (RECORDS, (update, key, heads), ("float32", "float32", "float32")),
+        (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
+    )
+    records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
+    # Where each key has its own decay, every token's state is written and drafts are not verified.
+    kept = () if spec.per_key else ("recurrence_fold", records, spaced)
     tensors = (
         kept_window(spec.mixed_dim, conv_width, dtype),
-        TensorSpec("matrix", matrix, state_dtype, operators, fold, records if fold else ()),
+        TensorSpec("matrix", matrix, state_dtype, operators, *kept),
     )
     operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
     return StateSpec(tensors, operations * math.prod(matrix))

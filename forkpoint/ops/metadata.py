@@ -123,16 +123,34 @@ class VerifyIndex:
 
 @dataclass(frozen=True, slots=True)
 class RecordIndex:
-    """What `B` one-token rows have recorded since the states in their slots were written.
+    """`B` rows of one token or more, the first of which is certain and the others drafts, whose states are written at
+    multiples of `interval` tokens.
 
-    Row `b` has the records of `held[b]` tokens in line `line[b]`. Where `folds[b]` is not 0 the state after them and
-    the row's token is written to its `dst`; elsewhere the token's record goes behind the others, and the state to
-    `dst` as it is if `src` is another slot. A padded row has line -1 and records nothing.
+    Row `b` has the state after `written[b]` tokens in slot `src[b]`, and in line `line[b]` records of the `held[b]`
+    tokens behind them. Where these come to a multiple of the interval, the state goes on to the last one and is
+    written to slot `dst[b]`, after `mark[b]` of them (0: nowhere; on a device it may be beyond) also to slot
+    `mark_dst[b]`. Elsewhere it goes to `dst[b]` as it is if `src[b]` is another slot. Then come the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`, each
+    of which leaves a record. Records stand at their position modulo the line's length. A padded row has no tokens and
+    `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
     """
 
+    interval: int
+    src: Tensor  # [B]
+    dst: Tensor  # [B]
+    cu_tokens: Tensor  # [B + 1]
     line: Tensor  # [B]
+    written: Tensor  # [B]
     held: Tensor  # [B]
-    folds: Tensor  # [B]
+    mark: Tensor  # [B]
+    mark_dst: Tensor  # [B]
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """All fields but the first, in their order."""
+        return [getattr(self, name) for name in self.__slots__[1:]]
+
+    def __len__(self) -> int:
+        return int(self.src.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

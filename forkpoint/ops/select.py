@@ -63,6 +63,7 @@ def torch_table(deterministic: bool = False) -> OpTable:
         recurrence_prefill=recurrence.recurrence_prefill,
         recurrence_decode=recurrence.recurrence_decode,
         recurrence_record=recurrence_record.recurrence_record,
+        recurrence_settle=recurrence_record.recurrence_settle,
         scan_prefill=scan.scan_prefill,
         scan_decode=scan.scan_decode,
         conv_verify=conv_verify.conv_verify,

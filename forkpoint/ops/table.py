@@ -211,13 +211,19 @@ class RecurrenceRecord(Protocol):
         b: Tensor | None,
         params: RecurrenceParams,
         pool: Tensor,
-        index: DecodeIndex,
-        kept: RecordIndex,
+        index: RecordIndex,
         records: Sequence[Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
-        """recurrence_decode for rows whose states are written every few tokens, equal to rounding. Records, fp32:
-        updates `[L, M, HV, V]`, keys `[L, M, H, K]`, sums of g since the slot's state `[L, M, HV]`."""
+        """recurrence_decode for rows whose states are written every few tokens, with drafts or without: `mixed[T,
+        mixed_dim]` -> `[T, HV, V]`, in `out` if given, equal to rounding. Records of windows of up to `w` tokens:
+        updates `[L, interval + w - 1, HV, V]` fp32, and in lines `[L, interval + 2 w - 1, ...]` keys `[H, K]` as they
+        are in `mixed`, their scales `[H]` and g `[HV]`, both fp32."""
+
+
+class RecurrenceSettle(Protocol):
+    def __call__(self, pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
+        """What recurrence_record does before the tokens."""
 
 
 class ScanPrefill(Protocol):
@@ -342,6 +348,7 @@ class OpTable:
     recurrence_prefill: RecurrencePrefill
     recurrence_decode: RecurrenceDecode
     recurrence_record: RecurrenceRecord
+    recurrence_settle: RecurrenceSettle
     scan_prefill: ScanPrefill
     scan_decode: ScanDecode
     conv_verify: ConvVerify

@@ -21,7 +21,7 @@ from forkpoint.ops.moe.route_kernel import route
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence.decode_kernel import recurrence_decode
 from forkpoint.ops.recurrence.prefill_kernel import recurrence_prefill
-from forkpoint.ops.recurrence.record_kernel import recurrence_record
+from forkpoint.ops.recurrence.record_kernel import recurrence_record, recurrence_settle
 from forkpoint.ops.recurrence.verify_kernel import recurrence_fold, recurrence_verify
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
@@ -59,6 +59,7 @@ def triton_table(base: OpTable) -> OpTable:
         "recurrence_prefill": recurrence_prefill,
         "recurrence_decode": recurrence_decode,
         "recurrence_record": recurrence_record,
+        "recurrence_settle": recurrence_settle,
         "scan_prefill": scan_prefill,
         "scan_decode": scan_decode,
         "conv_verify": conv_verify,

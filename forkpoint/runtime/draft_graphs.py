@@ -14,7 +14,7 @@ from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
-from forkpoint.runtime.records import DraftRecords
+from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.staging import InputRegion, layout_of, upload_all
 from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places, rows_to_draft
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan
@@ -45,7 +45,7 @@ class DraftGraphs:
         self,
         model: Model,
         batch: Batch,
-        records: DraftRecords,
+        records: TokenRecords,
         platform: Platform,
         most: int,
         steps: Sequence[StepShape],

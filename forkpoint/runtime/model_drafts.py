@@ -14,7 +14,7 @@ from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
-from forkpoint.runtime.records import DraftRecords
+from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import rows_to_draft
 from forkpoint.sched.plan import IntArray, StepPlan
 
@@ -23,7 +23,7 @@ class ModelDrafts:
     """Fills in the drafts that a plan leaves to the runner. The layer's keys of the drafts go where the step's own will
     be written: the row has these blocks already, and what is wrong there is overwritten."""
 
-    def __init__(self, model: Model, batch: Batch, records: DraftRecords, platform: Platform) -> None:
+    def __init__(self, model: Model, batch: Batch, records: TokenRecords, platform: Platform) -> None:
         self._model, self._batch, self._records, self._platform = model, batch, records, platform
         self._layer = len(model.config.layers)
         self._splits = None if platform.shares_memory else KeySplits(batch.table.kernel_block_size)

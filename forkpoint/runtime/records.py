@@ -1,8 +1,9 @@
-"""What rows with drafts leave for their next step: the tokens accepted, which that step folds into the state."""
+"""What tokens leave behind for the next steps of their rows: until it is known which count, and between two writes of
+their recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,49 +13,69 @@ from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout, LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.context import LayerCache
-from forkpoint.ops.metadata import VerifyIndex, running_total
+from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
 from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
+NOWHERE = -1  # where the last step of a row started that it did not decode
 
-class DraftRecords:
+
+class TokenRecords:
     """The lines of all rows, and how many tokens of each are still to be folded into the row's state.
 
-    A slot is behind its row by these until the row's next step; the state of a row that leaves the batch at a block
-    boundary, where it may have become a checkpoint, is folded first. A row has two lines: a step writes one and reads
-    the other. `layers` are the arena's, each with its records `[2 * num_rows, most_tokens, *shape]` under the names
-    that the specs give them. `missed[row]`, int64 on the device, are the drafts that did not count of the row's last
-    step with some; behind all rows there is a 0. Until a step's result is known the host supposes that all count.
+    With drafts a slot is behind its row by the tokens of a step until the row's next one; recurrences that can be
+    written every `interval` tokens are behind by those since the last multiple of it. Positions alone decide, so a
+    request's bits do not depend on what else ran; the grid of checkpoints is a multiple of it. The state of a row that
+    leaves the batch at a block boundary, where it may have become a checkpoint, is folded first. `most_tokens` of a row
+    are in a step; with an interval of 1 a row has two lines: a step writes one and reads the other. `layers` are the
+    arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them. `missed[row]`,
+    int64 on the device, are the drafts that did not count of the row's last step with some; behind all rows there is a
+    0. Until a step's result is known the host supposes that all count.
     """
 
-    def __init__(self, arena: ArenaBuffer, ops: OpTable, num_rows: int, most_tokens: int, platform: Platform) -> None:
+    def __init__(
+        self, arena: ArenaBuffer, ops: OpTable, num_rows: int, most_tokens: int, interval: int, platform: Platform
+    ) -> None:
         self._ops, self._platform, self._grid = ops, platform, arena.layout.checkpoint_grid
-        self._specs = arena.layout.layers
-        specs = [_tensors(layer) for layer in self._specs]
+        assert self._grid % interval == 0, "a checkpoint must be whole"
+        self._interval, self._specs = interval, arena.layout.layers
+        self.drafts = most_tokens > 1  # whether rows may have some
+        made = [list(_records(layer, most_tokens, interval)) for layer in self._specs]
         self.layers: tuple[LayerCache, ...] = tuple(
             {
                 **cache,
-                **{line.name: self._lines(2 * num_rows, most_tokens, line) for spec in own for line in spec.records},
+                **{
+                    record.name: torch.zeros(
+                        (lines * num_rows, length, *record.shape), dtype=DTYPES[record.dtype], device=platform.device
+                    )
+                    for _, record, lines, length in own
+                },
             }
-            for cache, own in zip(arena.layers, specs, strict=True)
+            for cache, own in zip(arena.layers, made, strict=True)
         )
-        self._states = [
-            (spec.fold, cache[spec.name], [cache[record.name] for record in spec.records])
-            for cache, own in zip(self.layers, specs, strict=True)
-            for spec in own
+        states = [
+            (tensor, cache, [cache[record.name] for spec, record, *_ in own if spec is tensor])
+            for cache, own in zip(self.layers, made, strict=True)
+            for tensor in dict.fromkeys(spec for spec, *_ in own)
         ]
+        spaced = interval > 1
+        self._pending_states = [
+            (spec.fold, cache[spec.name], records) for spec, cache, records in states if not (spaced and spec.spaced)
+        ]
+        self._spaced_states = [(cache[spec.name], records) for spec, cache, records in states if spaced and spec.spaced]
         self._pending = np.zeros(num_rows, np.int32)
-        self._line = 2 * np.arange(num_rows, dtype=np.int32)  # that the row's next step reads
+        # That the row's next step reads, and what takes it to the one that is written.
+        self._line, self._turn = np.arange(num_rows, dtype=np.int32), 0
+        if not spaced:
+            self._line, self._turn = 2 * self._line, 1
+        self._start = np.full(num_rows, NOWHERE, np.int32)  # of the row's last step
+        self._whole = np.zeros(num_rows, np.int32)  # tokens of the state that it read
         self._end = np.zeros(num_rows, np.int32)  # tokens that the state has once they are folded
         self._slot = np.full(num_rows, NO_SLOT, np.int32)
         self._step = np.zeros(num_rows, np.int64)  # that issued the row last
         self.missed = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
-
-    def _lines(self, num_lines: int, most_tokens: int, record: TensorSpec) -> Tensor:
-        shape = (num_lines, most_tokens, *record.shape)
-        return torch.zeros(shape, dtype=DTYPES[record.dtype], device=self._platform.device)
 
     def concern(self, plan: StepPlan) -> bool:
         """Whether a row of the plan has drafts, or tokens to be folded."""
@@ -66,17 +87,40 @@ class DraftRecords:
         rows, count = plan.rows, plan.num_decodes
         row, read, write = rows.row[:count], rows.read_slot[:count], rows.write_slot[:count]
         pending, line = self._pending[row], self._line[row]
+        return (
+            read, write, running_total(rows.num_tokens[:count]), pending, *self._marks(plan, pending),
+            line, line ^ self._turn,
+        )  # fmt: skip
+
+    def spaced_columns(self, plan: StepPlan) -> tuple[IntArray, ...]:
+        """The same in the order of RecordIndex; none where every state is written."""
+        if not self._spaced_states:
+            return ()
+        rows, count = plan.rows, plan.num_decodes
+        row, read, write = rows.row[:count], rows.read_slot[:count], rows.write_slot[:count]
+        written = self._written(row, rows.start[:count])
+        held = rows.start[:count] - written
+        return read, write, running_total(rows.num_tokens[:count]), row, written, held, *self._marks(plan, held)
+
+    def _marks(self, plan: StepPlan, behind: IntArray) -> tuple[IntArray, IntArray]:
+        """After how many of the tokens that rows are behind by a state goes elsewhere too, and where."""
+        rows, count = plan.rows, plan.num_decodes
+        read, start = rows.read_slot[:count], rows.start[:count]
         # A row that turns to another slot leaves a checkpoint behind, which has to be whole.
-        turns = (pending > 0) & (read != write)
-        mark, mark_slot = np.where(turns, pending, 0), np.where(turns, read, NO_SLOT)
+        turns = (behind > 0) & (read != rows.write_slot[:count]) & (start % self._interval == 0)
+        mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: count + 1])
         assert saves.max(initial=0) <= 1, "the tokens of a step pass one boundary at most"
         at, num_saves = np.flatnonzero(saves), int(saves.sum())
-        mark[at] = rows.save_positions[:num_saves] - (rows.start[:count] - pending)[at]
+        mark[at] = rows.save_positions[:num_saves] - (start - behind)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
-        mark[mark > pending] = 0  # in reach of the last step, which did not come so far
-        offsets = running_total(rows.num_tokens[:count])
-        return read, write, offsets, pending, mark, mark_slot, line, line ^ 1
+        mark[mark > behind] = 0  # in reach of the last step, which did not come so far
+        return mark, mark_slot
+
+    def _written(self, row: IntArray, start: IntArray) -> IntArray:
+        """Tokens of the states in the rows' slots; a row that was not decoded before has a whole one."""
+        before = self._start[row]
+        return np.where(before < 0, start, np.maximum(self._whole[row], before // self._interval * self._interval))
 
     def newest(self, layer: int, name: str, rows: IntArray, slots: IntArray) -> Tensor:
         """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
@@ -109,27 +153,30 @@ class DraftRecords:
         return replace(rows, start=rows.start - missed, ahead=np.zeros_like(rows.ahead))
 
     def issued(self, plan: StepPlan) -> None:
-        """The step is on its way. What rows without drafts compute is in their slots."""
+        """The step is on its way. What rows without drafts compute is in their slots, or recorded."""
         rows, count = plan.rows, plan.num_decodes
-        row, drafts = rows.row[:count], rows.num_drafts[:count]
+        row, start, drafts = rows.row[:count], rows.start[:count], rows.num_drafts[:count]
+        self._whole[row], self._start[row] = self._written(row, start), start
         self._pending[row] = np.where(drafts, 1 + drafts, 0)
         self._end[row] = (rows.start + rows.num_tokens)[:count]
         self._slot[row], self._step[row] = rows.write_slot[:count], plan.step
-        self._line[row] ^= 1
+        self._line[row] ^= self._turn
 
     def confirm(self, plan: StepPlan, counts: IntArray) -> None:
         """It is known how many tokens of each row that the step sampled count."""
         row, missed = plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples] - counts
+        is_last = self._step[row] == plan.step
         self._end[row] -= missed
-        self._pending[row] -= np.where(self._step[row] == plan.step, missed, 0)
+        self._pending[row] -= np.where(is_last, missed, 0)
+        self._start[row] -= np.where(is_last, 0, missed)
 
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
         """Rows leave the batch, then slots move. The state of a row at a boundary may have become a checkpoint."""
         gone = np.asarray(list(removed), np.int64)
-        whole = gone[(self._pending[gone] > 0) & (self._end[gone] % self._grid == 0)]
-        if len(whole):
-            self._fold(whole)
-        self._pending[gone] = 0
+        gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % self._grid == 0)]
+        self._fold(gone_whole[self._pending[gone_whole] > 0])
+        self._settle(gone_whole)
+        self._pending[gone], self._start[gone] = 0, NOWHERE
         for move in moves:
             if move.kind is MoveKind.SLOT:
                 self._slot[self._slot == move.src] = move.dst
@@ -138,15 +185,41 @@ class DraftRecords:
         slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
         columns = (slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line)
         index = VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
-        for name, pool, records in self._states:
+        for name, pool, records in self._pending_states if len(rows) else ():
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
 
+    def _settle(self, rows: npt.NDArray[np.int64]) -> None:
+        if not len(rows) or not self._spaced_states:
+            return
+        slot, written, none = (
+            self._slot[rows],
+            self._written(rows.astype(np.int32), self._end[rows]),
+            np.zeros_like(rows),
+        )
+        columns = (slot, slot, np.zeros(len(rows) + 1), rows, written, self._end[rows] - written, none, none)
+        index = RecordIndex(self._interval, *(self._platform.upload(column.astype(np.int32)) for column in columns))
+        for pool, records in self._spaced_states:
+            self._ops.recurrence_settle(pool, index, records)
 
-def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int) -> int:
+
+def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:
     """What the lines of so many rows take."""
-    each = sum(line.num_bytes() for layer in layout.layers for spec in _tensors(layer) for line in spec.records)
-    return 2 * num_rows * most_tokens * each
+    records = (each for layer in layout.layers for each in _records(layer, most_tokens, interval))
+    return num_rows * sum(lines * length * record.num_bytes() for _, record, lines, length in records)
+
+
+def _records(layer: LayerSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, TensorSpec, int, int]]:
+    """(tensor, a record of its tokens, lines of each row, tokens of each line)."""
+    for tensor in _tensors(layer):
+        if interval > 1 and tensor.spaced:
+            for i, record in enumerate(tensor.spaced):
+                # Updates that a step folds and writes over are read and written by the same program; the others are
+                # read by many.
+                yield tensor, record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
+        elif most_tokens > 1:
+            for record in tensor.records:
+                yield tensor, record, 2 if interval == 1 else 1, most_tokens
 
 
 def _tensors(layer: LayerSpec) -> list[TensorSpec]:

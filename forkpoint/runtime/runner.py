@@ -26,12 +26,11 @@ from forkpoint.runtime.graphs import StepGraphs, StepOutputs
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
 from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep, Verified
-from forkpoint.runtime.records import DraftRecords
+from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.state_operators import StateOperators
-from forkpoint.runtime.state_records import StateRecords
 from forkpoint.runtime.step_inputs import (
     HostLens,
     StepBuilder,
@@ -77,23 +76,22 @@ class ModelRunner:
         self._states = StateOperators(self.arena, frozenset() if force_state_copy else ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic, self.platform.device)
-        self._records: DraftRecords | None = None
-        if max_num_drafts:
-            self._records = DraftRecords(self.arena, ops, max_num_rows, 1 + max_num_drafts, self.platform)
+        self._records: TokenRecords | None = None
         self._drafts: ModelDrafts | DraftGraphs | None = None
-        if self._records is not None and model.config.draft_layer:
-            parts = (model, self.batch, self._records, self.platform)
-            self._drafts = (
-                ModelDrafts(*parts)
-                if self.platform.shares_memory
-                else DraftGraphs(*parts, max_num_drafts, graph_shapes)
+        self.write_interval = state_write_interval
+        if max_num_drafts or state_write_interval > 1:
+            self._records = TokenRecords(
+                self.arena, ops, max_num_rows, 1 + max_num_drafts, state_write_interval, self.platform
             )
-        self._state_records: StateRecords | None = None
-        if state_write_interval > 1:
-            assert not max_num_drafts, "drafts have records of their own"
-            self._state_records = StateRecords(self.arena, max_num_rows, state_write_interval, self.platform)
+            if max_num_drafts and model.config.draft_layer:
+                parts = (model, self.batch, self._records, self.platform)
+                self._drafts = (
+                    ModelDrafts(*parts)
+                    if self.platform.shares_memory
+                    else DraftGraphs(*parts, max_num_drafts, graph_shapes)
+                )
         on_device = max_num_drafts if isinstance(self._drafts, DraftGraphs) else 0
-        kept = (self._states.copies, self._records, on_device, self._state_records)
+        kept = (self._states.copies, self._records, on_device)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         self._graphs: StepGraphs | None = None
         if graph_shapes and self.platform.has_graphs:
@@ -111,13 +109,11 @@ class ModelRunner:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
-        if self._records is None:
+        if self._records is None or not self._records.drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
-        else:
+        if self._records is not None:
             self._records.leave(plan.removed, plan.moves)
-        if self._state_records is not None:
-            self._state_records.leave(plan.removed)
         moved_bytes = self.arena.move(plan.moves) if plan.moves else 0
         self.batch.update(plan)
         if self._failure is not None:
@@ -129,8 +125,6 @@ class ModelRunner:
         except Exception as error:
             self._failure = error
             return FailedStep(error, self._failure_seen)
-        if self._state_records is not None:
-            self._state_records.confirm(plan)
         return replace(pending, moved_bytes=moved_bytes, done=self.platform.mark())
 
     def close(self) -> None:
@@ -198,7 +192,7 @@ class ModelRunner:
 
     def _verifies(self, plan: StepPlan) -> bool:
         """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
-        if self._records is None:
+        if self._records is None or not self._records.drafts:
             return False
         return (self._graphs is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
@@ -212,8 +206,8 @@ class ModelRunner:
         shape: StepShape,
         host_lens: HostLens = ((), ()),
     ) -> Tensor:
-        caches = (self._records or self._state_records or self.arena).layers
-        context = context_of(tensors, shape, self.batch.table.device, caches, self._states, host_lens)
+        caches, table = (self._records or self.arena).layers, self.batch.table.device
+        context = context_of(tensors, shape, table, caches, self._states, host_lens, self.write_interval)
         if "late" in tensors:
             self._builder.catch_up(tensors)
         ids, count = tensors["token_ids"], shape.num_decodes

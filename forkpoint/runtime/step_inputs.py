@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -23,9 +23,8 @@ from forkpoint.ops.metadata import (
     tile_table,
 )
 from forkpoint.runtime.block_table import BlockTable
-from forkpoint.runtime.records import DraftRecords
+from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
-from forkpoint.runtime.state_records import StateRecords
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -37,7 +36,11 @@ _VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
     "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "pending": 0, "mark": 0, "mark_dst": NO_SLOT, "read": 0,
     "write": 0,
 })  # fmt: skip
-_RECORD: Final = ("line", "held", "folds")
+# And in those of RecordIndex.
+_RECORD: Final[Mapping[str, int | None]] = MappingProxyType({
+    "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "line": NO_ROW, "written": 0, "held": 0, "mark": 0,
+    "mark_dst": NO_SLOT,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class StepBuilder:
     Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
     samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
     kernels on a device run over; None makes none. `copies` is whether some operators find states copied, `records` is
-    asked where drafts are verified, `states` where states are written every few tokens. `most_drafts` of a row are
-    found on the device (DraftGraphs); 0: none are.
+    asked where drafts are verified or states written every few tokens. `most_drafts` of a row are found on the device
+    (DraftGraphs); 0: none are.
     """
 
     def __init__(
@@ -81,12 +84,11 @@ class StepBuilder:
         has_kv: bool,
         splits: KeySplits | None,
         copies: bool = False,
-        records: DraftRecords | None = None,
+        records: TokenRecords | None = None,
         most_drafts: int = 0,
-        states: StateRecords | None = None,
     ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
-        self._records, self._most_drafts, self._states = records, most_drafts, states
+        self._records, self._most_drafts = records, most_drafts
 
     def most_parts(self, num_decodes: int) -> int:
         """Entries of `parts` that a step of so many decode rows can need."""
@@ -118,12 +120,11 @@ class StepBuilder:
             "sampled_rows": _padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
         }
         arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
+        if self._records is not None:
+            count = shape.num_verified or shape.num_decodes
+            arrays |= _columns("record", _RECORD, self._records.spaced_columns(plan), count)
         if self._records is not None and shape.num_verified:
-            for name, column in zip(_VERIFY, self._records.columns(plan), strict=True):
-                count, fill = shape.num_verified, _VERIFY[name]
-                if fill is None:  # where each row's tokens begin, and the last's end
-                    count, fill = count + 1, int(column[-1])
-                arrays[f"verify_{name}"] = _padded(column.astype(np.int32), count, fill)
+            arrays |= _columns("verify", _VERIFY, self._records.columns(plan), shape.num_verified)
             if self._splits is not None:
                 late, spare = self._records.late(rows)[: plan.num_decodes].astype(np.int64), self._table.num_rows
                 arrays["verify_late"] = _padded(late, shape.num_verified, spare)
@@ -132,9 +133,6 @@ class StepBuilder:
                 at, row, number = draft_places(plan)
                 arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
                 arrays["draft_at"][at] = row * self._most_drafts + number
-        if self._states is not None:
-            for name, fill, column in zip(_RECORD, (NO_ROW, 0, 0), self._states.columns(plan), strict=True):
-                arrays[f"record_{name}"] = _padded(column, shape.num_decodes, fill)
         # To attention each token of a decode row is a row of its own.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -152,10 +150,13 @@ class StepBuilder:
         if self._has_kv:
             rows = t["table_rows"][: len(missed)].long()
             slots.copy_(self._table.kv_slots_there(rows, positions, slots))
-        t["verify_pending"] -= self._records.missed[t["verify_late"]]
+        behind = self._records.missed[t["verify_late"]]
+        t["verify_pending"] -= behind
+        if "record_held" in t:
+            t["record_held"] -= behind
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
-        """What the state operators read and write; what decode rows save is for DraftRecords."""
+        """What the state operators read and write; what decode rows save is for TokenRecords."""
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers = rows.save_ptr[decodes:] - first
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
@@ -229,9 +230,10 @@ def context_of(
     caches: tuple[LayerCache, ...],
     operators: StateOperators,
     host_lens: HostLens = ((), ()),
+    interval: int = 1,
 ) -> ForwardContext:
     """What the model sees; `host_lens` are (query lengths, key lengths) of all rows, decodes first, for operators on a
-    CPU."""
+    CPU. States are written every `interval` tokens."""
     t, (query_lens, kv_lens) = tensors, host_lens
     work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"]) if "parts" in t else None
     attention = AttentionIndex(
@@ -247,8 +249,21 @@ def context_of(
     )
     decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
     verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY)) if shape.num_verified else None
-    record = RecordIndex(*(t[f"record_{name}"] for name in _RECORD)) if "record_line" in t else None
+    record = None
+    if "record_line" in t:
+        record = RecordIndex(interval, *(t[f"record_{name}"] for name in _RECORD))
     return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
+
+
+def _columns(kind: str, fills: Mapping[str, int | None], columns: Sequence[IntArray], count: int) -> Arrays:
+    """The columns of an index, if there are any, padded to `count` rows."""
+    arrays: Arrays = {}
+    for (name, fill), column in zip(fills.items(), columns, strict=False):
+        if fill is None:  # where each row's tokens begin, and the last's end
+            arrays[f"{kind}_{name}"] = _padded(column.astype(np.int32), count + 1, int(column[-1]))
+        else:
+            arrays[f"{kind}_{name}"] = _padded(column.astype(np.int32), count, fill)
+    return arrays
 
 
 def _most_tiles(shape: StepShape) -> int:

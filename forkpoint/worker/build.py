@@ -26,7 +26,6 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import ModelRunner
-from forkpoint.runtime.state_records import state_records_bytes
 from forkpoint.worker.memory import GIB, Loaded, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.sizing import choose_num_pages
 from forkpoint.worker.weights_progress import WeightsProgress
@@ -121,13 +120,14 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
 def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: int, platform: Platform) -> int:
     """Raises ConfigError where tokens cannot be recorded."""
     asked, drafting = config.state_write_interval, config.speculative_config is not None
-    if drafting and asked not in (None, 1):
+    if drafting and config.deterministic and asked not in (None, 1):
         raise ConfigError(
-            f"state_write_interval={asked} is not possible with --speculative-config; leave one of them out"
+            f"state_write_interval={asked} is not possible with --speculative-config and --deterministic: drafts would "
+            "change last bits; leave one of them out"
         )
-    if not state_records_bytes(layout, num_rows=1, interval=1):
+    if not any(tensor.spaced for spec in layout.states for tensor in spec.tensors):
         return 1
-    plain = drafting or config.deterministic or num_rows < LEAST_RECORDED
+    plain = config.deterministic or num_rows < LEAST_RECORDED
     usual = 1 if plain else platform.traits(platform.device).state_write_interval
     return asked or usual
 

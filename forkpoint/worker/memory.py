@@ -18,7 +18,6 @@ from forkpoint.params import SamplingParams
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import ModelRunner
-from forkpoint.runtime.state_records import state_records_bytes
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
@@ -92,9 +91,8 @@ def bytes_beside_arena(loaded: Loaded) -> int:
     recorded = activations * largest // sched.max_num_batched_tokens
     with explained_exhaustion("recording graphs on trial", "give enforce_eager, or " + remedy):
         recorded += len(shapes) * graph_bytes(loaded)
-    drafts, interval = loaded.max_num_drafts, loaded.state_write_interval
-    records = records_bytes(loaded.layout, sched.max_num_seqs, 1 + drafts) if drafts else 0
-    records += state_records_bytes(loaded.layout, sched.max_num_seqs, interval) if interval > 1 else 0
+    most_tokens, interval = 1 + loaded.max_num_drafts, loaded.state_write_interval
+    records = records_bytes(loaded.layout, sched.max_num_seqs, most_tokens, interval)
     return max(0, activations) + logits + recorded + records + SLACK_BYTES
 
 

@@ -43,6 +43,7 @@ DRAWN = [
     "bfloat16_states",
     "states_recorded",
     "states_recorded_deterministic",
+    "states_recorded_with_drafts",
     "async_scheduling",
     "ranks",
     "ranks_deterministic",

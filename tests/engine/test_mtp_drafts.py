@@ -127,8 +127,8 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
     drafts._make = made  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool) -> None:
+@pytest.mark.parametrize(("deterministic", "interval"), [(True, 1), (False, 1), (False, 8)])
+def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool, interval: int) -> None:
     """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit, or ids
     alone; the next turns go on from states that were saved at boundaries which a step might not have come to."""
     params = [SamplingParams(temperature=t, seed=5, max_tokens=60, ignore_eos=True, logprobs=2) for t in (0.0, 0.9)]
@@ -139,7 +139,7 @@ def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool
         platform = RecordingPlatform() if num_drafts else None
         if platform is not None:
             platform.has_graphs = False
-        own = replace(options, max_num_drafts=num_drafts, mtp=num_drafts > 0)
+        own = replace(options, max_num_drafts=num_drafts, mtp=num_drafts > 0, state_write_interval=interval)
         run = start(bank, own, GoingAhead() if num_drafts else None, platform)
         if num_drafts:
             draft_well(run, {len(ids): list(answer.token_ids) for ids, answer in zip(prompts, found[0], strict=True)})

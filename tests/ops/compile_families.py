@@ -23,7 +23,7 @@ from forkpoint.ops.scan import prefill_kernel as scan_prefill
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
 HALF += ("inputs", "bias", "own_q", "shared_q", "up")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "sums")
+WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
 INTS += (
     "table_rows",
@@ -36,8 +36,8 @@ INTS += (
     "read",
     "write",
     "line",
+    "written",
     "held",
-    "folds",
 )
 POINTERS = {
     **dict.fromkeys(HALF, "*bf16"),
@@ -79,6 +79,7 @@ def main() -> None:
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
     compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
+    drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "CHUNK": 4, "FOLDS": 4}
     compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting)
     compiled("record", record_kernel._record_kernel, 1, **sizes, **flags, **drafting)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}

@@ -1,9 +1,12 @@
-"""States that are written every few tokens: outputs and states are those of plain decoding."""
+"""States that are written every few tokens, with drafts and without: outputs and states are those of plain decoding."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Recurrence
@@ -11,9 +14,13 @@ from forkpoint.ops.select import torch_table
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
 
-TORCH = torch_table()
-TABLES = {"torch": (TORCH, torch.device("cpu")), "triton": (triton_ops(), DEVICE)}
-INTERVAL = 4
+TORCH, CPU = torch_table(), torch.device("cpu")
+TABLES = {"torch": (TORCH, CPU), "triton": (triton_ops(), DEVICE)}
+INTERVAL, GRID = 4, 8  # where states may become checkpoints
+MOST = 6  # tokens of a window: it may pass a checkpoint and the next write
+FIRST = (0, 5, 8)  # where the rows begin: with nothing, in the middle, and whole
+LENGTH = 41
+SPARE = 2 * len(FIRST)  # for the states at marks
 FEW = [Recurrence(1, 2, 16, 8), Recurrence(1, 1, 24, 8, delta=False)]
 MANY = [Recurrence(2, 4, 128, 128), Recurrence(2, 2, 96, 192, double_beta=True), Recurrence(1, 2, 64, 64, delta=False)]
 CASES = [
@@ -25,36 +32,93 @@ CASES = [
 ]
 
 
+class _Rows:
+    """Rows that have slots `row` and `row + 3` in turns, drafts that are right or not, and then a padded one."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.random, self.most, self.device = random.Random(most), most, device
+        self.at, self.written = list(FIRST), list(FIRST)
+        self.slots = [-1, 1, 2]
+
+    def index(self, sizes: list[int]) -> tuple[RecordIndex, dict[int, tuple[int, int]]]:
+        """Of a step of so many tokens a row, and what is to be found in which slot: (row, position)."""
+        count = len(FIRST)
+        due = [max(written, at // INTERVAL * INTERVAL) for at, written in zip(self.at, self.written, strict=True)]
+        fresh = [
+            (row + count if slot == row else row) if slot < 0 or self.random.random() < 0.3 else slot
+            for row, slot in enumerate(self.slots)
+        ]
+        mark, marked, found = [0] * count, [-1] * count, {}
+        for row, (at, written) in enumerate(zip(self.at, self.written, strict=True)):
+            boundary = (written // GRID + 1) * GRID
+            if boundary <= at:  # the row leaves a checkpoint, in its old slot where it goes on in another
+                marked[row] = self.slots[row] if boundary == at and self.slots[row] != fresh[row] else SPARE + row
+                mark[row], found[marked[row]] = boundary - written, (row, boundary)
+            if due[row] > written or self.slots[row] != fresh[row]:
+                found[fresh[row]] = (row, due[row])
+        held = [at - written for at, written in zip(self.at, self.written, strict=True)]
+        starts = [sum(sizes[:row]) for row in range(count + 1)]
+        columns = [self.slots, fresh, starts, [3, 1, 0], self.written, held, mark, marked]
+        padded = [-1, -1, starts[-1], -1, 0, 0, 0, -1]
+        tensors = (ints([*column, fill]).to(self.device) for column, fill in zip(columns, padded, strict=True))
+        index = RecordIndex(INTERVAL, *tensors)
+        self.slots, self.written = fresh, due
+        return index, found
+
+
+@pytest.mark.parametrize("most", [1, MOST])
 @pytest.mark.parametrize(("table", "shape", "decay"), CASES, ids=str)
-def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str) -> None:
-    """Row 0 begins with nothing, row 1 with a checkpoint of slot 0 at 5; both turn to other slots; row 2 is padding."""
+def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str, most: int) -> None:
     ops, device = TABLES[table]
-    first, length, lines = (0, 5), 2 * INTERVAL + 3, (3, 1)
-    cases = [recurrence_case(length, shape, decay, torch.bfloat16, seed=row) for row in range(2)]
-    params = cases[0].params if table == "torch" else params_on_device(cases[0].params)
-    start = padded_pool(6, (shape.num_v_heads, shape.value_dim, shape.key_dim))
-    pool, plain = (copy_pool(start) if device == DEVICE else start.clone() for _ in range(2))
-    sizes = ((shape.num_v_heads, shape.value_dim), (shape.num_k_heads, shape.key_dim), (shape.num_v_heads,))
-    records = [torch.full((4, INTERVAL, *size), torch.nan, device=device) for size in sizes]
-    src, src_plain = [-1, 0, -1], [-1, 0, -1]
+    length = LENGTH if ON_GPU or table == "torch" else 14
+    dtype = torch.float32 if shape.delta and most == 1 else torch.bfloat16
+    cases = [recurrence_case(length, shape, decay, dtype, seed=row) for row in range(3)]
+    params = cases[0].params if device == CPU else params_on_device(cases[0].params)
+    start = padded_pool(3 * len(FIRST), (shape.num_v_heads, shape.value_dim, shape.key_dim))
+    pool, plain = start.clone() if device == CPU else copy_pool(start), start.clone()
+    outputs, states = [], [[plain[row] * (row > 0) for row in range(3)]]
+    index = DecodeIndex(ints([-1, 1, 2]), ints([0, 1, 2]))
     for t in range(length):
-        mixed, a, b = (
-            torch.stack([getattr(case, name)[t] for case in (*cases, cases[0])]).to(device)
-            for name in ("mixed", "a", "b")
-        )
-        at = [begin + t for begin in first]
-        held = [min(t, position % INTERVAL) for position in at]
-        folds = [int((position + 1) % INTERVAL == 0) for position in at]
-        dst = [1 + t // 7 % 2, 3 + t // INTERVAL % 2, -1]  # one turns anywhere, one at boundaries of its own
-        kept = RecordIndex(*(ints(column).to(device) for column in ([*lines, -1], [*held, 0], [*folds, 0])))
-        index = DecodeIndex(ints(src).to(device), ints(dst).to(device))
-        got = ops.recurrence_record(mixed, a, b, params, pool, index, kept, records)
-        index = DecodeIndex(ints(src_plain).to(device), ints([1, 3, -1]).to(device))
-        want = ops.recurrence_decode(mixed, a, b, params, plain, index)
-        torch.testing.assert_close(got[:2], want[:2], rtol=2e-2, atol=2e-3)
-        src, src_plain = dst, [1, 3, -1]
-        for row, fold in enumerate(folds):
-            if fold:
-                torch.testing.assert_close(pool[dst[row]], plain[src_plain[row]], rtol=1e-4, atol=1e-4)
-    assert torch.equal(pool[0].cpu(), start[0]) and torch.equal(pool[5].cpu(), start[5])
-    assert not any(record[line].isfinite().any() for record in records for line in (0, 2))
+        token = (torch.stack([getattr(case, name)[t] for case in cases]) for name in ("mixed", "a", "b"))
+        outputs.append(TORCH.recurrence_decode(*token, cases[0].params, plain, index))
+        states.append([plain[row].clone() for row in range(3)])
+        index = DecodeIndex(ints([0, 1, 2]), ints([0, 1, 2]))
+    lines = (INTERVAL + most - 1, INTERVAL + 2 * most - 1)
+    shapes = ((shape.num_v_heads, shape.value_dim), (shape.num_k_heads, shape.key_dim))
+    records = [
+        torch.full((4, lines[i > 0], *size), torch.nan, dtype=dtype if i == 1 else torch.float32, device=device)
+        for i, size in enumerate((*shapes, (shape.num_k_heads,), (shape.num_v_heads,)))
+    ]
+    run = _Rows(most, device)
+
+    def compare(found: dict[int, tuple[int, int]]) -> None:
+        for slot, (row, position) in found.items():
+            want = states[position - FIRST[row]][row]
+            torch.testing.assert_close(pool[slot].cpu(), want, rtol=1e-4, atol=1e-4, msg=f"{slot}: {row}, {position}")
+
+    def inputs(name: str, sizes: list[int], right: list[int]) -> Tensor:
+        own = []
+        for row, (size, count) in enumerate(zip(sizes, right, strict=True)):
+            values = getattr(cases[row], name)[run.at[row] - FIRST[row] :][:size].clone()
+            values[count:] = torch.randn_like(values[count:])
+            own.append(values)
+        return torch.cat([*own, torch.full_like(values[:1].expand(2, -1), torch.nan)]).to(device)  # and padding
+
+    while max(done := [at - first for at, first in zip(run.at, FIRST, strict=True)]) < length:
+        sizes = [run.random.randint(1, min(most, length - at)) for at in done]
+        right = [run.random.randint(1, size) for size in sizes]
+        kept, found = run.index(sizes)
+        tokens = [inputs(name, sizes, right) for name in ("mixed", "a", "b")]
+        got = ops.recurrence_record(*tokens, params, pool, kept, records).cpu()
+        compare(found)
+        for row, count in enumerate(right):
+            want = torch.stack([outputs[done[row] + i][row] for i in range(count)])
+            torch.testing.assert_close(got[sum(sizes[:row]) :][:count], want, rtol=2e-2, atol=2e-3)
+        assert not got[sum(sizes) :].any(), "padding"
+        run.at = [at + count for at, count in zip(run.at, right, strict=True)]
+    for row, at in enumerate(run.at):  # they leave at a write
+        run.at[row] = max(run.written[row], at // INTERVAL * INTERVAL)
+    kept, found = run.index([0] * 3)
+    ops.recurrence_settle(pool, kept, records)
+    compare(found)
+    assert not any(record[2].isfinite().any() for record in records), "a line of no row"

@@ -227,7 +227,9 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
     want = driver.outputs
     shapes = [StepShape(0, 70, 2), StepShape(5, 6, 2, 5), StepShape(6, 0, 0, 3)]
     platform = RecordingPlatform()
-    driver = Driver.create(ours, triton_ops(), platform=platform, graph_shapes=shapes, max_num_drafts=2)
+    driver = Driver.create(
+        ours, triton_ops(), platform=platform, graph_shapes=shapes, max_num_drafts=2, state_write_interval=2
+    )
     driver.runner.record_graphs()
     slots, wrong = begin(driver), [(want[r][2] + 1) % 96 for r in range(2)]
     third = driver.chunk(2, 0, 3, -1, driver.slot(), samples=True)

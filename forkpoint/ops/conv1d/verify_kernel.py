@@ -86,6 +86,7 @@ def _verify_kernel(
         shift = tl.zeros((BLOCK,), tl.float32)
         if HAS_BIAS:
             shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # the line written may be the one read above
         for t in range(length):
             newest = tl.load(x + (first + t) * x_stride + channel, mask=present, other=0.0)
             total = tl.zeros((BLOCK,), tl.float32)
@@ -164,7 +165,6 @@ def _straight_kernel(
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
-        write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
         for t in range(length):
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(W):
@@ -182,19 +182,21 @@ def _straight_kernel(
             if SILU:
                 total = silu_fp32(total)
             tl.store(out + (first + t) * D + channel, total.to(out.dtype.element_ty), mask=present)
-            if length > 1:
-                newest = tl.load(x + (first + t) * x_stride + channel, mask=present, other=0.0)
-                tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
             tl.store(out + token * D + channel, nothing, mask=present)
-    # What is stored may lie where the old window was: both new ones are read before.
+    # What is stored may lie where the old window and its records were: both new ones are read before.
     line, old = inputs + tl.load(read + row).to(tl.int64) * (MOST * D), source * slot_stride
     alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
     window = _window(pool, old, line, count + alone, channel, row_stride, seen, D, W)
     marked = _window(pool, old, line, position, channel, row_stride, seen, D, W)
     behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
     in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
+    if length > 1:
+        write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
+        for t in range(length):
+            newest = tl.load(x + (first + t) * x_stride + channel, mask=present, other=0.0)
+            tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
     if position > 0:
         tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
     if target >= 0:

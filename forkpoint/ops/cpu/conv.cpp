@@ -146,9 +146,12 @@ void conv_verify(const Conv<T>& c, const InputRecords<T>& r, const VerifyRows& w
         const T* input[MAX_TAPS];
         for (int64_t j = 0; j < c.width; ++j) input[j] = pending_at(c, r, w, row, t - (c.width - 1) + j);
         taps(c, input, c.out + (first + t) * c.dim);
-        std::memcpy(r.data + (w.write[row] * r.length + t) * c.dim, input[c.width - 1], size_t(c.dim) * sizeof(T));
       }
       store_folded(c, r, w, row, length == 1 ? 1 : 0);
+      for (int64_t t = 0; t < length; ++t) {  // the line written may be the one read
+        const T* input = c.x + (first + t) * c.x_stride;
+        std::memcpy(r.data + (w.write[row] * r.length + t) * c.dim, input, size_t(c.dim) * sizeof(T));
+      }
     }
   });
 }

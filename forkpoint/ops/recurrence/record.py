@@ -1,4 +1,4 @@
-"""Steps of a recurrence whose states are written every few tokens, in torch: see RecordIndex."""
+"""Rows whose states are written every few tokens, in torch: see RecordIndex."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forkpoint.ops.metadata import DecodeIndex, RecordIndex
+from forkpoint.ops.metadata import RecordIndex
 from forkpoint.ops.parameters import RecurrenceParams
-from forkpoint.ops.recurrence.reference import prepare
+from forkpoint.ops.recurrence.reference import L2_EPS, Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
@@ -19,38 +19,50 @@ def recurrence_record(
     b: Tensor | None,
     params: RecurrenceParams,
     pool: Tensor,
-    index: DecodeIndex,
-    kept: RecordIndex,
+    index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `table.RecurrenceRecord`. With `c` the sum of g since the slot's state S, a key x reads
-    `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i` of the state before a token."""
+    """See `table.RecurrenceRecord`. The states are taken on by all that is recorded; kernels read instead of the state
+    before a token, with `c` the sum of g since the slot's state S, `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`."""
+    states, (updates, *kept) = _taken_on(pool, index, records), records
     tokens, spec = prepare(mixed, a, b, params), params.spec
-    states, (updates, keys, sums) = read_slots(pool, index.src).float(), records
-    lines, held, group = kept.line.long().clamp(min=0), kept.held.long(), spec.num_v_heads // spec.num_k_heads
-    q, k, past = (x.repeat_interleave(group, dim=-2) for x in (tokens.q, tokens.k, keys[lines]))
-    total = tokens.g + torch.where(
-        (held > 0).unsqueeze(1), sums[lines, (held - 1).clamp(min=0)], torch.zeros_like(tokens.g)
-    )
-    grown = total.exp().unsqueeze(-1)
-    had, answer = (grown * (states * x.unsqueeze(-2)).sum(-1) for x in (k, q))
-    folded = grown.unsqueeze(-1) * states
+    size = spec.num_k_heads * spec.key_dim
+    keys = mixed[:, size : 2 * size].view(-1, spec.num_k_heads, spec.key_dim)
+    lengths = keys.float().square().sum(-1)
+    left = (keys, torch.rsqrt(lengths + L2_EPS) if spec.delta else torch.ones_like(lengths), tokens.g)
+    first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
+    found = mixed.new_zeros(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+    for step in range(int(lens.max())):
+        live = torch.nonzero(lens > step)[:, 0]
+        at, line, own = first[live] + step, index.line[live].long(), states[live]
+        answer, u, _ = advance(own, Tokens(*(value[at] for value in tokens)), params)
+        states[live], found[at] = own, answer.to(mixed.dtype)
+        place = (index.written + index.held)[live].long() + step
+        updates[line, place % updates.shape[1]] = u
+        for record, value in zip(kept, left, strict=True):
+            record[line, place % record.shape[1]] = value[at].to(record.dtype)
+    return found if out is None else out.copy_(found)
+
+
+def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
+    """What recurrence_record does before the tokens."""
+    _taken_on(pool, index, records)
+
+
+def _taken_on(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> Tensor:
+    """The states `[B, HV, V, K]` fp32 after all that is recorded; writes those that are due."""
+    states, (updates, keys, scales, decays) = read_slots(pool, index.src).float(), records
+    group, held = updates.shape[2] // keys.shape[2], index.held
+    due = (index.written + held) // index.interval * index.interval - index.written
+    write_slots(pool, torch.where((due <= 0) & (index.src != index.dst), index.dst, -1), states)
     for i in range(int(held.max())):
-        here = (held > i).view(-1, 1, 1)
-        share = torch.where(here, updates[lines, i] * (total - sums[lines, i]).exp().unsqueeze(-1), 0.0)
-        key = torch.where(here, past[:, i], 0.0)
-        had += (key * k).sum(-1, keepdim=True) * share
-        answer += (key * q).sum(-1, keepdim=True) * share
-        folded += share.unsqueeze(-1) * key.unsqueeze(-2)
-    fresh = (tokens.v - had if spec.delta else tokens.v) * tokens.beta.unsqueeze(-1)
-    answer += (k * q).sum(-1, keepdim=True) * fresh
-    if params.D is not None:
-        answer += params.D.unsqueeze(-1) * tokens.v
-    folds = kept.folds > 0
-    write_slots(pool, torch.where(folds, index.dst, -1), folded + fresh.unsqueeze(-1) * k.unsqueeze(-2))
-    write_slots(pool, torch.where(folds | (index.src == index.dst), -1, index.dst), states)
-    at = torch.nonzero((kept.line >= 0) & ~folds)[:, 0]
-    for record, value in zip(records, (fresh, tokens.k, total), strict=True):
-        record[lines[at], held[at]] = value[at]
-    return answer.to(mixed.dtype) if out is None else out.copy_(answer)
+        live = torch.nonzero(held > i)[:, 0]
+        line, place, own = index.line[live].long(), index.written[live].long() + i, states[live]
+        ring = place % keys.shape[1]
+        key = (keys[line, ring].float() * scales[line, ring].unsqueeze(-1)).repeat_interleave(group, dim=1)
+        fold(own, updates[line, place % updates.shape[1]], key, decays[line, ring].exp().unsqueeze(-1))
+        states[live] = own
+        for count, slot in ((index.mark, index.mark_dst), (due, index.dst)):
+            write_slots(pool, torch.where(count[live] == i + 1, slot[live], -1), own)
+    return states

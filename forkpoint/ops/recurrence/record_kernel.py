@@ -1,7 +1,8 @@
-"""Steps of a recurrence whose states are written every few tokens, in Triton; record.py has the formulas.
+"""Rows whose states are written every few tokens, in Triton: see RecordIndex. record.py has the formulas.
 
-A first kernel does for each head what does not need its state: normed keys and queries, gates, and what a key and a
-query find in the records. The second reads states, a few value rows in each of many programs.
+A first kernel does for each token and key head what does not need the state: normed keys and queries, gates, and what a
+key and a query find in the records and in the tokens of the row before it. The second reads states, a few value rows in
+each of many programs.
 """
 
 from __future__ import annotations
@@ -14,37 +15,44 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
-from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.metadata import RecordIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
-from forkpoint.ops.recurrence.gates import checked, decay, key_block, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 
-GATES = tl.constexpr(4)  # decay since the slot's state, beta, key by query, nothing
-FOUND = tl.constexpr(3)  # of each record: what the key finds, what the query finds, what is left of it
+GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
 
 @triton.jit
-def _tile(head_at, at, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(pointers, which of them there are) of value rows `at` of a head's state, `[BLOCK_V, BLOCK_K / SIDE, SIDE]`.
+def _tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(pointers, which of them there are) of K values at each of `head_at + at`, `[rows, BLOCK_K / SIDE, SIDE]`.
 
     The compiler gives a warp's lanes to the axes by what it takes to be contiguous: eight to the last, four to the
     first. A sum over keys is then three exchanges between lanes for every four rows, not five for each.
     """
     col = tl.arange(0, BLOCK_K // SIDE)[None, :, None] * SIDE + tl.arange(0, SIDE)[None, None, :]
-    row = at[:, None, None]
-    return tl.max_contiguous(head_at + row * K + col, (2, 1, SIDE)), (row < V) & (col < K)
+    place = tl.max_contiguous(head_at + at[:, None, None] + col, (2, 1, SIDE))
+    return place, present[:, None, None] & (col < K)
 
 
 @triton.jit
 def _beside(key):
-    """A key as it lies beside each value row of a tile."""
+    """A key as it lies beside each row of a tile."""
     return tl.reshape(key, (key.shape[0] // SIDE, SIDE))[None, :, :]
 
 
 @triton.jit
 def _product(state, key):
     return tl.sum(tl.sum(state * _beside(key), axis=1), axis=1)
+
+
+@triton.jit
+def _extent(row, written, held, INTERVAL: tl.constexpr):
+    """Of a row: tokens of the state in its slot, records to be folded, those that stay."""
+    own, count = tl.load(written + row), tl.load(held + row)
+    folded = tl.maximum((own + count) // INTERVAL * INTERVAL - own, 0)
+    return own, folded, count - folded
 
 
 @triton.jit
@@ -57,10 +65,12 @@ def _heads_kernel(
     vectors,
     gates,
     keys,
-    sums,
+    scales,
+    decays,
+    cu_tokens,
     line,
+    written,
     held,
-    folds,
     mixed_stride,
     a_stride,
     b_stride,
@@ -69,7 +79,10 @@ def _heads_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    MOST: tl.constexpr,
+    INTERVAL: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PAST: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DELTA: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
@@ -77,47 +90,111 @@ def _heads_kernel(
     HIGH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Of one head of one row; also records its key and its sum of g."""
+    """Of one key head of a row, with the value heads that share it; also records keys and decays."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
-    head, row = pid % HV, (pid // HV).to(tl.int64)
-    key_head = head // (HV // H)
-    col, past = tl.arange(0, BLOCK_K), tl.arange(0, MOST)
-    own, count, whole = tl.load(line + row).to(tl.int64), tl.load(held + row), tl.load(folds + row) > 0
-    key_at = mixed + row * mixed_stride + (H + key_head) * K + col
-    k = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
-    q = tl.load(key_at - H * K, mask=col < K, other=0.0).to(tl.float32)
-    raw_a = tl.load(a + row * a_stride + head)
-    g, beta = decay(raw_a, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
+    key_head, row = pid % H, pid // H
+    first = tl.load(cu_tokens + row).to(tl.int64)
+    length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
+    start, folded, rest = _extent(row, written, held, INTERVAL)
+    own = tl.load(line + row).to(tl.int64) * LENGTH
+    col, past = tl.arange(0, BLOCK_K), tl.arange(0, PAST)
+    # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
+    head = key_head * (HV // H) + tl.arange(0, GROUP)
+    shared = tl.arange(0, GROUP) < HV // H
+    kept, fresh = past < rest, (past >= rest) & (past < rest + length)
+    near, entry = first + past - rest, own + (start + folded + past) % LENGTH
+    old_at, there = _tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K)
+    others = tl.load(old_at, mask=there, other=0.0)
+    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K)
+    fresh_keys = tl.load(new_at, mask=there, other=0.0)
+    raw_a = tl.load(
+        a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0
+    )
+    old_g = tl.load(decays + entry[:, None] * HV + head[None, :], mask=kept[:, None] & shared[None, :], other=0.0)
+    old_scale = tl.load(scales + entry * H + key_head, mask=kept, other=0.0)
+    rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
+    others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
+    g, step = decay(raw_a, rate[None, :], bias[None, :], LOW, HIGH)
+    g = tl.where(fresh[:, None], g, old_g)
+    since = tl.cumsum(g, axis=0)
+    new_scale = tl.full((PAST,), 1.0, tl.float32)
     if DELTA:
-        q, k = normed(q, k, scale)
-        beta = weight(tl.load(b + row * b_stride + head), DOUBLE_BETA)
-    kept_at = keys + (own * MOST * H + key_head) * K + col
-    there = (past < count)[:, None] & (col < K)[None, :]
-    kept = tl.load(kept_at[None, :] + (past * (H * K))[:, None], mask=there, other=0.0)
-    sum_at = sums + own * MOST * HV + head
-    before = tl.load(sum_at + past * HV, mask=past < count, other=0.0)
-    total = g + tl.sum(tl.where(past == count - 1, before, 0.0), axis=0)
-    left = tl.where(past < count, tl.exp(total - before), 0.0)
-    gate_at = gates + pid.to(tl.int64) * (GATES + FOUND * MOST)
-    tl.store(gate_at, tl.exp(total))
-    tl.store(gate_at + 1, beta)
-    tl.store(gate_at + 2, tl.sum(k * q, axis=0))
-    tl.store(gate_at + GATES + past, left * tl.sum(kept * k[None, :], axis=1))
-    tl.store(gate_at + GATES + MOST + past, left * tl.sum(kept * q[None, :], axis=1))
-    tl.store(gate_at + GATES + 2 * MOST + past, left)
-    records = (own >= 0) & (not whole)
-    if records:
-        tl.store(sum_at + count * HV, total)
-    if head % (HV // H) == 0:
-        vector_at = vectors + (row * H + key_head) * 2 * K + col
+        new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
+    scaled = tl.where(fresh, new_scale, old_scale)
+    tl.store(scales + entry * H + key_head, new_scale, mask=fresh)
+    tl.store(decays + entry[:, None] * HV + head[None, :], g, mask=fresh[:, None] & shared[None, :])
+    for t in range(length):
+        token, ring = first + t, own + (start + folded + rest + t) % LENGTH
+        key_at = mixed + token * mixed_stride + (H + key_head) * K + col
+        raw = tl.load(key_at, mask=col < K, other=0.0)
+        q, k = tl.load(key_at - H * K, mask=col < K, other=0.0).to(tl.float32), raw.to(tl.float32)
+        is_own = (past == rest + t)[:, None]
+        if DELTA:
+            raw_b = tl.load(b + token * b_stride + head, mask=shared, other=0.0)
+            q, k = normed(q, k, scale)
+            beta = weight(raw_b, DOUBLE_BETA)
+        else:
+            beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
+        by_key, by_query = scaled * _product(others, k), scaled * _product(others, q)
+        total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
+        left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
+        tl.store(keys + (ring * H + key_head) * K + col, raw, mask=col < K)
+        vector_at = vectors + (token * H + key_head) * 2 * K + col
         tl.store(vector_at, k, mask=col < K)
         tl.store(vector_at + K, q, mask=col < K)
-        if records:
-            tl.store(kept_at + count * (H * K), k, mask=col < K)
+        gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
+        tl.store(gate_at, tl.exp(total), mask=shared)
+        tl.store(gate_at + 1, beta, mask=shared)
+        tl.store(gate_at + 2, tl.sum(k * q, axis=0), mask=shared)
+        found_at = gate_at[None, :] + GATES + past[:, None]
+        tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
+        tl.store(found_at + PAST, left * by_query[:, None], mask=shared[None, :])
 
 
 @triton.jit
+def _fold(
+    state,
+    begin,
+    end,
+    start,
+    own,
+    head,
+    at,
+    updates,
+    keys,
+    scales,
+    decays,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    LINE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PAST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+):
+    """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
+    key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
+    there, entry = (past >= begin) & (past < end), own * LENGTH + (start + past) % LENGTH
+    since = tl.cumsum(tl.load(decays + entry * HV + head, mask=there, other=0.0), axis=0)
+    total = tl.sum(tl.where(past == end - 1, since, 0.0), axis=0)
+    share = tl.exp(total - since) * tl.load(scales + entry * H + key_head, mask=there, other=0.0)
+    state *= tl.exp(total)
+    share = tl.where(there, share, 0.0)
+    for i in range(begin, end, AT_A_TIME):
+        for j in tl.static_range(AT_A_TIME):
+            place, is_one = start + i + j, i + j < end
+            u_at = updates + ((own * LINE + place % LINE) * HV + head) * V + at
+            u = tl.load(u_at, mask=(at < V) & is_one, other=0.0)
+            key_at = keys + ((own * LENGTH + place % LENGTH) * H + key_head) * K + col
+            key = tl.load(key_at, mask=(col < K) & is_one, other=0.0).to(tl.float32)
+            state += (tl.sum(tl.where(past == i + j, share, 0.0), axis=0) * u)[:, None, None] * _beside(key)
+    return state
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _record_kernel(
     mixed,
     skip,
@@ -127,66 +204,153 @@ def _record_kernel(
     gates,
     updates,
     keys,
+    scales,
+    decays,
     src,
     dst,
+    cu_tokens,
     line,
+    written,
     held,
-    folds,
+    mark,
+    mark_dst,
+    num_rows,
+    num_tokens,
     mixed_stride,
     slot_stride,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    MOST: tl.constexpr,
+    INTERVAL: tl.constexpr,
+    LINE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES_V: tl.constexpr,
     DELTA: tl.constexpr,
+    COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FOLDS: tl.constexpr = 4,
 ):
-    """BLOCK_V value rows of one head of one row: the state is read, and written where all is folded or it moves."""
+    """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
     pid = tl.program_id(0)
-    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, (pid // (TILES_V * HV)).to(tl.int64)
+    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
     key_head = head // (HV // H)
-    col, at, past = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, MOST)
+    col, at, past = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
-    own, count, whole = tl.load(line + row).to(tl.int64), tl.load(held + row), tl.load(folds + row) > 0
-    slot_at, inside = _tile(pool + head * (V * K), at, K, V, BLOCK_K)
+    own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
+    first = tl.load(cu_tokens + row).to(tl.int64)
+    length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
+    start, folded, rest = _extent(row, written, held, INTERVAL)
+    slot_at, inside = _tile(pool + head * (V * K), at * K, at < V, K, BLOCK_K)
     state = tl.zeros(inside.shape, tl.float32)
     if source >= 0:
         state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
-    update_at = updates + (own * MOST * HV + head) * V + at
-    there = (past < count)[:, None] & (at < V)[None, :]
-    kept = tl.load(update_at[None, :] + (past * (HV * V))[:, None], mask=there, other=0.0)
-    v = tl.load(mixed + row * mixed_stride + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
+    update_at = updates + (own * LINE * HV + head) * V + at
+    ring = ((start + folded + past) % LINE) * (HV * V)
+    there = (past < rest)[:, None] & (at < V)[None, :]
+    kept = tl.load(update_at[None, :] + ring[:, None], mask=there, other=0.0)
+    position = tl.where(position <= folded, position, 0)
+    middle = tl.where(position > 0, position, folded)
+    if folded > 0:
+        state = _fold(
+            state,
+            0,
+            middle,
+            start,
+            own,
+            head,
+            at,
+            updates,
+            keys,
+            scales,
+            decays,
+            H,
+            HV,
+            K,
+            V,
+            LINE,
+            LENGTH,
+            PAST,
+            BLOCK_K,
+            FOLDS,
+        )
     await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
-    vector_at = vectors + (row * H + key_head) * 2 * K + col
-    k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
-    gate_at = gates + (row * HV + head) * (GATES + FOUND * MOST)
-    grown, beta, overlap = tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2)
-    if DELTA:
-        by_key = tl.load(gate_at + GATES + past)
-        had = grown * _product(state, k) + tl.sum(by_key[:, None] * kept, axis=0)
-        fresh = beta * (v - had)
-    else:
-        fresh = beta * v
-    by_query = tl.load(gate_at + GATES + MOST + past)
-    answer = grown * _product(state, q) + tl.sum(by_query[:, None] * kept, axis=0) + fresh * overlap
-    if skip is not None:
-        answer += tl.load(skip + head) * v
-    tl.store(out + (row * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
-    if whole:
-        state = grown * state + fresh[:, None, None] * _beside(k)
-        for i in range(count):
-            left = tl.load(gate_at + GATES + 2 * MOST + i)
-            u = tl.load(update_at + i * (HV * V), mask=at < V, other=0.0)
-            key = tl.load(keys + ((own * MOST + i) * H + key_head) * K + col, mask=col < K, other=0.0)
-            state += (left * u)[:, None, None] * _beside(key)
-    elif own >= 0:
-        tl.store(update_at + count * (HV * V), fresh, mask=at < V)
-    if (target >= 0) & (whole | (source != target)):
+    if position > 0:
+        marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
+        tl.store(marked, state.to(pool.dtype.element_ty), mask=inside)
+        if middle < folded:
+            state = _fold(
+                state,
+                middle,
+                folded,
+                start,
+                own,
+                head,
+                at,
+                updates,
+                keys,
+                scales,
+                decays,
+                H,
+                HV,
+                K,
+                V,
+                LINE,
+                LENGTH,
+                PAST,
+                BLOCK_K,
+                FOLDS,
+            )
+    if (target >= 0) & ((folded > 0) | (source != target)):
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+    if COMPUTES:
+        tl.debug_barrier()  # what is read of the line above is written over
+        begin = start + folded + rest
+        for t in range(0, length, CHUNK):
+            found, answers, values = (), (), ()
+            for j in tl.static_range(CHUNK):  # what they find in the state and the records
+                token = first + tl.minimum(t + j, length - 1)
+                vector_at = vectors + (token * H + key_head) * 2 * K + col
+                k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
+                v_at = mixed + token * mixed_stride + 2 * H * K + head * V + at
+                values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)
+                gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
+                grown = tl.load(gate_at)
+                if DELTA:
+                    by_key = tl.load(gate_at + GATES + past)
+                    found += (grown * _product(state, k) + tl.sum(by_key[:, None] * kept, axis=0),)
+                by_query = tl.load(gate_at + GATES + PAST + past)
+                answers += (grown * _product(state, q) + tl.sum(by_query[:, None] * kept, axis=0),)
+            fresh = ()
+            for j in tl.static_range(CHUNK):  # and in each other
+                token = first + tl.minimum(t + j, length - 1)
+                gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
+                found_at = gate_at + GATES + rest + t
+                answer, update = answers[j], values[j]
+                if DELTA:
+                    update -= found[j]
+                    for i in tl.static_range(j):
+                        update -= tl.load(found_at + i) * fresh[i]
+                update *= tl.load(gate_at + 1)
+                for i in tl.static_range(j):
+                    answer += tl.load(found_at + PAST + i) * fresh[i]
+                answer += tl.load(gate_at + 2) * update
+                if skip is not None:
+                    answer += tl.load(skip + head) * values[j]
+                fresh += (update,)
+                real = (at < V) & (t + j < length)
+                tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=real)
+                tl.store(update_at + (begin + t + j) % LINE * (HV * V), update, mask=real)
+            if t + CHUNK < length:
+                for j in tl.static_range(CHUNK):
+                    kept = tl.where((past == rest + t + j)[:, None], fresh[j][None, :], kept)
+        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+            nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
+            tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)
 
 
 def recurrence_record(
@@ -195,39 +359,77 @@ def recurrence_record(
     b: Tensor | None,
     params: RecurrenceParams,
     pool: Tensor,
-    index: DecodeIndex,
-    kept: RecordIndex,
+    index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `table.RecurrenceRecord`."""
-    spec, (updates, keys, sums), columns = params.spec, records, (kept.line, kept.held, kept.folds)
-    b, out = checked(spec, mixed, a, b, pool, out)
+    """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
+    b, out = checked(params.spec, mixed, a, b, pool, out)
+    _launch(mixed, a, b, params, pool, index, records, out)
+    return out
+
+
+def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
+    """See `table.RecurrenceSettle`."""
+    (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
+    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim)
+    none = pool.new_empty(0, 1)
+    _launch(none, none, none, RecurrenceParams(spec, none, none), pool, index, records, none)
+
+
+def _launch(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: RecordIndex,
+    records: Sequence[Tensor],
+    out: Tensor,
+    **options,
+) -> None:
+    spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
-    num_rows, most = len(index), updates.shape[1]
-    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
-    tiles_v = triton.cdiv(spec.value_dim, block_v)
-    vectors = updates.new_empty(num_rows, spec.num_k_heads, 2, spec.key_dim)
-    gates = updates.new_empty(num_rows, spec.num_v_heads, GATES.value + FOUND.value * most)
-    shapes = {**sizes(spec), "MOST": most, "BLOCK_K": key_block(spec)}
-    launch = {**overlap(pool.device, num_rows), "num_warps": 1, "num_stages": 1}
-    _heads_kernel[(num_rows * spec.num_v_heads,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        vectors,
-        gates,
-        keys,
-        sums,
-        *columns,
-        *(x.stride(0) for x in (mixed, a, b)),
-        spec.key_dim**-0.5,
-        **shapes,
-        **modes(spec),
-        **launch,
+    num_tokens, num_rows = mixed.shape[0], len(index)
+    past = triton.next_power_of_2(updates.shape[1])
+    block_v = min(
+        options.pop("block_v", launch_table(pool.device).state_values), triton.next_power_of_2(spec.value_dim)
     )
+    tiles_v = triton.cdiv(spec.value_dim, block_v)
+    vectors = updates.new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
+    gates = updates.new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * past)
+    shapes = {
+        **sizes(spec),
+        "INTERVAL": index.interval,
+        "LENGTH": kept[0].shape[1],
+        "PAST": past,
+        "BLOCK_K": key_block(spec),
+    }
+    launch = {**overlap(pool.device, num_tokens), "num_stages": 1}
+    if num_tokens:
+        _heads_kernel[(num_rows * spec.num_k_heads,)](
+            mixed,
+            a,
+            b,
+            params.A_log,
+            params.dt_bias,
+            vectors,
+            gates,
+            *kept,
+            index.cu_tokens,
+            index.line,
+            index.written,
+            index.held,
+            *(x.stride(0) for x in (mixed, a, b)),
+            spec.key_dim**-0.5,
+            **shapes,
+            GROUP=triton.next_power_of_2(spec.num_v_heads // spec.num_k_heads),
+            **modes(spec),
+            num_warps=options.pop("heads_warps", 1),
+            **launch,
+        )
+    options.setdefault("num_warps", 1)
+    options.setdefault("CHUNK", min(4, triton.next_power_of_2(triton.cdiv(num_tokens, num_rows))) if num_tokens else 1)
     _record_kernel[(num_rows * spec.num_v_heads * tiles_v,)](
         mixed,
         params.D,
@@ -235,17 +437,18 @@ def recurrence_record(
         out,
         vectors,
         gates,
-        updates,
-        keys,
-        index.src,
-        index.dst,
-        *columns,
+        *records,
+        *index.columns,
+        num_rows,
+        num_tokens,
         mixed.stride(0),
         pool.stride(0),
         **shapes,
+        LINE=updates.shape[1],
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         DELTA=spec.delta,
+        COMPUTES=num_tokens > 0,
         **launch,
+        **options,
     )
-    return out

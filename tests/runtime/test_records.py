@@ -1,0 +1,33 @@
+"""States that are written every few tokens: a row that begins has a whole one, wherever it reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forkpoint.models.decoder import Model
+from tests.runtime.driver import Driver, tiny_hybrid, tokens
+
+
+def play(model: Model, interval: int) -> list[list[int]]:
+    driver = Driver.create(model, state_write_interval=interval)
+    prompt, other = tokens(67, 1), tokens(9, 2)
+    saved, first, second, third, fourth = (driver.slot() for _ in range(5))
+    chunk = driver.chunk(1, 0, 67, -1, first, [(64, saved)], samples=True)
+    driver.run([chunk], added=[driver.added(1, prompt)])
+    own = driver.chunk(0, 0, 9, -1, second, samples=True)
+    beside = driver.decode(1, 67, first, third)  # to another slot, between two writes
+    driver.run([beside, own], added=[driver.added(0, other)])
+    driver.run([driver.decode(1, 68, third, third), driver.decode(0, 9, second, second)])
+    # The row is another request's now, which resumes at a checkpoint by a decode step.
+    added = driver.added(0, prompt, block_ids=chunk.new_blocks[:1])
+    driver._lengths[0] = 64
+    for i in range(3):
+        resumed = driver.decode(0, 64 + i, fourth if i else saved, fourth, int(prompt[64 + i]))
+        changes = {} if i else {"added": [added], "removed": (0,)}
+        driver.run([driver.decode(1, 69 + i, third, third), resumed], **changes)
+    return [driver.outputs[row] for row in range(2)]
+
+
+def test_a_row_that_begins_reads_a_whole_state(tmp_path: Path) -> None:
+    model = tiny_hybrid(tmp_path)
+    assert play(model, 8) == play(model, 1)
