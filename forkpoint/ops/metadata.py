@@ -129,9 +129,10 @@ class RecordIndex:
     Row `b` has the state after `written[b]` tokens in slot `src[b]`, and in line `line[b]` records of the `held[b]`
     tokens behind them. Where these come to a multiple of the interval, the state goes on to the last one and is
     written to slot `dst[b]`, after `mark[b]` of them (0: nowhere; on a device it may be beyond) also to slot
-    `mark_dst[b]`. Elsewhere it goes to `dst[b]` as it is if `src[b]` is another slot. Then come the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`, each
-    of which leaves a record. Records stand at their position modulo the line's length. A padded row has no tokens and
-    `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
+    `mark_dst[b]`. Elsewhere it goes to `dst[b]` as it is if `src[b]` is another slot. Then come the row's tokens
+    `[cu_tokens[b], cu_tokens[b + 1])`, each of which leaves a record. Records stand at their position modulo the line's
+    length. A padded row has no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which the
+    operators answer zeros.
     """
 
     interval: int

@@ -21,6 +21,8 @@ from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 
 GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
+FOLDS = tl.constexpr(4)  # records that are folded together
+WINDOW = 2  # tokens of a row with drafts that read the state together
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
 
@@ -108,9 +110,7 @@ def _heads_kernel(
     others = tl.load(old_at, mask=there, other=0.0)
     new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K)
     fresh_keys = tl.load(new_at, mask=there, other=0.0)
-    raw_a = tl.load(
-        a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0
-    )
+    raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     old_g = tl.load(decays + entry[:, None] * HV + head[None, :], mask=kept[:, None] & shared[None, :], other=0.0)
     old_scale = tl.load(scales + entry * H + key_head, mask=kept, other=0.0)
     rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
@@ -173,7 +173,6 @@ def _fold(
     LENGTH: tl.constexpr,
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
 ):
     """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
     key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
@@ -183,8 +182,8 @@ def _fold(
     share = tl.exp(total - since) * tl.load(scales + entry * H + key_head, mask=there, other=0.0)
     state *= tl.exp(total)
     share = tl.where(there, share, 0.0)
-    for i in range(begin, end, AT_A_TIME):
-        for j in tl.static_range(AT_A_TIME):
+    for i in range(begin, end, FOLDS):
+        for j in tl.static_range(FOLDS):
             place, is_one = start + i + j, i + j < end
             u_at = updates + ((own * LINE + place % LINE) * HV + head) * V + at
             u = tl.load(u_at, mask=(at < V) & is_one, other=0.0)
@@ -230,10 +229,9 @@ def _record_kernel(
     BLOCK_V: tl.constexpr,
     TILES_V: tl.constexpr,
     DELTA: tl.constexpr,
+    CHUNK: tl.constexpr,
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    FOLDS: tl.constexpr = 4,
 ):
     """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
     pid = tl.program_id(0)
@@ -251,8 +249,8 @@ def _record_kernel(
         state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
     update_at = updates + (own * LINE * HV + head) * V + at
     ring = ((start + folded + past) % LINE) * (HV * V)
-    there = (past < rest)[:, None] & (at < V)[None, :]
-    kept = tl.load(update_at[None, :] + ring[:, None], mask=there, other=0.0)
+    kept_here = (past < rest)[:, None] & (at < V)[None, :]
+    kept = tl.load(update_at[None, :] + ring[:, None], mask=kept_here, other=0.0)
     position = tl.where(position <= folded, position, 0)
     middle = tl.where(position > 0, position, folded)
     if folded > 0:
@@ -276,7 +274,6 @@ def _record_kernel(
             LENGTH,
             PAST,
             BLOCK_K,
-            FOLDS,
         )
     await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
     if position > 0:
@@ -303,7 +300,6 @@ def _record_kernel(
                 LENGTH,
                 PAST,
                 BLOCK_K,
-                FOLDS,
             )
     if (target >= 0) & ((folded > 0) | (source != target)):
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
@@ -317,20 +313,22 @@ def _record_kernel(
                 vector_at = vectors + (token * H + key_head) * 2 * K + col
                 k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
                 v_at = mixed + token * mixed_stride + 2 * H * K + head * V + at
-                values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)
+                values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)  # type: ignore[assignment]
                 gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
                 grown = tl.load(gate_at)
                 if DELTA:
                     by_key = tl.load(gate_at + GATES + past)
-                    found += (grown * _product(state, k) + tl.sum(by_key[:, None] * kept, axis=0),)
+                    by = grown * _product(state, k) + tl.sum(by_key[:, None] * kept, axis=0)
+                    found += (by,)  # type: ignore[assignment]
                 by_query = tl.load(gate_at + GATES + PAST + past)
-                answers += (grown * _product(state, q) + tl.sum(by_query[:, None] * kept, axis=0),)
+                by = grown * _product(state, q) + tl.sum(by_query[:, None] * kept, axis=0)
+                answers += (by,)  # type: ignore[assignment]
             fresh = ()
             for j in tl.static_range(CHUNK):  # and in each other
                 token = first + tl.minimum(t + j, length - 1)
                 gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
                 found_at = gate_at + GATES + rest + t
-                answer, update = answers[j], values[j]
+                answer, update = answers[j], values[j]  # type: ignore[var-annotated]
                 if DELTA:
                     update -= found[j]
                     for i in tl.static_range(j):
@@ -341,7 +339,7 @@ def _record_kernel(
                 answer += tl.load(gate_at + 2) * update
                 if skip is not None:
                     answer += tl.load(skip + head) * values[j]
-                fresh += (update,)
+                fresh += (update,)  # type: ignore[assignment]
                 real = (at < V) & (t + j < length)
                 tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=real)
                 tl.store(update_at + (begin + t + j) % LINE * (HV * V), update, mask=real)
@@ -386,26 +384,18 @@ def _launch(
     index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor,
-    **options,
 ) -> None:
     spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
-    num_tokens, num_rows = mixed.shape[0], len(index)
-    past = triton.next_power_of_2(updates.shape[1])
-    block_v = min(
-        options.pop("block_v", launch_table(pool.device).state_values), triton.next_power_of_2(spec.value_dim)
-    )
+    num_tokens, num_rows, past = mixed.shape[0], len(index), triton.next_power_of_2(updates.shape[1])
+    chunk = 1 if num_tokens <= num_rows else WINDOW
+    block_v = min(launch_table(pool.device).state_values * chunk, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
     vectors = updates.new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
     gates = updates.new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * past)
-    shapes = {
-        **sizes(spec),
-        "INTERVAL": index.interval,
-        "LENGTH": kept[0].shape[1],
-        "PAST": past,
-        "BLOCK_K": key_block(spec),
-    }
-    launch = {**overlap(pool.device, num_tokens), "num_stages": 1}
+    shapes = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1], "PAST": past}
+    shapes["BLOCK_K"] = key_block(spec)
+    launch = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     if num_tokens:
         _heads_kernel[(num_rows * spec.num_k_heads,)](
             mixed,
@@ -425,11 +415,8 @@ def _launch(
             **shapes,
             GROUP=triton.next_power_of_2(spec.num_v_heads // spec.num_k_heads),
             **modes(spec),
-            num_warps=options.pop("heads_warps", 1),
             **launch,
         )
-    options.setdefault("num_warps", 1)
-    options.setdefault("CHUNK", min(4, triton.next_power_of_2(triton.cdiv(num_tokens, num_rows))) if num_tokens else 1)
     _record_kernel[(num_rows * spec.num_v_heads * tiles_v,)](
         mixed,
         params.D,
@@ -447,8 +434,8 @@ def _launch(
         LINE=updates.shape[1],
         BLOCK_V=block_v,
         TILES_V=tiles_v,
+        CHUNK=chunk,
         DELTA=spec.delta,
         COMPUTES=num_tokens > 0,
         **launch,
-        **options,
     )
