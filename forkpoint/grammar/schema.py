@@ -15,6 +15,7 @@ from forkpoint.grammar.unions import Unions, pointer, targets
 MAX_DEPTH: Final = 64  # brackets within brackets
 MAX_EXACT: Final = 2**53  # numbers beyond which not every integer is one of the library's
 MAX_LOCATED: Final = 300  # parts of a schema that are looked at to find the one to blame
+_SIGNS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
 _LINE = r"( |\n( {0,32}|\t{0,8}))"  # white space between two parts of a text
 _OPTIONS: Final = {
     True: {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -27,18 +28,16 @@ _REFUSED: Final = (
 _DEPENDENCIES: Final = ("dependentRequired", "dependentSchemas", "dependencies")
 
 
-def check_depth(text: str, name: str) -> None:
-    """Raises InvalidParamsError where the brackets of a JSON text are nested too deep; it is not parsed."""
+def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: str = "levels") -> None:
+    """Raises InvalidParamsError where the brackets of a JSON text are nested too deep; it is not parsed. `signs` finds
+    those of another language, and what there has brackets that do not count."""
     depth = 0
-    for sign in re.findall(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
-        if sign in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise InvalidParamsError(
-                    f"structured_outputs.{name} is nested too deep; at most {MAX_DEPTH} levels are allowed"
-                )
-        elif sign in "]}":
-            depth -= 1
+    for sign in signs.findall(text):
+        depth += (sign in ("[", "{", "(")) - (sign in ("]", "}", ")"))
+        if depth > MAX_DEPTH:
+            raise InvalidParamsError(
+                f"structured_outputs.{name} is nested too deep; at most {MAX_DEPTH} {levels} are allowed"
+            )
 
 
 def enforceable(text: str, *, compact: bool) -> str:

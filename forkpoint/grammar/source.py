@@ -9,13 +9,14 @@ from typing import Any
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
-from forkpoint.grammar.schema import MAX_DEPTH, check_depth, enforceable, located
+from forkpoint.grammar.schema import check_depth, enforceable, located
 from forkpoint.grammar.tags import HEADER, grammar_of_tags
 from forkpoint.params import StructuredOutputsParams
 
 MAX_PLAIN_SCHEMA = 2000  # characters
 # Patterns, combinations, references, numbers that count much, and escapes, behind which any of them could be.
 _NOT_PLAIN = re.compile(r"[pP]attern|(?:all|one|multiple)Of|\$ref|not|depend|contain|unevaluated|Names|\d{3}|\\")
+_PARENTHESES = re.compile(r'\\.|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|[()]', re.DOTALL)
 MAX_DESCRIPTION_LENGTH = 128 * 1024  # characters of a schema, a grammar or all choices
 BYTES_SPECIAL_ID = 256  # in llguidance's vocabulary of single bytes
 MAX_REGEX_LENGTH = 16 * 1024  # characters; every mask takes time in proportion
@@ -40,7 +41,7 @@ class Description:
         if name in ("json", "structural_tag"):
             check_depth(text, name)
         if name in ("regex", "grammar"):
-            _check_parentheses(text, name)
+            check_depth(text, name, _PARENTHESES, "levels of parentheses")
         return cls(name, text, compact, tuple(special_ids.items()) if name == "structural_tag" else ())
 
     @property
@@ -120,13 +121,3 @@ def _named(wanted: StructuredOutputsParams) -> tuple[str, str]:
         if text is not None:
             return name, text
     raise AssertionError("StructuredOutputsParams checks that something is given")
-
-
-def _check_parentheses(text: str, name: str) -> None:
-    depth = 0
-    for sign in re.findall(r'\\.|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|[()]', text, re.DOTALL):
-        depth += (sign == "(") - (sign == ")")
-        if depth > MAX_DEPTH:
-            raise InvalidParamsError(
-                f"structured_outputs.{name} is nested too deep; at most {MAX_DEPTH} levels of parentheses are allowed"
-            )
