@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("part", choices=("bits", "speed", "agents"))
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=2)
-    parser.add_argument("--deterministic", action="store_true", help="speed, agents: with it")
+    parser.add_argument("--deterministic", action="store_true", help="speed, agents: with it; bits: that part alone")
     parser.add_argument("--model", default=str(repository_root() / "demo_model"), help="bits: a model folder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quantization", choices=("fp8",), help="weights in FP8")
@@ -81,7 +81,7 @@ def answers(llm: LLM) -> list[Any]:
 def compare_bits(args: argparse.Namespace) -> None:
     """Print whether they are the same, in how many prompts, and how long a killed rank keeps a request waiting."""
     common: dict[str, Any] = {"device": args.device, "log_level": "warning", "max_num_seqs": 32}
-    for deterministic in (True, False):
+    for deterministic in (True,) if args.deterministic else (True, False):
         options = {**common, "deterministic": deterministic, "quantization": args.quantization}
         with LLM(args.model, **options) as llm:
             alone = answers(llm)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 if torch.cuda.is_available():
+    from forkpoint.ops.exchange import kernel as few
     from forkpoint.ops.exchange import rows_kernel as many
     from forkpoint.ops.exchange.peers import Peers, inbox_words
     from forkpoint.ops.norm.kernel import rmsnorm
@@ -25,12 +29,16 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
     weight = torch.rand(width, device=DEVICE) + 0.5
     xs = [torch.randn(rows, width, device=DEVICE).bfloat16() for _ in range(2)]
     # Kernels are loaded while nobody waits in this process: of no rows, they would not be.
-    for rank, peers in enumerate(ranks):
-        inboxes[rank].fill_(1 << 32 | 1)
-        for number, exchange in enumerate((peers.sum, peers.gather), 2):
-            exchange(xs[rank])
-            inboxes[rank].fill_(number << 32 | 1)
-        peers.sum_add_rmsnorm(xs[rank], xs[rank].clone(), weight, 1e-6)
+    for peers, inbox, x in zip(ranks, inboxes, xs, strict=True):
+        calls: list[Callable[[], Tensor]] = [
+            partial(peers.sum, x),
+            partial(peers.gather, x),
+            partial(peers.sum_add_rmsnorm, x, x.clone(), weight, 1e-6),
+        ]
+        for call in calls:
+            inbox[: few.inbox_words(2)] = int(peers._numbers[0]) + 1 << 32
+            inbox[few.inbox_words(2) :].view(torch.int32).fill_(int(peers._row_numbers[0]) + 1)
+            call()
         torch.cuda.synchronize()
     for inbox in inboxes:
         inbox.zero_()

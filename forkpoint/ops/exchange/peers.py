@@ -14,7 +14,7 @@ from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, exchange, sum_add_rmsnorm, takes
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
 
-FEW_BYTES = 1 << 19  # of a rank, which are gathered word by word
+FEW_BYTES = 1 << 19  # of a rank, which go word by word
 
 
 def inbox_words(size: int) -> int:
@@ -62,7 +62,7 @@ class Peers:
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
         out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
-        if takes(x) and (x.numel() * x.element_size() <= FEW_BYTES or not rows.takes(x)):
+        if takes(x) and (_is_few(x) or not rows.takes(x)):
             return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
         return rows.gather(x, out, self._row_inboxes, self._row_numbers, self.rank)
 
@@ -72,6 +72,10 @@ class Peers:
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place."""
-        if len(x) <= PROGRAMS and x.shape[1] <= 2 * WORDS:
+        if _is_few(x) and len(x) <= PROGRAMS and x.shape[1] <= 2 * WORDS:
             return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
         return rows.sum_add_rmsnorm(x, residual, weight, eps, self._row_inboxes, self._row_numbers, self.rank)
+
+
+def _is_few(x: Tensor) -> bool:
+    return x.numel() * x.element_size() <= FEW_BYTES
