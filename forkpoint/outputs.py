@@ -9,7 +9,7 @@ from forkpoint.params import FinishReason
 
 
 @enum.unique
-class MissReason(enum.Enum):
+class MissReason(enum.StrEnum):
     """Why the tokens after the hit were not reused."""
 
     COLD = "cold"  # never seen under this salt, or seen too long ago to remember

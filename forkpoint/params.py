@@ -51,7 +51,7 @@ def parameter(
 
 
 @enum.unique
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a completion ended; the values are those of OpenAI's API."""
 
     STOP = "stop"

@@ -127,6 +127,7 @@ def test_the_end_of_sequence_token_ends_unless_ignored(llm: LLM) -> None:
     assert (ended.finish_reason, ended.stop_reason) == (FinishReason.STOP, None)
     ignored = generate(llm, "hi", logit_bias={eos: 100}, ignore_eos=True).outputs[0]
     assert (len(ignored.token_ids), ignored.finish_reason) == (12, FinishReason.LENGTH)
+    assert f"{ignored.finish_reason}" == "length", "scripts compare and print texts, as vLLM's are"
 
 
 def test_logprobs_tell_the_chosen_token_first(llm: LLM) -> None:
