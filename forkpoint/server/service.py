@@ -134,8 +134,8 @@ class Service:
                 f"{num_open} completions are open, {num_more} more exceed max_open_requests={limit}; try again later"
             )
 
-    def request_id(self, request: Request) -> str:
-        """Of the HTTP request, made unique: clients may send the same X-Request-Id twice."""
+    def new_id(self) -> str:
+        """Of an answer; it is not the request's, for clients may send the same X-Request-Id twice."""
         return uuid.uuid4().hex
 
     def now(self) -> int:

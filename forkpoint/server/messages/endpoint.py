@@ -82,7 +82,7 @@ def count_tokens(texts: Texts, data: bytes) -> CountReply:
 async def create_message(service: Service, request: Request) -> Any:
     """Raises HTTPError or ForkpointError before anything is sent."""
     asked = await service.prepare(prepare_message, request)
-    name = f"msg_{service.request_id(request)}"
+    name = f"msg_{service.new_id()}"
     answer = MessageAnswer(name, await service.talk(name, asked.turn))
     return await answer.send(service, request, stream=asked.stream)
 

@@ -63,7 +63,7 @@ class Responses:
         asked = await self._asked(request)
         if asked.background and not self._store.keeps_any:
             raise HTTPError(400, "this server stores no responses, so that none can run in the background")
-        key = self._key(f"resp_{service.request_id(request)}")
+        key = self._key(f"resp_{service.new_id()}")
         talk = await service.talk(key.name, asked.turn)
         answer = ResponseAnswer(asked, talk, key, self._store, service.now())
         if asked.background:
