@@ -38,6 +38,7 @@ from forkpoint.platforms.table import resolve_platform
 
 STARTUP = "startup"
 NOTES = (
+    "vLLM's column is of one other card of the kind, beside forkpoint (docs/benchmarks/gpu_9b.md says how).",
     "Floor: the matrix products of the work by the vendor's library in a CUDA graph, with weights of every layer; "
     "states, keys and values at the copy rate; attention's products at the matrix rate; all timed in the same run.",
     "After every call the engine's counters were held against its reports: tokens that entered the model = prompt "
@@ -71,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def startup_lines(model: Path, options: list[str], warm_cache: Path) -> Iterator[Line]:
     """Process start to first token with an empty folder of compiled kernels, then with the same folder filled."""
-    for state, goal in (("empty", Goal("110 s", 60.0)), ("warm", Goal("110 s", 20.0))):
+    for state, goal in (("empty", Goal("171 s", 60.0)), ("warm", Goal("", 20.0))):
         seconds, parts = measure_first_token(model, warm_cache, options)
         yield Line(
             f"process start to first token, kernel cache {state} ({parts})", "s", seconds, None, goal, (seconds,)

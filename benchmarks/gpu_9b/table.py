@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-HEAD = "| measure | vLLM 0.24.0 | floor | forkpoint | reach | met |\n|---|---|---|---|---|---|"
+HEAD = "| measure | vLLM 0.33.0 | floor | forkpoint | reach | met |\n|---|---|---|---|---|---|"
 
 
 @dataclass(frozen=True, slots=True)
