@@ -48,6 +48,6 @@ def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tens
         if count:
             inputs = torch.cat((windows[row], lines[line, :count].to(pool.dtype)))
             windows[row] = inputs[count : count + behind]
-            if mark:
+            if 0 < mark <= count:  # beyond where drafts were missed
                 pool[slot] = inputs[mark : mark + behind]
     return windows
