@@ -24,7 +24,7 @@ ENGINE = ["--num-threads", "1", "--log-level", "error"]
 
 
 def test_the_demo_answers_rightly_and_the_same_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--num-threads", "1"]) == 0
+    assert main(["demo", "--max-tokens", "12", "--num-threads", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "9 of 9 answers right" in lines
     assert "14 of 14 outputs identical with the cache on and off" in lines
