@@ -14,6 +14,10 @@ from tests.engine.conftest import TINY
 from tests.server.running import RunningServer, start_server
 
 MAX_MODEL_LEN = 512
+THINKS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.reasoning_content }}{{ message.content }}"
+    "<|im_end|>\n{% endfor %}{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+)
 REQUEST_LOG = "requests.jsonl"
 EVENTS = {"endpoint": "ipc://{}/events", "replay_endpoint": "ipc://{}/replay"}
 
@@ -32,6 +36,17 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     events = {name: endpoint.format(folder) for name, endpoint in EVENTS.items()}
     flags += ["--kv-events-config", json.dumps({"enable_kv_cache_events": True, **events})]
     running = start_server(tiny_model, folder, *flags)
+    try:
+        yield running.wait_ready()
+    finally:
+        assert running.stop() == 0, running.log
+
+
+@pytest.fixture(scope="session")
+def thinker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of two keys that keeps two responses, and whose template opens a reasoning part unless told not to."""
+    flags = ["--api-key", "one", "other", "--max-stored-responses", "2", "--chat-template", THINKS]
+    running = start_server(tiny_model, tmp_path_factory.mktemp("thinker"), *flags, "--served-model-name", "tiny")
     try:
         yield running.wait_ready()
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,7 +11,7 @@ import httpx2
 import pytest
 
 from forkpoint import LLM, SamplingParams
-from tests.server.running import RunningServer, start_server
+from tests.server.running import RunningServer
 
 SYSTEM = "You answer briefly. " * 12
 DAYS: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
@@ -177,25 +176,8 @@ def test_a_client_that_leaves_ends_its_request(client: anthropic.Anthropic, http
     raise AssertionError("the request is still open")
 
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.reasoning_content }}"
-    "{{ message.content }}<|im_end|>\n{% endfor %}{% if enable_thinking %}<think>\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def thinker(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with a key, whose template opens a reasoning part where that is asked for."""
-    flags = ["--chat-template", TEMPLATE, "--api-key", "secret", "--served-model-name", "tiny"]
-    running = start_server(tiny_model, tmp_path_factory.mktemp("thinker"), *flags)
-    try:
-        yield running.wait_ready()
-    finally:
-        assert running.stop() == 0, running.log
-
-
 def test_thinking_is_told_where_it_is_asked_for(thinker: RunningServer) -> None:
-    client = anthropic.Anthropic(base_url=thinker.url, api_key="secret", max_retries=0)
+    client = anthropic.Anthropic(base_url=thinker.url, api_key="one", max_retries=0)
     [silent] = client.messages.create(**ask("Think")).content
     assert silent.type == "text"
     asked: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
@@ -213,7 +195,7 @@ def test_thinking_is_told_where_it_is_asked_for(thinker: RunningServer) -> None:
 
 
 def test_the_key_comes_in_either_header(thinker: RunningServer) -> None:
-    for options in ({"api_key": "secret"}, {"auth_token": "secret"}):
+    for options in ({"api_key": "one"}, {"auth_token": "one"}):
         client = anthropic.Anthropic(base_url=thinker.url, max_retries=0, **options)  # type: ignore[arg-type]
         assert client.messages.create(**ask("x")).role == "assistant"
     with pytest.raises(anthropic.AuthenticationError) as refused:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import agents
@@ -18,7 +16,7 @@ import pytest
 from forkpoint import LLM, SamplingParams
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from tests.server.conftest import MAX_MODEL_LEN
-from tests.server.running import RunningServer, start_server
+from tests.server.running import RunningServer
 from tests.server.test_tool_calls import nested
 
 DAYS: dict[str, Any] = {"type": "object", "properties": {"days": {"enum": [1, 2, 3]}}, "required": ["days"]}
@@ -222,22 +220,8 @@ def test_an_agent_calls_its_function(server: RunningServer) -> None:
     assert "raw_response_event" in kinds and "run_item_stream_event" in kinds
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of two keys that keeps two responses, and whose template opens a reasoning part."""
-    template = (
-        "{% for message in messages %}{{ message.reasoning_content }}{{ message.content }}\n{% endfor %}<think>\n"
-    )
-    flags = ["--api-key", "one", "other", "--max-stored-responses", "2", "--chat-template", template]
-    running = start_server(tiny_model, tmp_path_factory.mktemp("shared"), *flags, "--served-model-name", "tiny")
-    try:
-        yield running.wait_ready()
-    finally:
-        assert running.stop() == 0, running.log
-
-
-def test_nobody_finds_the_response_of_another_key(shared: RunningServer) -> None:
-    one, other = (openai.OpenAI(base_url=f"{shared.url}/v1", api_key=key, max_retries=0) for key in ("one", "other"))
+def test_nobody_finds_the_response_of_another_key(thinker: RunningServer) -> None:
+    one, other = (openai.OpenAI(base_url=f"{thinker.url}/v1", api_key=key, max_retries=0) for key in ("one", "other"))
     mine = one.responses.create(**GREEDY, input="A secret")
     assert one.responses.retrieve(mine.id).id == mine.id
     for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
@@ -252,8 +236,8 @@ def test_nobody_finds_the_response_of_another_key(shared: RunningServer) -> None
         one.responses.retrieve(mine.id)
 
 
-def test_reasoning_is_an_item_and_comes_back(shared: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{shared.url}/v1", api_key="one", max_retries=0)
+def test_reasoning_is_an_item_and_comes_back(thinker: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="one", max_retries=0)
     answer = client.responses.create(**GREEDY, input="Think")
     [thought] = answer.output
     assert thought.type == "reasoning" and thought.content and thought.content[0].text
