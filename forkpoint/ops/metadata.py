@@ -99,8 +99,9 @@ class VerifyIndex:
     `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. On a device the mark may be
     beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
-    writes the state before its tokens there, and of each token a record to line `write[b]`. A padded row has no tokens
-    and `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
+    writes the state before its tokens there, and of each token a record to line `write[b]`; of convolutions both lines
+    may be one. A padded row has no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which
+    the operators answer zeros.
     """
 
     src: Tensor  # [B]

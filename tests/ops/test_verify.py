@@ -38,10 +38,15 @@ CASES = [
 class _Rows:
     """Three rows in slots 1 to 3 (and, turn by turn, 4 to 6); 0 is for what a mark saves. Row 0 begins with nothing."""
 
-    def __init__(self, seed: int, length: int, device: torch.device) -> None:
-        self.random, self.length, self.device = random.Random(seed), length, device
+    def __init__(self, seed: int, length: int, device: torch.device, turn: int = 1) -> None:
+        """With a `turn` of 0 a step writes the line that it reads."""
+        self.random, self.length, self.device, self.turn = random.Random(seed), length, device, turn
         self.done, self.pending = [0] * NUM_ROWS, [0] * NUM_ROWS
         self.slots, self.lines = [-1, 2, 3], [0, 2, 4]
+
+    @property
+    def next_lines(self) -> list[int]:
+        return [line ^ self.turn for line in self.lines]
 
     @property
     def at(self) -> list[int]:
@@ -69,11 +74,11 @@ class _Rows:
             for at, count, size in zip(self.at, accepted, sizes, strict=True)
         ]
         starts = [sum(sizes[:row]) for row in range(NUM_ROWS + 1)]
-        columns = (self.slots, fresh, starts, self.pending, mark, mark_slot, self.lines, [x ^ 1 for x in self.lines])
+        columns = (self.slots, fresh, starts, self.pending, mark, mark_slot, self.lines, self.next_lines)
         index = VerifyIndex(*(ints(list(column)).to(self.device) for column in columns))
         self.done = [at + (size == 1) for at, size in zip(self.at, sizes, strict=True)]
         self.pending = [count if size > 1 else 0 for count, size in zip(accepted, sizes, strict=True)]
-        self.slots, self.lines = fresh, [x ^ 1 for x in self.lines]
+        self.slots, self.lines = fresh, self.next_lines
         return index, positions, found
 
     def fold(self) -> VerifyIndex:
@@ -137,9 +142,9 @@ def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
         assert torch.equal(pool[slot], states[position][row])
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("width", "turn"), [(2, 1), (4, 1), (4, 0)])
 @pytest.mark.parametrize("table", TABLES)
-def test_convolution(table: str, width: int) -> None:
+def test_convolution(table: str, width: int, turn: int) -> None:
     torch.manual_seed(0)
     ops, device, length, dim = TABLES[table], DEVICES[table], LENGTHS[table], 40
     x = torch.randn(NUM_ROWS, length, dim).bfloat16().to(device)
@@ -153,7 +158,7 @@ def test_convolution(table: str, width: int) -> None:
         outputs.append(ops.conv_update(x[:, t], weight, bias, plain, index, True))
         states.append([plain[slot].clone() for slot in (1, 2, 3)])
     records = [torch.full((2 * NUM_ROWS, MOST, dim), torch.nan, dtype=torch.bfloat16, device=device)]
-    run = _Rows(width, length, device)
+    run = _Rows(width, length, device, turn)
     while min(run.at) < length - 1 and max(run.at) < length:
         index, positions, found = run.plan()
         out = ops.conv_verify(_inputs(x, positions), weight, bias, pool, index, records, True)

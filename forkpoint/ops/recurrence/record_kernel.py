@@ -21,7 +21,7 @@ from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 
 GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
-FOLDS = tl.constexpr(4)  # records that are folded together
+FOLDS = 4  # records that are folded together
 WINDOW = 2  # tokens of a row with drafts that read the state together
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
@@ -93,7 +93,6 @@ def _heads_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Of one key head of a row, with the value heads that share it; also records keys and decays."""
-    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     key_head, row = pid % H, pid // H
     first = tl.load(cu_tokens + row).to(tl.int64)
@@ -108,12 +107,17 @@ def _heads_kernel(
     near, entry = first + past - rest, own + (start + folded + past) % LENGTH
     old_at, there = _tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K)
     others = tl.load(old_at, mask=there, other=0.0)
-    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K)
-    fresh_keys = tl.load(new_at, mask=there, other=0.0)
-    raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     old_g = tl.load(decays + entry[:, None] * HV + head[None, :], mask=kept[:, None] & shared[None, :], other=0.0)
     old_scale = tl.load(scales + entry * H + key_head, mask=kept, other=0.0)
     rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
+    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    key_at = mixed + first * mixed_stride + (H + key_head) * K + col
+    b_at, present = b + first * b_stride + head, (col < K) & (length > 0)
+    raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
+    raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
+    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K)
+    fresh_keys = tl.load(new_at, mask=there, other=0.0)
+    raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
     g, step = decay(raw_a, rate[None, :], bias[None, :], LOW, HIGH)
     g = tl.where(fresh[:, None], g, old_g)
@@ -125,21 +129,21 @@ def _heads_kernel(
     tl.store(scales + entry * H + key_head, new_scale, mask=fresh)
     tl.store(decays + entry[:, None] * HV + head[None, :], g, mask=fresh[:, None] & shared[None, :])
     for t in range(length):
-        token, ring = first + t, own + (start + folded + rest + t) % LENGTH
-        key_at = mixed + token * mixed_stride + (H + key_head) * K + col
-        raw = tl.load(key_at, mask=col < K, other=0.0)
-        q, k = tl.load(key_at - H * K, mask=col < K, other=0.0).to(tl.float32), raw.to(tl.float32)
-        is_own = (past == rest + t)[:, None]
+        key, q, k = raw, raw_q.to(tl.float32), raw.to(tl.float32)
+        token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
         if DELTA:
-            raw_b = tl.load(b + token * b_stride + head, mask=shared, other=0.0)
             q, k = normed(q, k, scale)
             beta = weight(raw_b, DOUBLE_BETA)
         else:
             beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
+        if t + 1 < length:  # the next token's, ahead of the stores
+            key_at, b_at = key_at + mixed_stride, b_at + b_stride
+            raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(b_at, mask=shared, other=0.0)
         by_key, by_query = scaled * _product(others, k), scaled * _product(others, q)
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
-        tl.store(keys + (ring * H + key_head) * K + col, raw, mask=col < K)
+        tl.store(keys + (ring * H + key_head) * K + col, key, mask=col < K)
         vector_at = vectors + (token * H + key_head) * 2 * K + col
         tl.store(vector_at, k, mask=col < K)
         tl.store(vector_at + K, q, mask=col < K)
@@ -173,6 +177,7 @@ def _fold(
     LENGTH: tl.constexpr,
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):
     """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
     key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
@@ -230,6 +235,7 @@ def _record_kernel(
     TILES_V: tl.constexpr,
     DELTA: tl.constexpr,
     CHUNK: tl.constexpr,
+    FOLDS: tl.constexpr,
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -274,6 +280,7 @@ def _record_kernel(
             LENGTH,
             PAST,
             BLOCK_K,
+            FOLDS,
         )
     await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
     if position > 0:
@@ -300,6 +307,7 @@ def _record_kernel(
                 LENGTH,
                 PAST,
                 BLOCK_K,
+                FOLDS,
             )
     if (target >= 0) & ((folded > 0) | (source != target)):
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
@@ -435,6 +443,7 @@ def _launch(
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         CHUNK=chunk,
+        FOLDS=FOLDS,
         DELTA=spec.delta,
         COMPUTES=num_tokens > 0,
         **launch,
