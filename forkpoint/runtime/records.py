@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -181,23 +182,30 @@ class TokenRecords:
             if move.kind is MoveKind.SLOT:
                 self._slot[self._slot == move.src] = move.dst
 
+    def prepare(self) -> None:
+        """Have the device compile what a row needs that leaves, before one does."""
+        nothing = (np.full(1, NO_SLOT), np.full(1, NO_SLOT), np.zeros(2), *[np.zeros(1)] * 5)
+        self._fold_by(nothing)
+        self._settle_by(nothing)
+
     def _fold(self, rows: npt.NDArray[np.int64]) -> None:
         slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
-        columns = (slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line)
+        if len(rows):
+            self._fold_by((slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line))
+
+    def _fold_by(self, columns: tuple[npt.NDArray[Any], ...]) -> None:
         index = VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
-        for name, pool, records in self._pending_states if len(rows) else ():
+        for name, pool, records in self._pending_states:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
 
     def _settle(self, rows: npt.NDArray[np.int64]) -> None:
-        if not len(rows) or not self._spaced_states:
-            return
-        slot, written, none = (
-            self._slot[rows],
-            self._written(rows.astype(np.int32), self._end[rows]),
-            np.zeros_like(rows),
-        )
-        columns = (slot, slot, np.zeros(len(rows) + 1), rows, written, self._end[rows] - written, none, none)
+        slot, end, none = self._slot[rows], self._end[rows], np.zeros_like(rows)
+        written = self._written(rows.astype(np.int32), end)
+        if len(rows):
+            self._settle_by((slot, slot, np.zeros(len(rows) + 1), rows, written, end - written, none, none))
+
+    def _settle_by(self, columns: tuple[npt.NDArray[Any], ...]) -> None:
         index = RecordIndex(self._interval, *(self._platform.upload(column.astype(np.int32)) for column in columns))
         for pool, records in self._spaced_states:
             self._ops.recurrence_settle(pool, index, records)

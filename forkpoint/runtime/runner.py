@@ -105,6 +105,8 @@ class ModelRunner:
                 self._graphs.record(progress)
                 if isinstance(self._drafts, DraftGraphs):
                     self._drafts.record()
+                if self._records is not None:
+                    self._records.prepare()
             self.platform.synchronize()
 
     def submit(self, plan: StepPlan) -> PendingStep:

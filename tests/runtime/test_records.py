@@ -1,11 +1,19 @@
-"""States that are written every few tokens: a row that begins has a whole one, wherever it reads it."""
+"""States that are written every few tokens: a row that begins has a whole one, wherever it reads it, and what a row
+needs that leaves is there from the start."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from forkpoint.models.decoder import Model
+from forkpoint.ops.select import torch_table
+from forkpoint.runtime.step_inputs import StepShape
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
+from tests.runtime.test_graphs import RecordingPlatform
 
 
 def play(model: Model, interval: int) -> list[list[int]]:
@@ -31,3 +39,19 @@ def play(model: Model, interval: int) -> list[list[int]]:
 def test_a_row_that_begins_reads_a_whole_state(tmp_path: Path) -> None:
     model = tiny_hybrid(tmp_path)
     assert play(model, 8) == play(model, 1)
+
+
+@pytest.mark.parametrize(("drafts", "interval"), [(2, 1), (2, 8), (0, 8)])
+def test_folds_are_compiled_at_the_start(tmp_path: Path, drafts: int, interval: int) -> None:
+    """Nothing is folded, but every kernel that a row may need which leaves at a boundary has run."""
+    plain, called = torch_table(), list[str]()
+
+    def noting(name: str) -> Any:
+        return lambda *given: [called.append(name), getattr(plain, name)(*given)][1]
+
+    names = ("conv_fold", "recurrence_fold", "recurrence_settle")
+    ops = replace(plain, **{name: noting(name) for name in names})
+    options = {"max_num_drafts": drafts, "state_write_interval": interval, "platform": RecordingPlatform()}
+    driver = Driver.create(tiny_hybrid(tmp_path, ops, 1), ops, graph_shapes=[StepShape(4, 0, 0)], **options)
+    driver.runner.record_graphs()
+    assert set(called) == {"recurrence_settle" if interval > 1 else "recurrence_fold", *["conv_fold"][:drafts]}

@@ -21,7 +21,7 @@ from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 
 GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
-FOLDS = 4  # records that are folded together
+FOLDS = 2  # records that are folded together
 WINDOW = 2  # tokens of a row with drafts that read the state together
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
@@ -247,7 +247,7 @@ def _record_kernel(
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
-    length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
+    length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     start, folded, rest = _extent(row, written, held, INTERVAL)
     slot_at, inside = _tile(pool + head * (V * K), at * K, at < V, K, BLOCK_K)
     state = tl.zeros(inside.shape, tl.float32)
@@ -354,7 +354,7 @@ def _record_kernel(
             if t + CHUNK < length:
                 for j in tl.static_range(CHUNK):
                     kept = tl.where((past == rest + t + j)[:, None], fresh[j][None, :], kept)
-        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+        for token in range(last + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
             tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)
 
