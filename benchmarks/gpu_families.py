@@ -48,7 +48,6 @@ SPLITS = KeySplits(wanted=DeviceTraits().num_decode_programs)
 class Pair:
     """The same work by our operators and by a peer's; both give the outputs `[T, ..]`."""
 
-    name: str
     peer: str
     ours: Callable[[], Tensor]
     theirs: Callable[[], Tensor]
@@ -271,24 +270,27 @@ def scan_pair(library: str) -> Pair:
         return gated.t()
 
     fresh = type(index)(**{**{name: getattr(index, name) for name in index.__slots__}, "src": ints([-1])})
-    return Pair("Mamba-1 scan", "mamba-ssm", lambda: OPS.scan_prefill(inputs, params, pool, fresh), theirs)
+    return Pair("mamba-ssm", lambda: OPS.scan_prefill(inputs, params, pool, fresh), theirs)
 
 
-def pairs(library: str) -> Iterator[Callable[[], Pair]]:
-    yield lambda: Pair("Mamba-2 scan", "mamba-ssm", *recurrence_pair(SSD, ssd_peer()))
-    yield lambda: scan_pair(library)
-    yield lambda: Pair("gated delta net", "flash-linear-attention", *recurrence_pair(GDN, gdn_peer()))
-    yield lambda: Pair("KDA", "flash-linear-attention", *recurrence_pair(KDA, kda_peer()))
+def pairs(library: str) -> dict[str, Callable[[], Pair]]:
+    fla = "flash-linear-attention"
+    return {
+        "Mamba-2 scan": lambda: Pair("mamba-ssm", *recurrence_pair(SSD, ssd_peer())),
+        "Mamba-1 scan": lambda: scan_pair(library),
+        "gated delta net": lambda: Pair(fla, *recurrence_pair(GDN, gdn_peer())),
+        "KDA": lambda: Pair(fla, *recurrence_pair(KDA, kda_peer())),
+    }
 
 
-def compare(pair: Pair) -> str:
+def compare(name: str, pair: Pair) -> str:
     with torch.no_grad():
         ours, theirs = pair.ours().float().flatten(), pair.theirs().float().flatten()
         difference = float((ours - theirs).norm() / theirs.norm())
         most = float((ours - theirs).abs().max())
         fast, slow = median_seconds([pair.ours]), median_seconds([pair.theirs])
     times = f"{fast * 1e6:.1f} | {pair.peer} | {slow * 1e6:.1f} | {slow / fast:.2f}"
-    return f"| {pair.name}, {TOKENS} tokens | {times} | {difference:.1e} | {most:.2g} |"
+    return f"| {name}, {TOKENS} tokens | {times} | {difference:.1e} | {most:.2g} |"
 
 
 def versions() -> str:
@@ -303,7 +305,7 @@ def versions() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="part of a step's name")
+    parser.add_argument("--only", default="", help="part of a name")
     parser.add_argument("--part", choices=("steps", "prompts", "both"), default="both")
     parser.add_argument("--selective-scan", default="./selective_scan.so", help="mamba-ssm's kernel for Mamba-1, built")
     parser.add_argument("--commit", default="", help="what to print as the commit where there is no repository")
@@ -324,9 +326,10 @@ def main() -> None:
     if options.part != "steps":
         print("\n| prompt | forkpoint, µs | peer | peer's, µs | ratio | relative difference | largest |")
         print("|---|---|---|---|---|---|---|")
-        for make in pairs(options.selective_scan):
+        for name, make in pairs(options.selective_scan).items():
             try:
-                print(compare(make()), flush=True)
+                if options.only in name:
+                    print(compare(name, make()), flush=True)
             except (ImportError, OSError) as error:
                 print(f"(not compared: {type(error).__name__}: {error})", flush=True)
 
