@@ -261,54 +261,18 @@ def _record_kernel(
     middle = tl.where(position > 0, position, folded)
     if folded > 0:
         state = _fold(
-            state,
-            0,
-            middle,
-            start,
-            own,
-            head,
-            at,
-            updates,
-            keys,
-            scales,
-            decays,
-            H,
-            HV,
-            K,
-            V,
-            LINE,
-            LENGTH,
-            PAST,
-            BLOCK_K,
-            FOLDS,
-        )
+            state, 0, middle, start, own, head, at, updates, keys, scales, decays,
+            H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS,
+        )  # fmt: skip
     await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
     if position > 0:
         marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
         tl.store(marked, state.to(pool.dtype.element_ty), mask=inside)
         if middle < folded:
             state = _fold(
-                state,
-                middle,
-                folded,
-                start,
-                own,
-                head,
-                at,
-                updates,
-                keys,
-                scales,
-                decays,
-                H,
-                HV,
-                K,
-                V,
-                LINE,
-                LENGTH,
-                PAST,
-                BLOCK_K,
-                FOLDS,
-            )
+                state, middle, folded, start, own, head, at, updates, keys, scales, decays,
+                H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS,
+            )  # fmt: skip
     if (target >= 0) & ((folded > 0) | (source != target)):
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
     if COMPUTES:
