@@ -17,6 +17,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.errors import BlockTableError, StepFailedError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
+from forkpoint.models.head import OutputHead
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import STATE_OPERATORS, OpTable
@@ -137,24 +138,32 @@ def test_prompt_logprobs_in_one_chunk_and_in_several(model: Model) -> None:
         assert driver.last.logprobs[0][0].top_logprobs == pytest.approx(entries[length].top_logprobs, abs=1e-4)
 
 
+class FaultyHead:
+    """An output head that makes NaN in the rows it is told."""
+
+    def __init__(self, head: OutputHead) -> None:
+        self.nan_rows: list[int] = []
+        self.whole, self.likeliest, self._own = head.whole, head.likeliest, head.own
+
+    def own(self, hidden: Tensor) -> Tensor:
+        logits = self._own(hidden).clone()
+        logits[self.nan_rows, VOCAB // 2] = torch.nan
+        return logits
+
+
 class Faulty:
-    """A model that raises, or makes NaN, when told to."""
+    """A model that raises when told to, with a head that makes NaN."""
 
     def __init__(self, model: Model) -> None:
         self.config, self.layer_specs = model.config, model.layer_specs
         self.fails = False
-        self.nan_rows: list[int] = []
+        self.head = FaultyHead(model.head)
         self._model = model
 
     def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         if self.fails:
             raise RuntimeError("out of luck")
         return self._model.forward(token_ids, context)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._model.logits(hidden).clone()
-        logits[self.nan_rows, VOCAB // 2] = torch.nan
-        return logits
 
 
 def test_a_failed_step_and_those_submitted_before_it_was_seen(model: Model) -> None:
@@ -184,7 +193,7 @@ def test_rows_with_non_finite_logits_are_named(model: Model, params: SamplingPar
     driver = Driver.create(faulty)
     slots = [driver.slot(), driver.slot()]
     chunks = [driver.chunk(row + 4, 0, 30, -1, slots[row], samples=True) for row in range(2)]
-    faulty.nan_rows = [1]
+    faulty.head.nan_rows = [1]
     result = driver.run(chunks, added=[driver.added(row + 4, tokens(30), params) for row in range(2)])
     assert result.failed_rows == (5,)
 
