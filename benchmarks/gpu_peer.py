@@ -1,0 +1,186 @@
+"""The same work for forkpoint and for vLLM, each under a Python that has it: dummy weights, token ids, `LLM.generate`.
+
+    python -m benchmarks.gpu_peer forkpoint --drafts 3
+    python benchmarks/gpu_peer.py vllm --config nemotron.json --gib 44 --parts first_token,decode
+
+Greedy; clocks are read around the calls. `docs/benchmarks/gpu_9b.md` has answers of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Ids = list[int]
+VOCAB_SIZE = 32_000
+RATES = [0.8, 0.64, 0.512]  # how often the first, second and third draft count
+NINE: dict[str, Any] = {
+    "dtype": "bfloat16", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
+    "num_hidden_layers": 32, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 131_072, "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 0,
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+}  # fmt: skip
+
+
+class Engine:
+    """Either engine with its own defaults, prefix caching, states in fp32 and weights at random."""
+
+    def __init__(self, name: str, config: dict[str, Any], num_drafts: int, gib: float, backend: str | None) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        (Path(self._folder.name) / "config.json").write_text(json.dumps(config))
+        package: Any = importlib.import_module(name)
+        self._params, self._is_vllm = package.SamplingParams, name == "vllm"
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["mamba_ssm_cache_dtype"] = "float32"
+        if gib:
+            options["kv_cache_memory_bytes"] = int(gib * 2**30)
+        if num_drafts:
+            options["speculative_config"] = {"method": "mtp", "num_speculative_tokens": num_drafts}
+        if self._is_vllm:
+            options |= {"enable_prefix_caching": True, "mamba_cache_mode": "align", "max_model_len": 131_072}
+            options |= {"max_num_batched_tokens": 16_384, "max_num_seqs": 256, "gpu_memory_utilization": 0.9}
+            if backend:  # without FlashInfer's compiler its default cannot be had
+                options["gdn_prefill_backend"] = backend
+            if num_drafts:
+                rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES[:num_drafts]}
+                options["speculative_config"] |= rates
+        self.llm = package.LLM(self._folder.name, **options)
+        if num_drafts and not self._is_vllm:
+            self._set_rates(num_drafts)
+
+    def _set_rates(self, num_drafts: int) -> None:
+        from benchmarks.gpu_9b import drafts
+        from forkpoint.runtime import runner
+
+        vars(runner)["Windows"] = drafts.SyntheticWindows
+        drafts.SyntheticWindows.rates = tuple(RATES[:num_drafts])
+        drafts.set_drafter(self.llm, drafts.SyntheticDrafter(tuple(RATES[:num_drafts]), VOCAB_SIZE, {}, True))
+
+    def run(self, prompts: Sequence[Ids], num_tokens: int) -> tuple[float, list[Any]]:
+        """Seconds, and the outputs."""
+        given: Any = [{"prompt_token_ids": ids} for ids in prompts] if self._is_vllm else list(prompts)
+        silent = {"detokenize": False} if self._is_vllm else {}
+        params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **silent)
+        began = time.perf_counter()
+        outputs = self.llm.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - began, outputs
+
+
+class Protocol:
+    """The parts that can be asked for; each returns what its line says."""
+
+    def __init__(self, engine: Engine, num_ids: int, batches: Sequence[int], repeats: int, shorter: int) -> None:
+        self._engine, self._batches, self._repeats, self._shorter = engine, batches, repeats, shorter
+        self._random, self._num_ids = random.Random(0), num_ids
+
+    def _ids(self, count: int) -> Ids:
+        return [self._random.randrange(10, self._num_ids - 10) for _ in range(max(1, count // self._shorter))]
+
+    def _hit(self, prompt: Ids, num_tokens: int = 1) -> tuple[float, int]:
+        """(milliseconds, tokens cached)."""
+        seconds, outputs = self._engine.run([prompt], num_tokens)
+        return round(seconds * 1e3, 1), outputs[0].num_cached_tokens or 0
+
+    def warm(self) -> str:
+        prompt = self._ids(16_384)
+        self._hit(prompt)
+        self._hit(prompt + self._ids(128))
+        for batch in self._batches:
+            self._engine.run([self._ids(256) for _ in range(batch)], 20)
+        return "done"
+
+    def first_token(self) -> str:
+        cold, warm = [], []
+        for _ in range(self._repeats + 1):
+            prompt = self._ids(16_384)
+            cold.append(self._hit(prompt)[0])
+            warm.append(self._hit(prompt + self._ids(128)))
+        return f"16,384 cold {median(cold[1:])} ms {cold[1:]}; and 128 more {warm[1:]}"
+
+    def decode(self) -> str:
+        """batch x 128 over t(129 tokens) - t(1), and over t(257) - t(129)."""
+        told = []
+        for batch in self._batches:
+            first, later = [], []
+            for _ in range(self._repeats):
+                took = [self._engine.run([self._ids(256) for _ in range(batch)], n)[0] for n in (1, 129, 257)]
+                first.append(round(batch * 128 / (took[1] - took[0]), 1))
+                later.append(round(batch * 128 / (took[2] - took[1]), 1))
+            told.append(f"{batch}: {median(first)} {first}, later {median(later)} {later}")
+        return "tokens/s by rows: " + "; ".join(told)
+
+    def forks(self) -> str:
+        prompt, shared = self._ids(20_000), self._ids(3000)
+        self._hit(prompt)
+        at = len(prompt) * 9 // 20
+        forks = [self._hit(prompt[:at] + self._ids(2000)) for _ in range(3)]
+        siblings = [self._hit(shared + self._ids(2000)) for _ in range(3)]
+        short = self._ids(900)
+        self._hit(short)
+        return f"20,000 forked at 9,000 {forks}; 3,000 shared {siblings}; 900 again {self._hit(short)}"
+
+    def agents(self) -> str:
+        self._engine.llm.reset_prefix_cache()
+        shared = self._ids(2000)
+        told, seconds, num_prompt, num_cached = [shared + self._ids(2000) for _ in range(32)], 0.0, 0, 0
+        for _ in range(10):
+            took, outputs = self._engine.run(told, 64)
+            seconds += took
+            num_prompt += sum(map(len, told))
+            num_cached += sum(output.num_cached_tokens or 0 for output in outputs)
+            told = [
+                before + list(output.outputs[0].token_ids) + self._ids(700)
+                for before, output in zip(told, outputs, strict=True)
+            ]
+        return f"32 conversations of 10 turns {seconds:.2f} s, {num_cached / num_prompt:.1%} cached"
+
+    def chat(self) -> str:
+        turns = []
+        for _ in range(3):
+            told = self._ids(2000)
+            for _ in range(6):
+                turns.append(self._hit(told))
+                _, outputs = self._engine.run([told], 150)
+                told = told + list(outputs[0].outputs[0].token_ids) + self._ids(200)
+        later = [turn for i, turn in enumerate(turns) if i >= 6 and i % 6]
+        return f"slowest of {len(later)} turns {max(later)[0]} ms, median {median(ms for ms, _ in later)} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("forkpoint", "vllm"))
+    parser.add_argument("--config", type=Path, help="a model's config.json (default: the 9B shape)")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of the MTP layer, which count by set rates")
+    parser.add_argument("--gib", type=float, default=0.0, help="GiB of cache (default: what the engine takes)")
+    parser.add_argument("--gdn-prefill-backend", help="vLLM's (default: its own choice)")
+    parser.add_argument("--batches", default="1,8,32,128")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", default="first_token,decode,forks,agents,chat")
+    parser.add_argument("--shorter", type=int, default=1, help="prompts so many times shorter, to try the program")
+    given = parser.parse_args()
+    began = time.perf_counter()
+    config: dict[str, Any] = json.loads(given.config.read_text()) if given.config else NINE
+    engine = Engine(given.engine, config, given.drafts, given.gib, given.gdn_prefill_backend)
+    print(f"{given.engine}: started in {time.perf_counter() - began:.1f} s", flush=True)
+    batches = [int(batch) for batch in given.batches.split(",")]
+    protocol = Protocol(engine, min(VOCAB_SIZE, config["vocab_size"]), batches, given.repeats, given.shorter)
+    for name in ["warm", *given.parts.split(",")]:
+        part: Callable[[], str] = getattr(protocol, name)
+        print(f"{name}: {part()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
