@@ -11,7 +11,7 @@ from forkpoint.ops.activation.kernel import silu, softplus
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
-from forkpoint.ops.scan.prefill_kernel import LOG2_E, scan_sizes
+from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
 CHANNELS = 64  # of a program: 4 KiB of state for 16 values each
 MANY_ROWS, ROWS = 32, 4  # so many rows on, a program takes several
@@ -66,11 +66,7 @@ def _decode_kernel(
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     first = pid // PIECES * most_rows
-    channel, value = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    present, real = channel < D, value < N
-    in_state = real[:, None] & present[None, :]
-    in_slot = channel[None, :] * N + value[:, None]
-    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
     for i in tl.range(0, tl.minimum(most_rows, num_rows - first), num_stages=AHEAD):

@@ -32,6 +32,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def state_tile(piece, rates, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a program: its channels and values, which of either there are, which of both and where they lie in a slot
+    `[BLOCK_N, BLOCK]`, and their rates of decay times log2(e)."""
+    channel, value = piece * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
+    present, real = channel < D, value < N
+    in_state = real[:, None] & present[None, :]
+    in_slot = channel[None, :] * N + value[:, None]
+    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    return channel, value, present, real, in_state, in_slot, rate
+
+
+@triton.jit
 def _joined(state, own, total, rate):
     """The state after a chunk, `[N, channels]`: from that at its start, what it adds, and the sum of its steps."""
     return tl.fma(tl.exp2(total[None, :] * rate), state, own)
@@ -68,11 +80,7 @@ def _own_kernel(
     start, count, entry = chunk_place(cu_seqlens, segment, offset, 0, 1)
     if count <= CHUNK:
         return
-    channel, value = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    present, real = channel < D, value < N
-    in_state = real[:, None] & present[None, :]
-    in_slot = channel[None, :] * N + value[:, None]
-    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     own, total = tl.zeros((BLOCK_N, BLOCK), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for t in range(CHUNK):
@@ -115,11 +123,7 @@ def _join_kernel(
     if length <= CHUNK:
         return
     last = tl.cdiv(length, CHUNK) - 1
-    channel, value = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    present, real = channel < D, value < N
-    in_state = real[:, None] & present[None, :]
-    in_slot = channel[None, :] * N + value[:, None]
-    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    channel, _, present, _, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
     source = tl.load(src + segment).to(tl.int64)
     state = tl.load(pool + source * slot_stride + in_slot, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
     entry = first_chunk(cu_seqlens, segment).to(tl.int64)
@@ -188,11 +192,7 @@ def _outputs_kernel(
         return
     start, left, entry = chunk_place(cu_seqlens, segment, offset, 0, 1)
     count = tl.minimum(left, CHUNK)
-    channel, value = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
-    present, real = channel < D, value < N
-    in_state = real[:, None] & present[None, :]
-    in_slot = channel[None, :] * N + value[:, None]
-    rate = tl.load(rates + in_slot, mask=in_state, other=0.0) * LOG2_E
+    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
     # Programs of later chunks may write the slot that a segment of several starts from.
