@@ -9,7 +9,7 @@ Greedy; clocks are read around the calls. `docs/benchmarks/gpu_9b.md` has answer
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import random
 import tempfile
@@ -21,6 +21,7 @@ from typing import Any
 
 Ids = list[int]
 VOCAB_SIZE = 32_000
+PARTS = ("first_token", "decode", "forks", "agents", "chat")
 RATES = [0.8, 0.64, 0.512]  # how often the first, second and third draft count
 NINE: dict[str, Any] = {
     "dtype": "bfloat16", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
@@ -168,16 +169,21 @@ def main() -> None:
     parser.add_argument("--gdn-prefill-backend", help="vLLM's (default: its own choice)")
     parser.add_argument("--batches", default="1,8,32,128")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", default="first_token,decode,forks,agents,chat")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--shorter", type=int, default=1, help="prompts so many times shorter, to try the program")
     given = parser.parse_args()
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts names {', '.join(sorted(unknown))}; give some of {', '.join(PARTS)}")
+    if importlib.util.find_spec(given.engine) is None:
+        parser.error(f"this Python has no package {given.engine}; run the program by one that has it")
     began = time.perf_counter()
     config: dict[str, Any] = json.loads(given.config.read_text()) if given.config else NINE
     engine = Engine(given.engine, config, given.drafts, given.gib, given.gdn_prefill_backend)
     print(f"{given.engine}: started in {time.perf_counter() - began:.1f} s", flush=True)
     batches = [int(batch) for batch in given.batches.split(",")]
     protocol = Protocol(engine, min(VOCAB_SIZE, config["vocab_size"]), batches, given.repeats, given.shorter)
-    for name in ["warm", *given.parts.split(",")]:
+    for name in ["warm", *parts]:
         part: Callable[[], str] = getattr(protocol, name)
         print(f"{name}: {part()}", flush=True)
 
