@@ -64,7 +64,7 @@ def segments(
     parts as the device wants. `scratch` has so many entries for each chunk, as `recurrence.solve.first_chunk` counts
     them."""
     most, columns = traits_of(index.src.device).most_programs, index.columns
-    each = len(index) if most is None else max(1, most // programs)
+    each = max(1, len(index) if most is None else most // programs)
     yield min(each, len(index)), [*scratch, *columns]
     for first in range(each, len(index), each):
         behind = [x[first * entries :] for x in scratch]
