@@ -58,7 +58,7 @@ class AnswerParser:
         self._buffer = ""
         self._trim = ""  # characters dropped at the start of what follows
         self._opening = ""  # the tag of the call being read, and the white space before it
-        self._reader = notation.reader(tools or {})
+        self._reader = notation.reader(tools or {}, notation.closing)
         self._forced = ForcedCallReader()
         self.num_calls = 0
         # What reads the text that comes next; each puts another in its place where its part has ended.
@@ -125,7 +125,7 @@ class AnswerParser:
             yield Content(text)
         if found:
             self._read, self._opening = self._call, space + self._notation.opening
-            self._reader = self._notation.reader(self._tools or {})
+            self._reader = self._notation.reader(self._tools or {}, self._notation.closing)
 
     def _call(self, final: bool) -> Iterator[Piece]:
         text, self._buffer = self._buffer, ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forkpoint.server.tool_call import Call, NotACallError, OneCallReader, strict_json
+from forkpoint.server.tool_call import NotACallError, OneCallReader, call_json
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -18,66 +18,43 @@ ID_BEGUN = re.compile(r"\s*[^\s<>:]{0,256}(?::\d{0,9})?\s?")
 class KimiCallReader(OneCallReader):
     """Of what follows the section's opening tag; what follows that call is handed back behind another one."""
 
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__()
+    end = CALL_END
 
-    def _read(self, final: bool) -> Call | None:
-        if self._name is None:
-            self._read_head()
-            if self._name is None:
-                return None
-        self._skip_space()
-        start, begun = self._position, self.text[self._position : self._position + len(CALL_END)]
-        if begun.startswith("{"):
-            end = self._scan.find_end(self.text, start)
-            rest = self._behind(end, final) if self._scan.closed else None
-        elif CALL_END.startswith(begun):
-            end = start
-            rest = self._behind(end, final) if begun else None
-        else:
+    def _read_body(self) -> tuple[str, str] | None:
+        name = self._name = self._name or self._read_head()
+        tag = self._next("{", CALL_END) if name is not None else None
+        if name is None or tag is None:
+            return None
+        arguments = self._object() if tag == "{" else "{}"
+        if arguments is None:
+            return None
+        call_json(arguments)
+        return name, arguments
+
+    def _read_head(self) -> str | None:
+        """The name, with the position at the arguments, where all up to these has come."""
+        if self._next(CALL) is None:
+            return None
+        given, less, tag = self.text[self._position + len(CALL) :].partition("<")
+        if not (less + tag).startswith(ARGUMENTS):
+            if ID_BEGUN.fullmatch(given) is None or not ARGUMENTS.startswith(less + tag):
+                raise NotACallError
+            return None
+        head = ID.fullmatch(given)
+        if head is None:
             raise NotACallError
-        return None if rest is None else Call(self._name, _checked(self.text[start:end] or "{}"), rest)
+        self._position += len(CALL) + len(given) + len(ARGUMENTS)
+        return head[1]
 
-    def _read_head(self) -> None:
-        """Up to the arguments, where all that has come."""
-        begun = self.text.lstrip()
-        if not begun.startswith(CALL):
-            if not CALL.startswith(begun):
-                raise NotACallError
-            return
-        given, _, tag = begun[len(CALL) :].partition("<")
-        if begun[len(CALL) + len(given) :].startswith(ARGUMENTS):
-            head = ID.fullmatch(given)
-            if head is None:
-                raise NotACallError
-            self._name = head[1]
-            self._position = self.text.index(ARGUMENTS) + len(ARGUMENTS)
-        elif ID_BEGUN.fullmatch(given) is None or not ARGUMENTS[1:].startswith(tag):
-            raise NotACallError
-
-    def _behind(self, position: int, final: bool) -> str | None:
-        """The text behind the call; None where its tag, or what comes next, may still come."""
-        behind = self.text[position:].lstrip()
-        if not behind.startswith(CALL_END):
-            if not CALL_END.startswith(behind):
-                raise NotACallError
-            return "" if final and not behind else None
-        rest = behind[len(CALL_END) :]
-        following = rest.lstrip()
+    def _rest(self, final: bool) -> str | None:
+        rest = super()._rest(final)
+        following = (rest or "").lstrip()
         if following.startswith(SECTION_END):
             return following[len(SECTION_END) :]
         if following.startswith(CALL):
             return SECTION + following
-        return None if not final and (SECTION_END.startswith(following) or CALL.startswith(following)) else rest
-
-
-def _checked(arguments: str) -> str:
-    """Raises NotACallError for what is no JSON."""
-    try:
-        strict_json(arguments)
-    except (ValueError, RecursionError):
-        raise NotACallError from None
-    return arguments
+        waits = not final and (SECTION_END.startswith(following) or CALL.startswith(following))
+        return None if waits else rest
 
 
 def number_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from forkpoint.server.tool_call import Call, FreeCallReader, NotACallError
+from forkpoint.server.tool_call import FreeCallReader, NotACallError
 
 KEY_TAG, VALUE_TAG, VALUE_END = "<arg_key>", "<arg_value>", "</arg_value>"
 NAME = re.compile(r"([\w.-]{1,256})(?:\s|\\n)*(?=<)")  # the model writes the line end as \n too
@@ -18,7 +18,7 @@ class LingCallReader(FreeCallReader):
     parameter_tag = KEY_TAG
     parameter_end = VALUE_END
 
-    def _read(self, final: bool) -> Call | None:
+    def _read_body(self) -> tuple[str, str] | None:
         if self._name is None:
             self._skip_space()
             name = NAME.match(self.text, self._position)
@@ -27,4 +27,4 @@ class LingCallReader(FreeCallReader):
                     raise NotACallError
                 return None
             self._name, self._position = name[1], name.end()
-        return self._read_members(final)
+        return self._read_members(self._name)

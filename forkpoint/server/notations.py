@@ -25,25 +25,17 @@ class CallReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """Tags around calls, and what makes a reader of what is between them from the tools' schemas."""
+    """Tags around calls, and what reads what is between them: it is made of the tools' schemas and the closing tag."""
 
     opening: str
     closing: str
-    reader: Callable[[Mapping[str, Any]], CallReader]
-
-
-def _lfm2(tools: Mapping[str, Any]) -> CallReader:
-    return PythonCallReader("<|tool_call_end|>")
-
-
-def _olmo3(tools: Mapping[str, Any]) -> CallReader:
-    return PythonCallReader("</function_calls>")
+    reader: Callable[[Mapping[str, Any], str], CallReader]
 
 
 QWEN: Final = Notation(CALL, CALL_END, FreeCallReader)
 LING: Final = Notation(CALL, CALL_END, LingCallReader)
-LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", _lfm2)
-OLMO3: Final = Notation("<function_calls>", "</function_calls>", _olmo3)
+LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", PythonCallReader)
+OLMO3: Final = Notation("<function_calls>", "</function_calls>", PythonCallReader)
 KIMI: Final = Notation(SECTION, SECTION_END, KimiCallReader)
 
 

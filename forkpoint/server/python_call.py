@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from forkpoint.server.tool_call import Call, NotACallError
@@ -15,7 +16,7 @@ WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix
 class PythonCallReader:
     """Reads what follows the opening tag until `closing`, or the end of the answer."""
 
-    def __init__(self, closing: str) -> None:
+    def __init__(self, tools: Mapping[str, Any], closing: str) -> None:
         self.text = ""
         self._closing = closing
         self._sought = 0  # in `text`: where the closing tag has been looked for

@@ -41,27 +41,62 @@ class Call:
 class OneCallReader(ABC):
     """Reads what follows an opening tag until it is a whole call, or can no longer become one."""
 
-    def __init__(self) -> None:
+    end = CALL_END
+
+    def __init__(self, tools: Mapping[str, Any], closing: str) -> None:
+        """`tools`: parameter schemas by name of the function."""
         self.text = ""
+        self._tools = tools
         self._scan = ObjectScan()
         self._position = 0  # in `text`: where reading goes on
         self._name: str | None = None  # of the function, where it has come by itself
+        self._read: tuple[str, str] | None = None  # name and arguments, where only the call's end may be missing
 
     def feed(self, text: str, final: bool) -> tuple[Call, ...] | None:
         """One call, once it is whole; see `notations.CallReader`."""
         self.text += text
-        call = self._read(final)
-        if call is None and final:
-            raise NotACallError
-        return None if call is None else (call,)
+        self._read = self._read or self._read_body()
+        rest = self._rest(final) if self._read is not None else None
+        if self._read is None or rest is None:
+            if final:
+                raise NotACallError
+            return None
+        return (Call(*self._read, rest),)
 
     @abstractmethod
-    def _read(self, final: bool) -> Call | None:
-        """The call that `text` is, and what follows it; None while more may come. Raises NotACallError."""
+    def _read_body(self) -> tuple[str, str] | None:
+        """Name and arguments, with the position behind them; None while more may come. Raises NotACallError."""
+
+    def _rest(self, final: bool) -> str | None:
+        """The text behind the tag that ends the call, which may be missing in a `final` text; None where it may still
+        come. Raises NotACallError where it cannot."""
+        if self._next(self.end) is None:
+            return "" if final and self._position == len(self.text) else None
+        return self.text[self._position + len(self.end) :]
+
+    def _next(self, *tags: str) -> str | None:
+        """Which of `tags` comes next, behind white space; None where that has not come. Raises NotACallError where
+        none of them can."""
+        self._skip_space()
+        for tag in tags:
+            if self.text.startswith(tag, self._position):
+                return tag
+        begun = self.text[self._position : self._position + max(map(len, tags))]
+        if not any(tag.startswith(begun) for tag in tags):
+            raise NotACallError
+        return None
 
     def _skip_space(self) -> None:
         while self._position < len(self.text) and self.text[self._position].isspace():
             self._position += 1
+
+    def _object(self) -> str | None:
+        """The JSON object that begins here, read over; None where its end has not come."""
+        start, end = self._position, self._scan.find_end(self.text, self._position)
+        if not self._scan.closed:
+            return None
+        self._position = end
+        return self.text[start:end]
 
 
 class FreeCallReader(OneCallReader):
@@ -69,47 +104,34 @@ class FreeCallReader(OneCallReader):
 
     parameter, parameter_tag, parameter_end = PARAMETER, PARAMETER_TAG, PARAMETER_END
 
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        """`tools`: parameter schemas by name of the function."""
-        super().__init__()
-        self._tools = tools
+    def __init__(self, tools: Mapping[str, Any], closing: str) -> None:
+        super().__init__(tools, closing)
         self._members: list[str] = []  # arguments so far, in the second notation
         self._sought = 0  # in `text`: where the end of a parameter has been looked for
         self._closed = -1  # where a closing tag stands in that parameter
 
-    def _read(self, final: bool) -> Call | None:
-        if self._name is not None:
-            return self._read_members(final)
-        self._skip_space()
-        start = self._position
-        if self.text.startswith("{", start):
-            end = self._scan.find_end(self.text, start)
-            rest = self._behind(end, final) if self._scan.closed else None
-            return None if rest is None else _read_json(self.text[start:end], rest)
-        function = FUNCTION.match(self.text, start)
-        if function is not None:
+    def _read_body(self) -> tuple[str, str] | None:
+        if self._name is None:
+            tag = self._next("{", FUNCTION_TAG)
+            if tag == "{":
+                text = self._object()
+                return None if text is None else _read_json(text)
+            function = FUNCTION.match(self.text, self._position)
+            if function is None:
+                if tag is not None and "\n" in self.text[self._position :]:
+                    raise NotACallError
+                return None
             self._name, self._position = function[1].strip(), function.end()
-            return self._read_members(final)
-        begun = self.text[start : start + len(FUNCTION_TAG)]
-        if not FUNCTION_TAG.startswith(begun) or "\n" in self.text[start:]:
-            raise NotACallError
-        return None
+        return self._read_members(self._name)
 
-    def _read_members(self, final: bool) -> Call | None:
-        assert self._name is not None
-        while self._read_parameter(self._name):
+    def _read_members(self, function: str) -> tuple[str, str] | None:
+        while self._read_parameter(function):
             pass
-        self._skip_space()
-        if self.text.startswith(FUNCTION_END, self._position):
-            rest = self._behind(self._position + len(FUNCTION_END), final)
-        elif self.text.startswith(CALL_END, self._position):
-            rest = self._behind(self._position, final)
-        else:
-            begun = self.text[self._position : self._position + len(self.parameter_tag)]
-            if not any(tag.startswith(begun) for tag in (self.parameter_tag, FUNCTION_END, CALL_END)):
-                raise NotACallError
+        tag = self._next(FUNCTION_END, CALL_END, self.parameter_tag)
+        if tag is None or tag == self.parameter_tag:
             return None
-        return None if rest is None else Call(self._name, "{" + ", ".join(self._members) + "}", rest)
+        self._position += len(FUNCTION_END) if tag == FUNCTION_END else 0
+        return function, "{" + ", ".join(self._members) + "}"
 
     def _read_parameter(self, function: str) -> bool:
         """Whether a whole one came next."""
@@ -153,15 +175,6 @@ class FreeCallReader(OneCallReader):
             return json.dumps(strict_json(text), ensure_ascii=False)
         except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
-
-    def _behind(self, position: int, final: bool) -> str | None:
-        """The text behind the closing tag; None where it may still come. Raises NotACallError where it cannot."""
-        behind = self.text[position:].lstrip()
-        if behind.startswith(CALL_END):
-            return behind[len(CALL_END) :]
-        if not CALL_END.startswith(behind):
-            raise NotACallError
-        return "" if final and not behind else None
 
 
 class ForcedCallReader:
@@ -228,26 +241,28 @@ class ObjectScan:
             self.closed = self._depth == 0
 
 
-def _read_json(text: str, rest: str) -> Call:
+def _read_json(text: str) -> tuple[str, str]:
     """Raises NotACallError for what names no function, or gives no object of arguments."""
-    try:
-        call = strict_json(text)
-    except (ValueError, RecursionError):
-        raise NotACallError from None
+    call = call_json(text)
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or not name:
         raise NotACallError
     head = HEAD.match(text)
     if head is not None and isinstance(arguments, dict):  # as it was written: numbers keep their digits
-        return Call(name, text[head.end() : json.JSONDecoder().raw_decode(text, head.end())[1]], rest)
+        return name, text[head.end() : json.JSONDecoder().raw_decode(text, head.end())[1]]
     if isinstance(arguments, str):
-        try:
-            arguments = strict_json(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise NotACallError from None
+        arguments = call_json(arguments or "{}")
     if arguments is not None and not isinstance(arguments, dict):
         raise NotACallError
-    return Call(name, json.dumps(arguments or {}, ensure_ascii=False), rest)
+    return name, json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def call_json(text: str) -> Any:
+    """What the JSON of a call says. Raises NotACallError for what is none."""
+    try:
+        return strict_json(text)
+    except (ValueError, RecursionError):
+        raise NotACallError from None
 
 
 def strict_json(text: str) -> Any:
