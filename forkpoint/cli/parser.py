@@ -86,10 +86,6 @@ def _add_servers(add: Callable[..., Any]) -> None:
         usage="forkpoint serve [MODEL] [options]",
         epilog="vLLM's flags that change nothing here are taken too; docs/server.md has the list.",
     )
-    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_config_flag(serve)
-    add_server_options(serve)
-    add_engine_options(serve)
     add_vllm_flags(serve)
 
     deploy = add(
@@ -99,11 +95,12 @@ def _add_servers(add: Callable[..., Any]) -> None:
         usage="forkpoint deploy [MODEL] [options]",
         epilog="pip install 'forkpoint[ray]'; docs/deploy.md has examples.",
     )
-    deploy.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    add_config_flag(deploy)
     add_option_group(deploy, "replica options", FleetConfig)
-    add_server_options(deploy)
-    add_engine_options(deploy)
+    for command in (serve, deploy):
+        command.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
+        add_config_flag(command)
+        add_server_options(command)
+        add_engine_options(command)
 
 
 def _add_batch(add: Callable[..., Any]) -> None:

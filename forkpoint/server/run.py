@@ -49,11 +49,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
         listen(config) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_run(engine, config, listener, readers))
-
-
-async def _run(engine: EngineConfig, config: ServerConfig, listener: socket.socket, readers: Readers) -> int:
-    return await Server(engine, config, listener, readers).run()
+        return runner.run(Server(engine, config, listener, readers).run())
 
 
 class Server:

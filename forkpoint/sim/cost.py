@@ -53,6 +53,9 @@ class StepParts:
     moved: float
 
 
+PARTS: Final = tuple(field.name for field in fields(StepParts))
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device's ceilings, measured, and the share of them that each kind of work reaches.
@@ -126,15 +129,10 @@ class CostModel:
     def step_s(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
         parts, device = self.parts(load), self.device
-        return (
-            device.step_s
-            + parts.linear / device.linear
-            + parts.attention / device.attention
-            + parts.decode_attention / device.decode_attention
-            + parts.prefill_states / device.prefill_states
-            + parts.decode_states / device.decode_states
-            + parts.moved / device.moved
-        )
+        seconds = device.step_s
+        for name in PARTS:  # `sum` adds floats up otherwise from Python 3.12 on
+            seconds += getattr(parts, name) / getattr(device, name)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +158,11 @@ def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
 
     Least squares on relative errors, kept positive by leaving the shares of parts out that would turn negative.
     """
-    names = [field.name for field in fields(StepParts)]
-    rows = [[getattr(model.parts(step.load), name) for name in names] + [1.0] for step in steps]
+    rows = [[getattr(model.parts(step.load), name) for name in PARTS] + [1.0] for step in steps]
     matrix = np.asarray(rows) / np.asarray([[step.seconds] for step in steps])
-    prior = np.asarray([1 / getattr(model.device, name) for name in names] + [model.device.step_s])
+    prior = np.asarray([1 / getattr(model.device, name) for name in PARTS] + [model.device.step_s])
     inverse = _fit_positive(matrix, prior)
-    shares = dict(zip(names, (1 / inverse[:-1]).tolist(), strict=True))
+    shares = dict(zip(PARTS, (1 / inverse[:-1]).tolist(), strict=True))
     return CostModel(model.shape, replace(model.device, **shares, step_s=float(inverse[-1])))
 
 

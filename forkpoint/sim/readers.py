@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,9 +52,7 @@ def read_azure(path: Path, limit: int | None = None) -> Trace:
     mint, start = TokenMint(), None
     requests: list[TraceRequest] = []
     with path.open(encoding="utf-8", newline="") as file:
-        for index, row in enumerate(csv.DictReader(file)):
-            if index == limit:
-                break
+        for index, row in enumerate(islice(csv.DictReader(file), limit)):
             when = datetime.fromisoformat(row["TIMESTAMP"][:26])
             start = start or when
             prompt, output = mint.fresh(int(row["ContextTokens"])), mint.fresh(max(1, int(row["GeneratedTokens"])))
@@ -69,12 +68,8 @@ def read_mooncake(path: Path, limit: int | None = None) -> Trace:
     turn but the last one. A prompt that ends sharing just there is taken to continue that turn: it repeats the
     rest of that prompt too, and its output where the length allows.
     """
-    records: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if len(records) == limit:
-                break
-            records.append(json.loads(line))
+        records = [json.loads(line) for line in islice(lines, limit)]
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
 
 
@@ -133,9 +128,7 @@ def read_claude_code(path: Path, limit: int | None = None) -> Trace:
     """
     mint, gaps, start = TokenMint(), random.Random(0), 0.0
     requests: list[TraceRequest] = []
-    for number, conversation in enumerate(_conversations(path)):
-        if number == limit:
-            break
+    for number, conversation in enumerate(islice(_conversations(path), limit)):
         declared = conversation.get("tool_tokens", 0), conversation.get("system_tokens", 0)
         breakpoints = tuple(sorted({declared[0], sum(declared)} - {0}))
         blocks: dict[int, TokenSpans] = {}
@@ -219,9 +212,7 @@ def read_request_log(path: Path, limit: int | None = None) -> Trace:
     blocks: dict[str, TokenSpans] = {}
     tokens: dict[int, TokenSpans] = {}
     with path.open(encoding="utf-8") as lines:
-        for index, line in enumerate(lines):
-            if index == limit:
-                break
+        for index, line in enumerate(islice(lines, limit)):
             record = json.loads(line)
             length = record["num_prompt_tokens"]
             total = length + max(1, record["num_output_tokens"])

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from forkpoint.sim.cases import CaseResult
 
 GIB = 1 << 30
-HEAD = (
-    "trace",
-    "memory GiB",
-    "system",
-    "hit rate",
-    "keys and values alone",
-    "TTFT mean s",
-    "P95 s",
-    "prompt tok/s",
-    "output tok/s",
-    "written GiB (states)",
-    "evicted states / blocks",
-    "preempted",
-    "refused",
-    "lost tokens",
+COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
+    ("trace", lambda r: r.trace),
+    ("memory GiB", lambda r: f"{r.memory_bytes / GIB:g}"),
+    ("system", lambda r: r.system),
+    ("hit rate", lambda r: f"{r.hit_rate:.1%}"),
+    ("keys and values alone", lambda r: f"{r.kv_hit_tokens / r.prompt_tokens:.1%}"),
+    ("TTFT mean s", lambda r: f"{r.ttft_mean_s:.3f}"),
+    ("P95 s", lambda r: f"{r.ttft_p95_s:.3f}"),
+    ("prompt tok/s", lambda r: f"{r.prompt_tokens_per_s:,.0f}"),
+    ("output tok/s", lambda r: f"{r.output_tokens_per_s:,.0f}"),
+    ("written GiB (states)", lambda r: f"{_written(r) / GIB:,.0f} ({r.state_written_bytes / GIB:,.0f})"),
+    ("evicted states / blocks", lambda r: f"{r.states_evicted:,} / {r.blocks_evicted:,}"),
+    ("preempted", lambda r: f"{r.num_preemptions:,}"),
+    ("refused", lambda r: f"{r.num_refused:,}"),
+    ("lost tokens", lambda r: ", ".join(f"{reason} {tokens:,}" for reason, tokens in r.lost_tokens.items() if tokens)),
 )
 
 
 def case_table(results: Sequence[CaseResult], bounds: Mapping[tuple[str, int], float]) -> str:
     """One line a case; `bounds` by (trace, bytes) add a line of what no policy exceeds."""
-    rows: list[tuple[str, ...]] = [HEAD]
+    rows = [[title for title, _ in COLUMNS]]
     seen: set[tuple[str, int]] = set()
     for result in results:
-        rows.append(_row(result))
+        rows.append([cell(result) for _, cell in COLUMNS])
         key = result.trace, result.memory_bytes
         last = [r for r in results if (r.trace, r.memory_bytes) == key][-1]
         if key in bounds and result is last and key not in seen:
             seen.add(key)
             memory = f"{result.memory_bytes / GIB:g}"
-            rows.append((result.trace, memory, "no policy exceeds", f"{bounds[key]:.1%}", *[""] * (len(HEAD) - 4)))
+            rows.append([result.trace, memory, "no policy exceeds", f"{bounds[key]:.1%}", *[""] * (len(COLUMNS) - 4)])
     return markdown(rows)
 
 
-def _row(result: CaseResult) -> tuple[str, ...]:
-    written = result.kv_written_bytes + result.state_written_bytes
-    lost = ", ".join(f"{reason} {tokens:,}" for reason, tokens in result.lost_tokens.items() if tokens)
-    return (
-        result.trace,
-        f"{result.memory_bytes / GIB:g}",
-        result.system,
-        f"{result.hit_rate:.1%}",
-        f"{result.kv_hit_tokens / result.prompt_tokens:.1%}",
-        f"{result.ttft_mean_s:.3f}",
-        f"{result.ttft_p95_s:.3f}",
-        f"{result.prompt_tokens_per_s:,.0f}",
-        f"{result.output_tokens_per_s:,.0f}",
-        f"{written / GIB:,.0f} ({result.state_written_bytes / GIB:,.0f})",
-        f"{result.states_evicted:,} / {result.blocks_evicted:,}",
-        f"{result.num_preemptions:,}",
-        f"{result.num_refused:,}",
-        lost,
-    )
+def _written(result: CaseResult) -> int:
+    return result.kv_written_bytes + result.state_written_bytes
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
