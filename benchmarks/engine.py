@@ -21,6 +21,7 @@ from benchmarks.engine_modes import LOADS, measure_modes
 from benchmarks.hit_table import ROWS, TABLE_SPEC, RowResult, measure_row
 from benchmarks.model131m import SHAPE_131M
 from benchmarks.model131m import write_checkpoint as write_131m
+from benchmarks.pages import wrapped
 from benchmarks.peers.protocol import repository_root
 from benchmarks.random_model import make_random_model
 from benchmarks.rig import LoadedModel
@@ -144,7 +145,7 @@ def write_page(path: Path, lines: Sequence[Line], command: str) -> None:
     rows = "\n".join(line.cells for line in lines)
     spec = TABLE_SPEC
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"""# The engine on a CPU: asked and measured
+    page = f"""# The engine on a CPU: asked and measured
 
 Written by `{command}` on {machine.today()}, commit {machine.commit_hash()}.
 
@@ -159,7 +160,8 @@ Written by `{command}` on {machine.today()}, commit {machine.commit_hash()}.
 | case | asked | measured | holds |
 |---|---|---|---|
 {rows}
-""")
+"""
+    path.write_text(wrapped(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from benchmarks.pages import wrapped
 from forkpoint.config import SchedulerConfig
 from forkpoint.sim.cases import Case, CaseResult, run_cases
 from forkpoint.sim.cost import Device
@@ -95,7 +96,7 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
     pages = [_panel_text(panel, plan.systems, _plot(panel, plan.systems, folder)) for panel in panels]
     head = [*_head(plan, problems), "", *_summary(panels)]
-    (folder / "README.md").write_text("\n".join(head) + "\n\n" + "\n\n".join(pages) + "\n")
+    (folder / "README.md").write_text(wrapped("\n".join(head) + "\n\n" + "\n\n".join(pages) + "\n"))
 
 
 def _panel(

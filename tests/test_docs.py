@@ -17,7 +17,6 @@ from forkpoint.cli.parser import build_parser
 
 ROOT = Path(forkpoint.__file__).parents[1]
 WIDTH = 100
-WRAPPED = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```\w*\n(.*?)^```|((?:^ {4}\S.*\n)+)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -40,7 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert page.parent == ROOT or found.is_relative_to(ROOT / "docs"), f"{target} is no page of the site"
 
 
-@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: page.name)
+@EACH_PAGE
 def test_lines_are_wrapped(page: Path) -> None:
     """Rows of tables, which cannot be, are left out, and lines of one link alone."""
     for line in page.read_text().splitlines():

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import wrapped
+
 HEAD = "| measure | vLLM 0.33.0 | floor | forkpoint | reach | met |\n|---|---|---|---|---|---|"
 
 
@@ -63,7 +65,7 @@ def write_page(path: Path, lines: Sequence[Line], about: dict[str, Any], notes: 
     rows = "\n".join(line.cells for line in lines)
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items() if name != "command")
     said = "\n".join(f"- {note}" for note in notes)
-    path.write_text(f"""# The 9B shape on one GPU
+    page = f"""# The 9B shape on one GPU
 
     {about["command"]}
 
@@ -73,4 +75,5 @@ def write_page(path: Path, lines: Sequence[Line], about: dict[str, Any], notes: 
 {rows}
 
 {said}
-""")
+"""
+    path.write_text(wrapped(page))
