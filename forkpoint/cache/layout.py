@@ -207,6 +207,11 @@ class CacheLayout:
         return all(tensor.fold for spec in self.states for tensor in spec.tensors)
 
     @property
+    def spaces_writes(self) -> bool:
+        """Whether some state can be written every few tokens."""
+        return any(tensor.spaced for spec in self.states for tensor in spec.tensors)
+
+    @property
     def padding(self) -> float:
         """The larger share of a page that carries no data, over its two uses."""
         waste = [0.0]

@@ -44,7 +44,7 @@ class ConvRecurrence:
     def _decode(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
         mixed = self._conv.decode(mixed, ctx)
-        if ctx.record is not None and not self._params.spec.per_key:
+        if ctx.record is not None:
             records = [cache[name] for name in SPACED]
             return self._ops.recurrence_record(mixed, a, b, self._params, cache["matrix"], ctx.record, records, out)
         if ctx.verify is not None:
@@ -67,15 +67,14 @@ def kept_state(spec: Recurrence, conv_width: int, dtype: str, state_dtype: str) 
     heads = (spec.num_v_heads,)
     update, key = (*heads, spec.value_dim), (spec.num_k_heads, spec.key_dim)
     kinds = (
-        (RECORDS, (update, key, heads), ("float32", "float32", "float32")),
+        (RECORDS, (update, key, key if spec.per_key else heads), ("float32", "float32", "float32")),
         (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
     )
     records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
-    # Where each key has its own decay, every token's state is written and drafts are not verified.
-    kept = () if spec.per_key else ("recurrence_fold", records, spaced)
+    kept = (records,) if spec.per_key else (records, spaced)  # with decays for each key every state is written
     tensors = (
         kept_window(spec.mixed_dim, conv_width, dtype),
-        TensorSpec("matrix", matrix, state_dtype, operators, *kept),
+        TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept),
     )
     operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
     return StateSpec(tensors, operations * math.prod(matrix))

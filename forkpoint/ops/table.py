@@ -274,7 +274,8 @@ class RecurrenceVerify(Protocol):
     ) -> Tensor:
         """recurrence_decode for rows with drafts: `mixed[T, mixed_dim]` -> `[T, HV, V]`. The outputs, and the states
         that are folded later, have the bits of as many calls of recurrence_decode. Records, fp32: updates
-        `[L, M, HV, V]`, keys `[L, M, H, K]`, decays `[L, M, HV]`; a fold is `S <- decay S + update key^T`."""
+        `[L, M, HV, V]`, keys `[L, M, H, K]`, decays `[L, M, HV]`, or `[L, M, HV, K]` where each key has its own; a
+        fold is `S <- decay S + update key^T`."""
 
 
 class Route(Protocol):

@@ -125,7 +125,7 @@ def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: i
             f"state_write_interval={asked} is not possible with --speculative-config and --deterministic: drafts would "
             "change last bits; leave one of them out"
         )
-    if not any(tensor.spaced for spec in layout.states for tensor in spec.tensors):
+    if not layout.spaces_writes:
         return 1
     plain = config.deterministic or num_rows < LEAST_RECORDED
     usual = 1 if plain else platform.traits(platform.device).state_write_interval

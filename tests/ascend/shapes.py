@@ -86,8 +86,7 @@ def calls(shape: Shape, deterministic: bool = False) -> Iterator[tuple[str, Call
     yield from _elementwise(shape, ops)
     yield from _attention(shape, ops)
     yield from _recurrence(shape, ops)
-    if not shape.recurrence.per_key:
-        yield from _drafts(shape, ops)
+    yield from _drafts(shape, ops)
     yield from _products(shape, ops, deterministic)
     yield from _sampling(shape, ops)
 
@@ -196,11 +195,12 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     dim, heads = spec.mixed_dim, spec.num_v_heads
     pool, states = s.empty(6, 3, dim), s.empty(6, heads, spec.value_dim, spec.key_dim, dtype=FP32)
     skip = None if spec.delta else s.empty(heads, dtype=FP32)
-    params = RecurrenceParams(spec, s.empty(heads, dtype=FP32), s.empty(heads, dtype=FP32), skip)
+    params = RecurrenceParams(spec, s.empty(heads, dtype=FP32), s.empty(spec.num_decays, dtype=FP32), skip)
     lines = [s.empty(4, most, dim)]
-    sizes = ((heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (heads,))
+    keys = (spec.num_k_heads, spec.key_dim)
+    sizes = ((heads, spec.value_dim), keys, keys if spec.per_key else (heads,))
     records = [s.empty(4, most, *size, dtype=FP32) for size in sizes]
-    x, weight, a = s.empty(4, dim), s.empty(4, dim).t(), s.empty(4, heads)
+    x, weight, a = s.empty(4, dim), s.empty(4, dim).t(), s.empty(4, spec.num_decays)
     for bias in (None, s.empty(dim)):
         yield "conv_verify", lambda b=bias: ops.conv_verify(x, weight, b, pool, index, lines, True)
     yield "conv_fold", lambda: ops.conv_fold(pool, index, lines)

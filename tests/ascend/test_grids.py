@@ -175,11 +175,11 @@ def _decode(s: Shape, ops: OpTable) -> None:
     ops.recurrence_decode(x[:ROWS], a[:ROWS], None if b is None else b[:ROWS], _params(s), states, rows)
     if s.scan is not None:
         ops.scan_decode(_scanned(s, ROWS), *_scan(s), rows)
-    if not spec.per_key:
-        index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(8)))
-        sizes = ((spec.num_v_heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (spec.num_v_heads,))
-        ops.conv_verify(x, weight, None, pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)], True)
-        ops.recurrence_verify(x, a, b, _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes])
+    index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(8)))
+    keys = (spec.num_k_heads, spec.key_dim)
+    sizes = ((spec.num_v_heads, spec.value_dim), keys, keys if spec.per_key else (spec.num_v_heads,))
+    ops.conv_verify(x, weight, None, pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)], True)
+    ops.recurrence_verify(x, a, b, _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes])
     table, splits = whole(ROWS, 512), KeySplits(64, 24)
     _attend(s, ops, AttentionIndex.create([1] * ROWS, [32_768] * ROWS, table, whole(ROWS), ROWS, splits=splits), ROWS)
     logits, at = s.empty(count, s.vocab), torch.empty(count, dtype=torch.int64)

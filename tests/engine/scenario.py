@@ -157,12 +157,12 @@ class Example:
         options = self.draw.options()
         self.tight = self.draw.chance(0.75)
         self.trunk = self.draw.ids(self.draw.longest, bank.vocab_size)
-        verifies = CacheLayout.create(bank.model(options).layer_specs).verifies_drafts
-        if options.force_state_copy or not verifies:
+        layout = CacheLayout.create(bank.model(options).layer_specs)
+        if options.force_state_copy or not layout.verifies_drafts:
             options = replace(options, max_num_drafts=0)
         most = options.max_num_drafts
         # With both, drafts change no bits.
-        interval = 1 if most and options.deterministic else (16, 8)[seed % 2]
+        interval = 1 if (most and options.deterministic) or not layout.spaces_writes else (16, 8)[seed % 2]
         options = replace(options, state_write_interval=interval)
         options = replace(options, mtp=most > 0 and options.model.partition(":")[0] in WITH_MTP)
         self.drafter = RandomDrafter(seed, most, bank.vocab_size, options.mtp) if most else None

@@ -72,6 +72,16 @@ def test_outputs_are_those_of_plain_decoding(bank: ModelBank, chance: float | No
         run.check_nothing_leaked()
 
 
+@pytest.mark.parametrize("model", ["kimi_linear"])
+def test_so_are_those_of_other_states(bank: ModelBank, model: str) -> None:
+    options = replace(PLAIN, model=model)
+    _, wanted = serve(bank, options)
+    run, found = serve(bank, replace(options, max_num_drafts=4), KnownDrafter(ids_of(wanted), 4, 0.7, bank.vocab_size))
+    assert found == wanted
+    assert run.sched.stats().drafts.num_accepted_tokens > 50
+    run.check_nothing_leaked()
+
+
 @pytest.mark.parametrize(("interval", "most"), [(8, 3), (2, 9)])
 def test_states_are_written_every_few_tokens_with_drafts_too(bank: ModelBank, interval: int, most: int) -> None:
     """Equal to rounding, which is too little here to change an id."""
@@ -84,18 +94,18 @@ def test_states_are_written_every_few_tokens_with_drafts_too(bank: ModelBank, in
     run.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("interval", [1, 8])
+@pytest.mark.parametrize(("model", "interval"), [("qwen3_next", 1), ("qwen3_next", 8), ("kimi_linear", 1)])
 @pytest.mark.parametrize("beyond", [0, 30])
 @pytest.mark.parametrize("first", [100, 101, 102, 103])
 def test_a_state_at_a_boundary_is_kept_when_its_last_tokens_were_drafts(
-    bank: ModelBank, first: int, beyond: int, interval: int
+    bank: ModelBank, first: int, beyond: int, model: str, interval: int
 ) -> None:
     """The request ends with 128 tokens computed, the last of them in one window, or goes on from there, now with a
     window that ends at 128 and now with one that has it inside; the next turn resumes at 128."""
-    options = replace(PLAIN, deterministic=False, max_num_drafts=4, state_write_interval=interval)
+    options = replace(PLAIN, model=model, deterministic=False, max_num_drafts=4, state_write_interval=interval)
     prompt = [4 + j * j % 251 for j in range(first)]
     params = SamplingParams(temperature=0.0, max_tokens=129 - first + beyond, ignore_eos=True)
-    alone = start(bank, PLAIN)
+    alone = start(bank, replace(PLAIN, model=model))
     known = list(alone.outputs[alone.ask(prompt, params)].outputs[0].token_ids)
     run = start(bank, options, KnownDrafter({"req-0": known, "req-1": ()}, 4, 1.0, bank.vocab_size))
     sequence = run.requests[run.ask(prompt, params)][0]

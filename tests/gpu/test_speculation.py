@@ -53,7 +53,9 @@ def ask(llm: LLM) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2"])
+@pytest.mark.parametrize(
+    "family_name", ["qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2", "kimi_linear"]
+)
 def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family_name)
     options = {"deterministic": True, "dtype": dtype}

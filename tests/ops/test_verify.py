@@ -28,8 +28,10 @@ SHAPES = [
     Recurrence(2, 2, 96, 192, double_beta=True),
     Recurrence(1, 3, 24, 40),
     Recurrence(1, 2, 16, 16, delta=False),
+    Recurrence(2, 2, 128, 128, per_key=True),
+    Recurrence(2, 2, 24, 20, double_beta=True, per_key=True, bound=-5.0),
 ]
-FEW = [Recurrence(1, 2, 16, 8), Recurrence(1, 1, 24, 8, delta=False)]
+FEW = [Recurrence(1, 2, 16, 8), Recurrence(1, 1, 24, 8, delta=False), Recurrence(1, 1, 24, 8, per_key=True, bound=-5.0)]
 CASES = [
     (table, shape) for table in TABLES for shape in (FEW if table == "triton" and not ON_GPU else SHAPES)
 ]  # the interpreter is slow
@@ -125,7 +127,7 @@ def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
     records = [
         torch.full((*lines, shape.num_v_heads, shape.value_dim), torch.nan, device=device),
         torch.full((*lines, shape.num_k_heads, shape.key_dim), torch.nan, device=device),
-        torch.full((*lines, shape.num_v_heads), torch.nan, device=device),
+        torch.full((*lines, shape.num_v_heads, *[shape.key_dim] * shape.per_key), torch.nan, device=device),
     ]
     run = _Rows(len(table), length, device)
     while min(run.at) < length - 1 and max(run.at) < length:

@@ -87,8 +87,9 @@ Tensor decode(const Tensor& mixed, const Tensor& a, const std::optional<Tensor>&
 Records records_of(const std::vector<Tensor>& lines) {
   TORCH_CHECK(lines.size() == 3 && lines[0].is_contiguous() && lines[1].is_contiguous() && lines[2].is_contiguous(),
               "records are dense updates, keys and decays");
-  return {lines[0].size(1),      lines[1].size(2),      lines[0].size(2),     lines[1].size(3), lines[0].size(3),
-          ptr<float>(lines[0]), ptr<float>(lines[1]), ptr<float>(lines[2])};
+  const bool per_key = lines[2].dim() == 4;
+  return {lines[0].size(1), lines[1].size(2), lines[0].size(2),     lines[1].size(3),     lines[0].size(3),
+          per_key,          ptr<float>(lines[0]), ptr<float>(lines[1]), ptr<float>(lines[2])};
 }
 
 Tensor verify(const Tensor& mixed, const Tensor& a, const std::optional<Tensor>& b, const Layer& layer,

@@ -55,9 +55,11 @@ struct VerifyRows {
   const int32_t *src, *dst, *cu_tokens, *pending, *mark, *mark_dst, *read, *write;
 };
 
-// What tokens leave for the fold, `length` of them in each line: updates [HV, V], keys [H, K], decays [HV] of a token.
+// What tokens leave for the fold, `length` of them in each line: updates [HV, V], keys [H, K], decays [HV] of a token,
+// or [HV, K] if `per_key`.
 struct Records {
   int64_t length, num_k_heads, num_v_heads, key_dim, value_dim;
+  bool per_key;
   float *updates, *keys, *decays;
 };
 

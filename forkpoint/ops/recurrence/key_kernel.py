@@ -14,11 +14,33 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table, segments
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_decay, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_block, key_decay, weight
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
 
 SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
+
+
+@triton.jit
+def key_decays(a, a_log, dt_bias, head, col, K: tl.constexpr, BOUND: tl.constexpr):
+    """Of a token's head, whose raw ones are in `a`."""
+    raw = tl.load(a + head * K + col, mask=col < K, other=0.0)
+    bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
+    return tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))
+
+
+@triton.jit
+def key_update(state, fresh, k):
+    """Of a state that has decayed."""
+    return tl.fma(fresh[:, None], k[None, :], state)
+
+
+@triton.jit
+def key_step(state, q, k, v, beta):
+    """(a token's answer, what the state is updated by, the state after it), from a state that has decayed."""
+    fresh = beta * (v - tl.sum(state * k[None, :], axis=1))
+    state = key_update(state, fresh, k)
+    return tl.sum(state * q[None, :], axis=1), fresh, state
 
 
 @triton.jit
@@ -63,13 +85,9 @@ def _decode_kernel(
     v = tl.load(tokens + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
-    raw = tl.load(a + row * a_stride + head * K + col, mask=col < K, other=0.0)
-    bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
-    state *= tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))[None, :]
+    state *= key_decays(a + row * a_stride, a_log, dt_bias, head, col, K, BOUND)[None, :]
     beta = weight(tl.load(b + row * b_stride + head), DOUBLE_BETA)
-    fresh = beta * (v - tl.sum(state * k[None, :], axis=1))
-    state += fresh[:, None] * k[None, :]
-    answer = tl.sum(state * q[None, :], axis=1)
+    answer, _, state = key_step(state, q, k, v, beta)
     tl.store(out + (row * H + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
     tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside & (target >= 0))
 
@@ -226,7 +244,7 @@ def key_decode(
         H=heads,
         K=spec.key_dim,
         V=value_dim,
-        BLOCK_K=triton.next_power_of_2(spec.key_dim),
+        BLOCK_K=key_block(spec),
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         DOUBLE_BETA=spec.double_beta,

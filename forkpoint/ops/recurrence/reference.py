@@ -233,22 +233,22 @@ def recurrence_decode(
 
 def advance(states: Tensor, tokens: Tokens, params: RecurrenceParams) -> tuple[Tensor, Tensor, Tensor]:
     """One token for each of `states[B, HV, V, K]` fp32, in place. -> answers `[B, HV, V]`, and what they were updated
-    by: u `[B, HV, V]`, decays `[B, HV, 1]`."""
+    by: u `[B, HV, V]`, decays `[B, HV, 1]`, or `[B, HV, K]` where each key has its own."""
     shape = params.spec
     group = shape.num_v_heads // shape.num_k_heads
     kq = torch.stack((tokens.k, tokens.q), dim=-1).repeat_interleave(group, dim=1)  # [B, HV, K, 2]
-    decay = tokens.g.exp()
+    decays = tokens.g.exp().view(*states.shape[:2], -1)
+    decay = decays
     if shape.per_key:
-        states.mul_(decay.unsqueeze(-2))
-        decay = torch.ones_like(tokens.beta)
-    decay = decay.unsqueeze(-1)
+        states.mul_(decays.unsqueeze(-2))
+        decay = torch.ones_like(tokens.beta).unsqueeze(-1)
     read = states @ kq
     u = (tokens.v - decay * read[..., 0] if shape.delta else tokens.v) * tokens.beta.unsqueeze(-1)
     overlap = (tokens.k * tokens.q).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
     fold(states, u, kq[..., 0], decay)
-    return _skip(decay * read[..., 1] + u * overlap, tokens.v, params), u, decay
+    return _skip(decay * read[..., 1] + u * overlap, tokens.v, params), u, decays
 
 
 def fold(states: Tensor, u: Tensor, keys: Tensor, decay: Tensor) -> None:
-    """`S <- e^g S + u k^T` in place: u `[B, HV, V]`, keys `[B, HV, K]`, decays `[B, HV, 1]`."""
-    states.mul_(decay.unsqueeze(-1)).add_(u.unsqueeze(-1) * keys.unsqueeze(-2))
+    """`S <- e^g S + u k^T` in place: u `[B, HV, V]`, keys `[B, HV, K]`, decays `[B, HV, 1]` or `[B, HV, K]`."""
+    states.mul_(decay.unsqueeze(-2)).add_(u.unsqueeze(-1) * keys.unsqueeze(-2))

@@ -36,7 +36,7 @@ def recurrence_verify(
         own, mine = states[live], Tokens(*(value[at] for value in tokens))
         answer, u, decay = advance(own, mine, params)
         states[live], out[at] = own.to(pool.dtype).float(), answer.to(mixed.dtype)
-        updates[line, step], keys[line, step], decays[line, step] = u, mine.k, decay[..., 0]
+        updates[line, step], keys[line, step], decays[line, step] = u, mine.k, decay.view(-1, *decays.shape[2:])
     write_slots(pool, torch.where(drafting, -1, index.dst), states)
     return out
 
@@ -54,7 +54,7 @@ def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tens
         live = torch.nonzero(index.pending > step)[:, 0]
         line, own = index.read[live].long(), states[live]
         key = keys[line, step].repeat_interleave(group, dim=1)
-        fold(own, updates[line, step], key, decays[line, step].unsqueeze(-1))
+        fold(own, updates[line, step], key, decays[line, step].view(*own.shape[:2], -1))
         states[live] = own.to(pool.dtype).float()
         marks = torch.where(index.mark[live] == step + 1, index.mark_dst[live], -1)
         write_slots(pool, marks, own)

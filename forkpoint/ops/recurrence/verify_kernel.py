@@ -1,4 +1,5 @@
-"""The recurrence of rows with drafts in Triton: see VerifyIndex. A token's arithmetic is that of decode_kernel.py."""
+"""The recurrence of rows with drafts in Triton: see VerifyIndex. A token's arithmetic is that of decode_kernel.py, or
+of key_kernel.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed, read_state, token_inputs, update
-from forkpoint.ops.recurrence.gates import checked, key_block, modes, sizes
+from forkpoint.ops.recurrence.gates import checked, key_block, modes, sizes, weight
+from forkpoint.ops.recurrence.key_kernel import key_decays, key_step, key_update
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -56,6 +58,8 @@ def _verify_kernel(
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    BOUND: tl.constexpr,
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -77,7 +81,11 @@ def _verify_kernel(
     for i in range(count):
         fresh = tl.load(updates + ((entry + i) * HV + head) * V + at, mask=at < V, other=0.0)
         k = tl.load(keys + ((entry + i) * H + key_head) * K + col, mask=col < K, other=0.0)
-        state = update(state, tl.load(decays + (entry + i) * HV + head), fresh, k)
+        if PER_KEY:
+            kept = tl.load(decays + ((entry + i) * HV + head) * K + col, mask=col < K, other=0.0)
+            state = key_update(state * kept[None, :], fresh, k)
+        else:
+            state = update(state, tl.load(decays + (entry + i) * HV + head), fresh, k)
         state = state.to(pool.dtype.element_ty).to(tl.float32)
         if i + 1 == position:
             marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
@@ -96,18 +104,28 @@ def _verify_kernel(
             q, k, v = token_inputs(mixed + token * mixed_stride, key_head, head, col, at, H, K, V)
             if DELTA:
                 q, k = normed(q, k, scale)
-            raw_a, raw_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
-            answer, fresh, kept = read_state(
-                state, q, k, v, raw_a, raw_b, a_log, dt_bias, skip, head, DELTA, DOUBLE_BETA, LOW, HIGH
-            )
+            if PER_KEY:
+                kept = key_decays(a + token * a_stride, a_log, dt_bias, head, col, K, BOUND)
+                beta = weight(tl.load(b + token * b_stride + head), DOUBLE_BETA)
+                answer, fresh, state = key_step(state * kept[None, :], q, k, v, beta)
+            else:
+                raw_a, raw_b = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
+                answer, fresh, kept = read_state(
+                    state, q, k, v, raw_a, raw_b, a_log, dt_bias, skip, head, DELTA, DOUBLE_BETA, LOW, HIGH
+                )
             tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
             if length > 1:
                 tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
                 if tile == 0:
-                    tl.store(decays + entry * HV + head, kept)
+                    if PER_KEY:
+                        tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
+                    else:
+                        tl.store(decays + entry * HV + head, kept)
                     if head % (HV // H) == 0:
                         tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
-            state = update(state, kept, fresh, k).to(pool.dtype.element_ty).to(tl.float32)
+            if not PER_KEY:
+                state = update(state, kept, fresh, k)
+            state = state.to(pool.dtype.element_ty).to(tl.float32)
         if (target >= 0) & (length == 1):
             tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
@@ -133,7 +151,8 @@ def recurrence_verify(
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
     """The states after the pending tokens, and at the marks."""
     (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
-    params = RecurrenceParams(Recurrence(num_k_heads, num_v_heads, key_dim, value_dim), records[2], records[2])
+    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[2].dim() > 3)
+    params = RecurrenceParams(spec, records[2], records[2])
     none = pool.new_empty(0, 1)
     _launch(none, none, none, params, pool, none, index, records)
 
@@ -176,6 +195,8 @@ def _launch(
         BLOCK_V=block_v,
         TILES_V=tiles_v,
         **modes(spec),
+        PER_KEY=spec.per_key,
+        BOUND=spec.bound or 0.0,
         COMPUTES=num_tokens > 0,
         **overlap(pool.device, num_tokens),
         num_warps=1,
