@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing import wire
-from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.feed import RestorableIndex
 from forkpoint.routing.router import PrefixAware
 
 

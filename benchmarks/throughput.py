@@ -13,9 +13,8 @@ import numpy as np
 
 from benchmarks.latency import check_succeeded
 from benchmarks.offline_options import ThroughputOptions
-from forkpoint.bench.dataset_files import sharegpt_requests
-from forkpoint.bench.dataset_options import DatasetOptions
-from forkpoint.bench.datasets import synthetic
+from forkpoint.bench.datasets import sharegpt_requests, synthetic
+from forkpoint.bench.options import DatasetOptions
 from forkpoint.bench.request import BenchRequest, checked
 from forkpoint.bench.vocabulary import Vocabulary
 from forkpoint.cli.main import run

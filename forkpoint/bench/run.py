@@ -17,12 +17,10 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
-from forkpoint.bench.dataset_files import sharegpt_requests, trace_requests
-from forkpoint.bench.dataset_options import DatasetOptions
-from forkpoint.bench.datasets import SYNTHETIC, synthetic
+from forkpoint.bench.datasets import SYNTHETIC, sharegpt_requests, synthetic, trace_requests
 from forkpoint.bench.load import Load, Outcome, prompt_style
 from forkpoint.bench.metrics import figures
-from forkpoint.bench.options import LoadOptions, ReportOptions, TargetOptions
+from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
 from forkpoint.bench.report import about_run, details, lines, require_folder, result_path, write_result
 from forkpoint.bench.request import BenchRequest, checked
 from forkpoint.bench.vocabulary import Vocabulary

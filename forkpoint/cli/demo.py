@@ -9,8 +9,7 @@ from forkpoint.cli.model import choose_model
 from forkpoint.cli.options import engine_options
 from forkpoint.demo import drafts
 from forkpoint.demo.scenarios import run_demo
-from forkpoint.demo.table import aligned, table
-from forkpoint.demo.transcript import transcript
+from forkpoint.demo.shown import aligned, table, transcript
 
 LONG = 10  # times the tokens of other answers, for the one that drafts are tried on
 

@@ -90,7 +90,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
 
     deploy = add(
         "deploy",
-        "deploy:deploy",
+        "serve:deploy",
         "serve replicas of a model on Ray Serve",
         usage="forkpoint deploy [MODEL] [options]",
         epilog="pip install 'forkpoint[ray]'; docs/deploy.md has examples.",

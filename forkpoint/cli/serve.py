@@ -1,38 +1,57 @@
-"""`forkpoint serve`."""
+"""`forkpoint serve`, and `forkpoint deploy` for several replicas."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 
 from forkpoint.cli.model import announce, with_model
 from forkpoint.cli.options import engine_options, option_values
 from forkpoint.cli.vllm_flags import told_lines
-from forkpoint.config import EngineConfig
+from forkpoint.config import EngineConfig, KVEventsConfig
 from forkpoint.demo.model import MODEL_NAME
+from forkpoint.errors import ConfigError
+from forkpoint.fleet.config import FleetConfig
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.config import ServerConfig
 
-KEY_VARIABLE = "FORKPOINT_API_KEY"
+API_KEY_VARIABLE = "FORKPOINT_API_KEY"
 
 
 def serve(options: argparse.Namespace) -> int:
     """Serve the model over HTTP until Ctrl-C; 1 if the engine died."""
-    engine = engine_options(options)
-    server = server_config(options, options.model_tag or engine.get("model") or MODEL_NAME)
-    config = EngineConfig.from_flat(**with_model(engine, options.model_tag))
+    config, server = _configs(options)
     announce(config.model, config.log_level)
     for line in told_lines(options):
         LOGGER.info(line)
-    from forkpoint.server.run import serve as run_server
+    from forkpoint.server.run import serve as run
 
-    return run_server(config, server)
+    return run(config, server)
 
 
-def server_config(options: argparse.Namespace, model_name: str) -> ServerConfig:
-    """The server's options, with those that the command or the environment decides."""
-    given = option_values(options, ServerConfig)
-    given.setdefault("served_model_name", (model_name,))
-    if "api_key" not in given and os.environ.get(KEY_VARIABLE):
-        given["api_key"] = (os.environ[KEY_VARIABLE],)
-    return ServerConfig(**given)
+def deploy(options: argparse.Namespace) -> int:
+    """Serve replicas of the model on Ray Serve. Raises ConfigError where ray is not installed."""
+    fleet = FleetConfig(**option_values(options, FleetConfig))
+    config, server = _configs(options)
+    if config.kv_events_config != KVEventsConfig():
+        raise ConfigError("kv_events_config: each replica publishes events at an address of its own; leave it out")
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("replicas run on Ray Serve, which is not installed: pip install 'forkpoint[ray]'")
+    if server.uds is not None or server.ssl_certfile is not None:
+        raise ConfigError("replicas are served over plain HTTP on a port; leave --uds and --ssl-certfile out")
+    announce(config.model, config.log_level)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from forkpoint.fleet.deploy import deploy as run
+
+    return run(config, server, fleet)
+
+
+def _configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The options of an engine and its server, with those that the command or the environment decides."""
+    engine, given = engine_options(options), option_values(options, ServerConfig)
+    given.setdefault("served_model_name", (options.model_tag or engine.get("model") or MODEL_NAME,))
+    if "api_key" not in given and os.environ.get(API_KEY_VARIABLE):
+        given["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    server = ServerConfig(**given)
+    return EngineConfig.from_flat(**with_model(engine, options.model_tag)), server

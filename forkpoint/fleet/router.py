@@ -11,8 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.fleet.messages import Route
-from forkpoint.routing.feed import EventFeed, EventSource
-from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
 from forkpoint.routing.router import make_router
 
 

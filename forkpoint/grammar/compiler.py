@@ -10,9 +10,8 @@ from typing import Any
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
+from forkpoint.grammar.masks import TokenGrammar, TokenRules, bad_word_ids
 from forkpoint.grammar.source import Description, limits, refusal
-from forkpoint.grammar.token_grammar import TokenGrammar
-from forkpoint.grammar.token_rules import TokenRules, bad_word_ids
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Grammar
 

@@ -8,9 +8,8 @@ from typing import Any, Final, Protocol
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.kimi import SECTION, SECTION_END, KimiCallReader
-from forkpoint.server.ling import KEY_TAG, LingCallReader
 from forkpoint.server.python_call import PythonCallReader
-from forkpoint.server.tool_call import CALL, CALL_END, Call, FreeCallReader
+from forkpoint.server.tool_call import CALL, CALL_END, LING_TAG, Call, FreeCallReader, LingCallReader
 
 
 class CallReader(Protocol):
@@ -43,7 +42,7 @@ def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> No
     """That of `--tool-call-parser`; for `auto` the one whose tag the chat template or the vocabulary has."""
     if parser != "auto":
         return {"lfm2": LFM2, "olmo3": OLMO3, "kimi_k2": KIMI, "ling3": LING}.get(parser, QWEN)
-    if KEY_TAG in template:
+    if LING_TAG in template:
         return LING
     for notation in (QWEN, LFM2, OLMO3, KIMI):
         if notation.opening in template:

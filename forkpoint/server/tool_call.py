@@ -1,7 +1,7 @@
-"""One tool call as Qwen models write it, read as it comes.
+"""One tool call as Qwen and Ling models write it, read as it comes.
 
-Two notations are in use between `<tool_call>` and `</tool_call>`: a JSON object with `name` and `arguments`,
-and `<function=NAME>` with one `<parameter=KEY>` after the other (Qwen3-Coder, Qwen3.5).
+Three notations are in use between `<tool_call>` and `</tool_call>`: a JSON object with `name` and `arguments`,
+`<function=NAME>` with one `<parameter=KEY>` after the other (Qwen3-Coder, Qwen3.5), and those of Ling 3.
 
 A call that has been told cannot be taken back. So a call that the model writes freely is told when it is whole;
 one that a grammar enforces cannot break, and is told as it comes.
@@ -22,6 +22,9 @@ FUNCTION_TAG, FUNCTION_END = "<function=", "</function>"
 PARAMETER_TAG, PARAMETER_END = "<parameter=", "</parameter>"
 FUNCTION = re.compile(FUNCTION_TAG + r"([^>\n]+)>")
 PARAMETER = re.compile(PARAMETER_TAG + r"([^>\n]+)>")
+LING_TAG, LING_PARAMETER = "<arg_key>", re.compile(r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>")
+LING_NAME = re.compile(r"([\w.-]{1,256})(?:\s|\\n)*(?=<)")  # the model writes the line end as \n too
+LING_NAME_BEGUN = re.compile(r"[\w.-]{0,256}(?:\s|\\n){0,8}\\?")
 OUTSIDE_STRINGS = re.compile(r"[\s{}\[\]:,0-9+\-.eEtrufalsn\"]")  # all that JSON has there
 
 
@@ -175,6 +178,23 @@ class FreeCallReader(OneCallReader):
             return json.dumps(strict_json(text), ensure_ascii=False)
         except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
+
+
+class LingCallReader(FreeCallReader):
+    """The same of Ling 3's: the function's name, then `<arg_key>` and `<arg_value>` of each argument."""
+
+    parameter, parameter_tag, parameter_end = LING_PARAMETER, LING_TAG, "</arg_value>"
+
+    def _read_body(self) -> tuple[str, str] | None:
+        if self._name is None:
+            self._skip_space()
+            name = LING_NAME.match(self.text, self._position)
+            if name is None:
+                if LING_NAME_BEGUN.fullmatch(self.text, self._position) is None:
+                    raise NotACallError
+                return None
+            self._name, self._position = name[1], name.end()
+        return self._read_members(self._name)
 
 
 class ForcedCallReader:

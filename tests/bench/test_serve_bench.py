@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkpoint.bench.dataset_files import sharegpt_requests, trace_requests
-from forkpoint.bench.dataset_options import DatasetOptions
-from forkpoint.bench.datasets import synthetic
+from forkpoint.bench.datasets import sharegpt_requests, synthetic, trace_requests
 from forkpoint.bench.load import Load, Outcome, prompt_style
 from forkpoint.bench.metrics import figures
-from forkpoint.bench.options import LoadOptions, ReportOptions, TargetOptions
+from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
 from forkpoint.bench.request import BenchRequest
 from forkpoint.bench.run import ServeBench, arrival_times, without_too_long
 from forkpoint.bench.vocabulary import Vocabulary

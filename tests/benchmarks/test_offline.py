@@ -13,7 +13,7 @@ from benchmarks.latency import LatencyResult
 from benchmarks.offline_options import LatencyOptions, ThroughputOptions
 from benchmarks.random_model import make_random_model
 from benchmarks.throughput import draw_requests
-from forkpoint.bench.dataset_options import DatasetOptions
+from forkpoint.bench.options import DatasetOptions
 from forkpoint.cli.main import main
 from forkpoint.errors import ConfigError
 from tests.engine.conftest import TINY

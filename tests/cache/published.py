@@ -10,7 +10,7 @@ from forkpoint.cache.hashing import HashChain, block_hash, root_hash
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Node
 from forkpoint.routing import wire
-from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.feed import RestorableIndex
 
 
 class Listener:

@@ -14,8 +14,7 @@ from forkpoint.cli.model import choose_model
 from forkpoint.demo import model as demo_model
 from forkpoint.demo.conversation import Turn
 from forkpoint.demo.scenarios import Measurement, Row, run_demo
-from forkpoint.demo.table import table
-from forkpoint.demo.transcript import transcript
+from forkpoint.demo.shown import table, transcript
 from forkpoint.engine.inputs import Prompt
 from forkpoint.errors import ConfigError
 from tests.cli.test_cli import TINY

@@ -19,7 +19,7 @@ from forkpoint.config import EngineConfig, KVEventsConfig
 from forkpoint.engine.events import EventPublisher
 from forkpoint.errors import ConfigError
 from forkpoint.routing import wire
-from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.feed import RestorableIndex
 from tests.cache.published import Listener, sent_hashes
 from tests.sched.harness import Harness, tokens
 

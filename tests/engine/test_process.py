@@ -15,7 +15,7 @@ import zmq
 from forkpoint.engine.messages import AddSequence, Call, EndSequences, Reply, Report, StepReport, Stop
 from forkpoint.engine.process import EngineLoop
 from forkpoint.grammar.compiler import GrammarCompiler
-from forkpoint.grammar.token_grammar import TokenGrammar
+from forkpoint.grammar.masks import TokenGrammar
 from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Request
 from forkpoint.worker.codec import decoder, encoder

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import InvalidParamsError, InvalidPromptError, StructuredOutputError
-from forkpoint.grammar.token_rules import TokenRules, bad_word_ids, id_bits
+from forkpoint.grammar.masks import TokenRules, bad_word_ids, id_bits
 from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
 from forkpoint.sched.plan import IntArray
 from tests.engine.tokenizers import byte_level, metaspace

@@ -17,8 +17,8 @@ import pytest
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar import compile_trial
 from forkpoint.grammar.compiler import GrammarCompiler
+from forkpoint.grammar.masks import TokenGrammar
 from forkpoint.grammar.starts import GrammarStarts, Starting
-from forkpoint.grammar.token_grammar import TokenGrammar
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from tests.engine.tokenizers import byte_level
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.compiler import GrammarCompiler
-from forkpoint.grammar.token_grammar import TokenGrammar
+from forkpoint.grammar.masks import TokenGrammar
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from tests.engine.tokenizers import byte_level, metaspace
 

@@ -10,8 +10,7 @@ import numpy as np
 import zmq
 
 from forkpoint.routing import wire
-from forkpoint.routing.feed import EventFeed, EventSource
-from forkpoint.routing.index import RestorableIndex
+from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
 from forkpoint.routing.router import PrefixAware
 from tests.cache.published import sent_hashes
 from tests.engine.test_events import publishing, serve, wait_for
