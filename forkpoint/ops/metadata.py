@@ -27,6 +27,8 @@ IntArray = npt.NDArray[np.int32]
 
 def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
     """`[NT, 2]`: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
+    if not len(lens):
+        return np.empty((0, 2), np.int32)
     counts = -(-lens // TILE)
     rows = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
     within = np.arange(len(rows), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)

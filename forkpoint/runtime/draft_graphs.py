@@ -141,8 +141,9 @@ class DraftGraphs:
         parts, pointers = self._splits.table(positions[-1] + 1)
 
         def padded(values: np.ndarray, fill: int, dtype: type = np.int64) -> np.ndarray:
-            widths = [(0, 0)] * (values.ndim - 1) + [(0, pad)]
-            return np.ascontiguousarray(np.pad(values, widths, constant_values=fill).astype(dtype))
+            out = np.full((*values.shape[:-1], values.shape[-1] + pad), fill, dtype)
+            out[..., : values.shape[-1]] = values
+            return out
 
         return {
             "rows": padded(row, table.num_rows),

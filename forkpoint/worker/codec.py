@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(kind: Any, value: Any) -> Any:
-    if (get_origin(kind) or kind) is not np.ndarray:
+    if kind is not np.ndarray and get_origin(kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot come from another process")
     dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape).copy()  # as writable as what was sent
+    return np.ndarray(shape, dtype, bytearray(data))  # as writable as what was sent
