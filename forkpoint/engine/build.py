@@ -26,8 +26,8 @@ def build_engine(config: EngineConfig) -> Engine:
     return Engine(*build_parts(config))
 
 
-def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, RequestLog | None]:
-    """Start a worker, and on it the loop of an engine; what makes requests for it, and where they are logged.
+def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
+    """Start a worker, and on it the loop of an engine; and what makes requests for it.
 
     Raises ConfigError, ModelFolderError or UnsupportedModelError.
     """
@@ -62,6 +62,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
         on_close=worker.release,
         check=worker.check,
         events=_publisher(config.kv_events_config, scheduler),
+        log=RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None,
     )
     inputs = InputProcessor(
         tokenizer,
@@ -71,8 +72,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor, Reque
         config.seed,
         structured_outputs=config.structured_outputs_config,
     )
-    log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
-    return core, inputs, log
+    return core, inputs
 
 
 def _publisher(config: KVEventsConfig, scheduler: Scheduler) -> EventPublisher | None:

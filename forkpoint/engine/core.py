@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import EngineStoppedError, StepFailedError
+from forkpoint.params import FinishReason
 from forkpoint.sched.plan import PendingStep, Runner
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
@@ -48,11 +50,12 @@ class EngineCore:
         on_close: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
         events: Publisher | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._runner: Runner | None = runner
         self._on_close, self.check = on_close, check
-        self._events = events
+        self._events, self._log = events, log
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
@@ -66,6 +69,12 @@ class EngineCore:
         if self._closed:
             raise EngineStoppedError(CLOSED)
         self.scheduler.add(request)
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """End a request where it stands; nothing happens if it has ended."""
+        request = self.scheduler.abort(request_id)
+        if self._log is not None and request is not None:
+            self._log.write(request, reason)
 
     def has_unfinished(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_unfinished()
@@ -158,7 +167,14 @@ class EngineCore:
         self.num_model_tokens += result.num_tokens
         self.slot_bytes_copied += result.slot_bytes_copied
         self.num_replayed_steps += result.replayed
-        return self.scheduler.apply(result)
+        return self._logged(self.scheduler.apply(result))
+
+    def _logged(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        if self._log is not None:
+            for update in updates:
+                if update.finish_reason is not None:
+                    self._log.write(update.request, update.finish_reason)
+        return updates
 
     def _fail(self, step: int, error: Exception) -> list[RequestUpdate]:
         """Undo `step` and all later ones, which built on it; their results are waited for and dropped."""
@@ -168,7 +184,7 @@ class EngineCore:
         told = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
         failure = StepFailedError(f"step {step} failed: {told}")
         failure.__cause__ = error
-        return self.scheduler.fail(step, failure)
+        return self._logged(self.scheduler.fail(step, failure))
 
 
 def _wait(pending: PendingStep) -> None:

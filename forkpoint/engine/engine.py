@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.outputs import OutputAssembler, RequestState
-from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import RequestError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
-from forkpoint.sched.request import RequestUpdate
 
 
 class Engine:
     """Requests with their texts, around an EngineCore of token sequences. One thread calls it."""
 
-    def __init__(self, core: EngineCore, inputs: InputProcessor, log: RequestLog | None = None) -> None:
+    def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
         self.core = core
-        self.log = log
         self.inputs = inputs
         self._outputs = OutputAssembler(inputs.tokenizer)
         self._num_requests = 0
@@ -63,11 +59,7 @@ class Engine:
         state, sequences = found
         self._unprepared.pop(request_id, None)
         for name in sequences:
-            self.core.scheduler.abort(name)
-        if self.log is not None:
-            for completion in state.completions:
-                if completion.request.id in sequences:
-                    self.log.write(completion.request, FinishReason.ABORT)
+            self.core.end(name, FinishReason.ABORT)
         return state.output()
 
     def step(self) -> list[RequestOutput]:
@@ -79,21 +71,11 @@ class Engine:
         updates = self.core.step(self._prepare if self._unprepared else None)
         changed, stopped = self._outputs.apply(updates, time.perf_counter())
         for name in stopped:
-            self.core.scheduler.abort(name)
+            self.core.end(name, FinishReason.STOP)
         for state in changed:
             if state.finished_s is not None:
                 self._unprepared.pop(state.request_id, None)
-        if self.log is not None:
-            self._log_ended(self.log, updates, set(stopped))
         return changed
-
-    @staticmethod
-    def _log_ended(log: RequestLog, updates: Sequence[RequestUpdate], stopped: set[str]) -> None:
-        for update in updates:
-            if update.finish_reason is not None:
-                log.write(update.request, update.finish_reason)
-            elif update.request.id in stopped:
-                log.write(update.request, FinishReason.STOP)
 
     def _prepare(self) -> None:
         """Do now what an output will need: one request at a time, so that no step waits for it."""

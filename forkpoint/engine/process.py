@@ -21,7 +21,6 @@ from forkpoint.engine.messages import (
     StepReport,
     Stop,
 )
-from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.starts import GrammarStarts, Starting
@@ -49,11 +48,11 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
         inbox.bind(commands)
         outbox.connect(reports)
         try:
-            core, inputs, log = build_parts(config)
+            core, inputs = build_parts(config)
             try:
                 inputs.grammars.prepare()
                 outbox.send(encode(Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
-                EngineLoop(core, inputs.grammars, inbox, outbox, log).run()
+                EngineLoop(core, inputs.grammars, inbox, outbox).run()
             finally:
                 core.close()
         except Exception as error:
@@ -67,23 +66,16 @@ class EngineLoop:
     """Serves commands between steps. One thread calls it."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        grammars: GrammarCompiler,
-        inbox: zmq.Socket[bytes],
-        outbox: zmq.Socket[bytes],
-        log: RequestLog | None = None,
+        self, core: EngineCore, grammars: GrammarCompiler, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
     ) -> None:
         self._core = core
         self._grammars = GrammarStarts(grammars)
         self._starting: dict[str, tuple[Request, Starting]] = {}  # sequences whose grammars are compiled, by id
         self._inbox = inbox
         self._outbox = outbox
-        self._log = log
         self._decode = decoder(Command)
         self._encode = encoder()
-        self._open: dict[str, Request] = {}
-        self._told: set[str] = set()  # sequences whose cache report is out
+        self._open: dict[str, bool] = {}  # sequences by id: whether their cache report is out
         self._refused: list[tuple[str, Failure]] = []
 
     def run(self) -> None:
@@ -151,7 +143,7 @@ class EngineLoop:
         except Exception as error:
             self._refuse(request.id, error)
         else:
-            self._open[request.id] = request
+            self._open[request.id] = False
 
     def _refuse(self, name: str, error: Exception) -> None:
         """Whatever one sequence made raise concerns it alone."""
@@ -165,8 +157,8 @@ class EngineLoop:
             if name in self._starting:
                 self._starting.pop(name)[1].cancel()
             elif name in self._open:  # it has not ended by itself in the meantime
-                self._core.scheduler.abort(name)
-                self._forget(self._open[name], FinishReason.STOP if command.stopped else FinishReason.ABORT)
+                self._core.end(name, FinishReason.STOP if command.stopped else FinishReason.ABORT)
+                del self._open[name]
 
     def _answer(self, call: Call) -> Reply:
         try:
@@ -198,7 +190,7 @@ class EngineLoop:
             if num_drafts:
                 drafts[name] = (num_drafts, update.request.num_accepted_tokens)
             plain = update.logprobs is None and update.finish_reason is None and not update.prompt_logprobs
-            if plain and update.token_id is not None and name in self._told:
+            if plain and update.token_id is not None and self._open[name]:
                 ids.append(name)
                 token_ids.append(update.token_id)
             else:
@@ -209,9 +201,9 @@ class EngineLoop:
 
     def _news(self, update: RequestUpdate) -> SequenceNews:
         request = update.request
-        self._told.add(request.id)
+        self._open[request.id] = True
         if update.finish_reason is not None:
-            self._forget(request, update.finish_reason)
+            del self._open[request.id]
         return SequenceNews(
             id=request.id,
             token_id=update.token_id,
@@ -224,12 +216,6 @@ class EngineLoop:
             prompt_logprobs=update.prompt_logprobs,
             failure=Failure.of(update.error) if update.error is not None else None,
         )
-
-    def _forget(self, request: Request, reason: FinishReason) -> None:
-        del self._open[request.id]
-        self._told.discard(request.id)
-        if self._log is not None:
-            self._log.write(request, reason)
 
     def _send(self, report: Report) -> None:
         self._outbox.send(self._encode(report))

@@ -297,11 +297,11 @@ class Scheduler:
         for entry in list(self._running.entries):
             self._preempt(entry)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request at once, wherever it is; False if it is not known (or ended already)."""
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at once, wherever it is, and return it; None if it is not known (or ended already)."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
-            return False
+            return None
         entry.request.status = RequestStatus.FINISHED
         if self._drafting is not None:
             self._drafting.forget(entry.request)
@@ -313,7 +313,7 @@ class Scheduler:
             self.cache.forget_private(entry.lease, entry.request.num_prompt_tokens)
         else:
             self._leave(entry, Leaving.FINISHED)
-        return True
+        return entry.request
 
     def _leave(self, entry: Entry, why: Leaving) -> None:
         if self._running.leave(entry, why):
