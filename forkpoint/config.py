@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -37,9 +37,9 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
-def mapping_option(help: str) -> Any:
-    """The same of a mapping that is given as JSON; by default it is empty."""
-    return field(default_factory=dict, metadata={"help": f"JSON{help}", "metavar": "JSON"})
+def mapping_option(help: str, default: Callable[[], Any] = dict) -> Any:
+    """The same of a mapping that is given as JSON; by default it is empty, or what `default` makes."""
+    return field(default_factory=default, metadata={"help": f"JSON{help}", "metavar": "JSON"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,27 +306,17 @@ class EngineConfig:
     )
     log_request_tokens: bool = option(False, "with --log-requests: write token ids instead of block hashes")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "of the log on standard error")
-    structured_outputs_config: StructuredOutputsConfig = field(
-        default_factory=StructuredOutputsConfig,
-        metadata={
-            "help": 'JSON: {"disable_any_whitespace": true} has all JSON outputs written without line breaks',
-            "metavar": "JSON",
-        },
+    structured_outputs_config: StructuredOutputsConfig = mapping_option(
+        ': {"disable_any_whitespace": true} has all JSON outputs written without line breaks', StructuredOutputsConfig
     )
-    speculative_config: SpeculativeConfig | None = field(
-        default=None,
-        metadata={
-            "help": "JSON: draft tokens and verify several of them in one step: "
-            '{"method": "ngram", "num_speculative_tokens": 3}; methods are mtp, ngram, suffix and cache',
-            "metavar": "JSON",
-        },
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        f"JSON: draft tokens and verify several of them in one step: {EXAMPLE_OF_SPECULATION}; methods are mtp, ngram, "
+        "suffix and cache",
+        metavar="JSON",
     )
-    kv_events_config: KVEventsConfig = field(
-        default_factory=KVEventsConfig,
-        metadata={
-            "help": 'JSON: {"enable_kv_cache_events": true} publishes on ZeroMQ which blocks can be restored',
-            "metavar": "JSON",
-        },
+    kv_events_config: KVEventsConfig = mapping_option(
+        ': {"enable_kv_cache_events": true} publishes on ZeroMQ which blocks can be restored', KVEventsConfig
     )
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # options of SchedulerConfig; else the device's defaults

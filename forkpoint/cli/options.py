@@ -6,9 +6,8 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from types import MappingProxyType
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.cli.config_file import file_arguments
@@ -16,25 +15,11 @@ from forkpoint.config import GENERATION_KEYS, CacheConfig, EngineConfig, Schedul
 from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
-from forkpoint.server.config import ServerConfig
 
 GROUPS: Final = (
     ("engine options", EngineConfig),
     ("cache options", CacheConfig),
     ("scheduler options", SchedulerConfig),
-)
-SERVER_GROUPS: Final = MappingProxyType(
-    {
-        **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"), "HTTPS options"),
-        **dict.fromkeys(
-            ("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-            "options for pages of other origins (CORS)",
-        ),
-        **dict.fromkeys(
-            ("metrics_prefix", "log_interval_s", "disable_log_stats", "uvicorn_log_level", "access_log"),
-            "log and metrics options",
-        ),
-    }
 )
 SAMPLING: Final = tuple(field for field in fields(SamplingParams) if field.metadata.get("help"))
 
@@ -87,22 +72,16 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         add_option_group(parser, title, kind)
 
 
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    add_option_group(parser, "server options", ServerConfig, SERVER_GROUPS)
-
-
-def add_option_group(
-    parser: argparse.ArgumentParser, title: str, kind: type[Any], others: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Add every option of the dataclass `kind`; those named in `others` in groups of their own, after the rest."""
+def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any]) -> None:
+    """Add every option of the dataclass `kind`; those with a group of their own in that, after the rest."""
     hints = get_type_hints(kind)
-    named = [field for field in fields(kind) if field.metadata]
-    for each in dict.fromkeys((title, *others.values())):
-        group = parser.add_argument_group(each)
-        for field in named:
-            if others.get(field.name, title) == each:
-                own = dict(field.metadata)
-                _add_flag(group, field.name, hints[field.name], field.default, **own)
+    groups = {title: parser.add_argument_group(title)}
+    for field in fields(kind):
+        if field.metadata:
+            each = {"group": title, **field.metadata}
+            name = each.pop("group")
+            groups[name] = groups.get(name) or parser.add_argument_group(name)
+            _add_flag(groups[name], field.name, hints[field.name], field.default, **each)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

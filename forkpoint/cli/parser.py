@@ -14,11 +14,11 @@ from forkpoint.cli.options import (
     add_engine_options,
     add_option_group,
     add_sampling_options,
-    add_server_options,
     option_values,
 )
 from forkpoint.cli.vllm_flags import add_vllm_flags
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.server.config import ServerConfig
 from forkpoint.version import installed_version
 
 MODEL_HELP: Final = "a model folder, or an id of the Hugging Face hub; default: the demo model of a checkout"
@@ -99,7 +99,7 @@ def _add_servers(add: Callable[..., Any]) -> None:
     for command in (serve, deploy):
         command.add_argument("model_tag", nargs="?", metavar="MODEL", help=MODEL_HELP)
         add_config_flag(command)
-        add_server_options(command)
+        add_option_group(command, "server options", ServerConfig)
         add_engine_options(command)
 
 

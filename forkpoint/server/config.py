@@ -17,6 +17,8 @@ MIB = 2**20
 _CHECK = Checker(ConfigError)
 NOT_NEGATIVE = ("max_stored_responses", "max_stored_responses_bytes", "shutdown_timeout_s", "sse_keep_alive_interval")
 FOR_ORIGINS, CORS = ("allowed_methods", "allowed_headers", "allow_credentials"), "allowed_origins too"
+HTTPS, ORIGINS = "HTTPS options", "options for pages of other origins (CORS)"
+REPORTS = "log and metrics options"
 PREFIX = "letters, digits, '_' and ':', not starting with a digit"
 
 
@@ -38,20 +40,29 @@ class ServerConfig:
     enable_prompt_tokens_details: bool = option(True, "tell in answers how much of a prompt was cached, and why not")
     scheduling_policy: Literal["fcfs", "priority"] = option("fcfs", "'priority': requests may name their priority")
     served_model_name: tuple[str, ...] = option((), "names of the model in the API; default: as given to serve")
-    ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH")
-    ssl_keyfile: str | None = option(None, "PEM file of its key, where that is not in the same file", metavar="PATH")
+    ssl_certfile: str | None = option(None, "PEM file of a certificate: serve HTTPS", metavar="PATH", group=HTTPS)
+    ssl_keyfile: str | None = option(
+        None, "PEM file of its key, where that is not in the same file", metavar="PATH", group=HTTPS
+    )
     ssl_ca_certs: str | None = option(
-        None, "PEM file of authorities: clients must show a certificate that one of them has signed", metavar="PATH"
+        None,
+        "PEM file of authorities: clients must show a certificate that one of them has signed",
+        metavar="PATH",
+        group=HTTPS,
     )
     ssl_cert_reqs: int | None = option(
-        None, "whether clients must show a certificate: 0 no, 1 if they like, 2 yes; default: 2 with ssl_ca_certs"
+        None,
+        "whether clients must show a certificate: 0 no, 1 if they like, 2 yes; default: 2 with ssl_ca_certs",
+        group=HTTPS,
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "origins whose pages may call the server from a browser (CORS), such as https://chat.example.org; '*': all"
+        (),
+        "origins whose pages may call the server from a browser (CORS), such as https://chat.example.org; '*': all",
+        group=ORIGINS,
     )
-    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that such pages may use")
-    allowed_headers: tuple[str, ...] = option(("*",), "request headers that such pages may send")
-    allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication")
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that such pages may use", group=ORIGINS)
+    allowed_headers: tuple[str, ...] = option(("*",), "request headers that such pages may send", group=ORIGINS)
+    allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication", group=ORIGINS)
     max_body_bytes: int = option(32 * MIB, "size of a request body beyond which it is refused")
     max_open_requests: int = option(4096, "completions being served beyond which new requests are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
@@ -80,13 +91,15 @@ class ServerConfig:
     enable_force_include_usage: bool = option(False, "end every stream with its usage, asked for or not")
     max_stored_responses: int = option(1024, "responses of /v1/responses kept to be asked for again; 0 keeps none")
     max_stored_responses_bytes: int = option(64 * MIB, "memory for them")
-    metrics_prefix: str = option("forkpoint_", "of the names under /metrics; 'vllm:' suits vLLM's dashboards")
-    log_interval_s: float = option(10.0, "seconds between the lines that sum up the load")
-    disable_log_stats: bool = option(False, "leave these lines out")
-    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "warning", "of what uvicorn, which does the HTTP, says of itself"
+    metrics_prefix: str = option(
+        "forkpoint_", "of the names under /metrics; 'vllm:' suits vLLM's dashboards", group=REPORTS
     )
-    access_log: bool = option(False, "log every request")
+    log_interval_s: float = option(10.0, "seconds between the lines that sum up the load", group=REPORTS)
+    disable_log_stats: bool = option(False, "leave these lines out", group=REPORTS)
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "warning", "of what uvicorn, which does the HTTP, says of itself", group=REPORTS
+    )
+    access_log: bool = option(False, "log every request", group=REPORTS)
     enable_dev_endpoints: bool = option(False, "serve /reset_prefix_cache and /check_integrity")
 
     def __post_init__(self) -> None:
