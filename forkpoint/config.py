@@ -255,7 +255,7 @@ class EngineConfig:
     state_write_interval: int | None = option(
         None,
         "tokens that a decoding request computes between two writes of its recurrent states, of which it keeps small "
-        "records: 1, 2, 4, .. 64; default: 8 on a GPU (1 with --deterministic or few --max-num-seqs), else 1",
+        "records: 1, 2, 4, .. 64; default: 8 on a GPU or NPU (1 with --deterministic or few --max-num-seqs), else 1",
     )
     device: str = option(
         "auto",

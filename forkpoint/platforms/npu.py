@@ -43,6 +43,7 @@ def npu_traits(num_processors: int) -> DeviceTraits:
         num_processors=num_processors,
         has_fp8=False,
         kernel_block_sizes=KERNEL_BLOCK_SIZES,
+        state_write_interval=8,
         small_tiles=True,
         most_programs=MOST_PROGRAMS,
         most_rows=MOST_ROWS,

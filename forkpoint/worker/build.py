@@ -110,11 +110,6 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
             f"max_num_seqs={num_rows} is not possible on {device}, whose launches have at most {traits.most_programs} "
             f"programs; give {traits.most_rows} or less"
         )
-    if (config.state_write_interval or 1) > 1 and not traits.masks_gathers:
-        raise ConfigError(
-            f"state_write_interval={config.state_write_interval} is not possible on {device}, whose compiler drops the "
-            "masks of what reads records of tokens; leave it out"
-        )
 
 
 def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: int, platform: Platform) -> int:

@@ -14,7 +14,7 @@ from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.tiles import Tile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
 from forkpoint.ops.moe.reference import PackedExperts
@@ -207,6 +207,20 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     beta = s.empty(4, heads) if spec.delta else None
     yield "recurrence_verify", lambda: ops.recurrence_verify(x, a, beta, params, states, index, records)
     yield "recurrence_fold", lambda: ops.recurrence_fold(states, index, records)
+    if spec.per_key:
+        return
+    # States that are written every 8 tokens, without drafts and with up to three.
+    for rows, tokens, most in ((4, [0, 1, 2, 3, 4], 1), (2, [0, 3, 4], 4)):
+        columns = ([0, 1, 2, 3], [2, 3, 2, 3], tokens, [0, 1, 2, 3], [0, 8, 0, 0], [7, 9, 0, 0], [0, 8, 0, 0], [4] * 4)
+        record = RecordIndex(8, *(ints(*(column if column is tokens else column[:rows])) for column in columns))
+        kept = ((s.dtype, (spec.num_k_heads, spec.key_dim)), (FP32, (spec.num_k_heads,)), (FP32, (heads,)))
+        lines = [s.empty(4, 7 + most, heads, spec.value_dim, dtype=FP32)]
+        lines += [s.empty(4, 7 + 2 * most, *size, dtype=dtype) for dtype, size in kept]
+        yield (
+            f"recurrence_record {most}",
+            lambda r=record, n=lines: ops.recurrence_record(x, a, beta, params, states, r, n),
+        )
+        yield f"recurrence_settle {most}", lambda r=record, n=lines: ops.recurrence_settle(states, r, n)
 
 
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -38,13 +38,15 @@ PARAMS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 DEVICES = ("npu:0", "cpu")
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "deterministic, copied states": {
         "deterministic": True,
         "force_state_copy": True,
     },
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+    "drafts": {"speculative_config": DRAFTS},
+    "drafts, states written every 8 tokens": {"speculative_config": DRAFTS, "state_write_interval": 8},
     "preempted": {"kv_cache_memory_bytes": 700_000, "max_num_seqs": 8},
 }
 
@@ -100,7 +102,6 @@ def test_weights_in_fp8_are_widened_before_they_come(
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' .* give 'auto'"),
         ({"max_num_seqs": 257, "max_num_batched_tokens": 512}, "at most 65535 programs; give 256 or less"),
-        ({"state_write_interval": 8}, "drops the masks .* leave it out"),
     ],
 )
 def test_what_kernels_cannot_do_there_is_refused(
@@ -189,7 +190,10 @@ def _prefill_and_decode(driver: Driver) -> list[list[int]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are run by the interpreter")
-def test_steps_with_drafts_read_no_scalars_either(tmp_path: Path, interpreted: fake_npu.FakeModule) -> None:
+@pytest.mark.parametrize("interval", [1, 2])
+def test_steps_with_drafts_read_no_scalars_either(
+    tmp_path: Path, interpreted: fake_npu.FakeModule, interval: int
+) -> None:
     """Drafts of which one is right, and none, launched and recorded: the ids of the host."""
     ops = triton_ops()
     model = tiny_hybrid(tmp_path, ops, 1, 1, torch.device("npu", 0))
@@ -199,7 +203,8 @@ def test_steps_with_drafts_read_no_scalars_either(tmp_path: Path, interpreted: f
     for at in range(20, 24):
         plain.run([plain.decode(0, at, slot, slot)])
     want = plain.outputs[0]
-    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(3, 0, 0, 1)], max_num_drafts=2)
+    options = {"max_num_drafts": 2, "state_write_interval": interval}
+    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(3, 0, 0, 1)], **options)
     fake_npu.counted()
     driver.runner.record_graphs()
     slot, got, wrong = driver.slot(), list[int](), (want[2] + 1) % 96

@@ -36,10 +36,15 @@ def _card(card: fake_npu.FakeModule) -> None: ...
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
+RECORDED = {"speculative_config": DRAFTS, "state_write_interval": 8}
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}, RECORDED], ids=["", "drafts", "recorded"])
 def test_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
+    RAN.launches.clear()
     there, here = _answers("npu", **options), _answers("cpu", cpu_ops="torch")
-    assert ("_straight_kernel" in RAN.launches) == bool(options)  # that verifies drafts
+    assert ("_straight_kernel" in RAN.launches) == bool(options)  # of the windows of drafts
+    assert ("straight_record_kernel" in RAN.launches) == (options == RECORDED)
     assert len(RAN.launches) > 12
     assert [(hit, ids) for hit, ids, _ in there] == [(hit, ids) for hit, ids, _ in here]
     assert there[1][0] >= 64

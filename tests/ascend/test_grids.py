@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.linear.reference import PackedLinear
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
@@ -180,6 +180,10 @@ def _decode(s: Shape, ops: OpTable) -> None:
     sizes = ((spec.num_v_heads, spec.value_dim), keys, keys if spec.per_key else (spec.num_v_heads,))
     ops.conv_verify(x, weight, None, pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)], True)
     ops.recurrence_verify(x, a, b, _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes])
+    if not spec.per_key:
+        record, heads = RecordIndex(8, *(whole(ROWS + (place == 2)) for place in range(8))), (spec.num_v_heads,)
+        lines = [real(ROWS, 12, *heads, spec.value_dim), *(real(ROWS, 17, *size) for size in (keys, keys[:1], heads))]
+        ops.recurrence_record(x, a, b, _params(s), states, record, lines)
     table, splits = whole(ROWS, 512), KeySplits(64, 24)
     _attend(s, ops, AttentionIndex.create([1] * ROWS, [32_768] * ROWS, table, whole(ROWS), ROWS, splits=splits), ROWS)
     logits, at = s.empty(count, s.vocab), torch.empty(count, dtype=torch.int64)

@@ -80,12 +80,32 @@ def _gathered(x, out, n):
     tl.store(out + at, tl.sum(tl.load(x + row[:, None] * n + at[None, :], mask=(at < n)[None, :], other=0), axis=1))
 
 
-@pytest.mark.parametrize("kernel", [_tuples, _vector_of_addresses, _three_terms], ids=lambda k: k.fn.__name__)
+@triton.jit
+def _between(x, out, low, high):
+    at = tl.arange(0, 16)
+    tl.store(out + at, tl.load(x + at, mask=(at >= low) & (at < high), other=0))
+
+
+@triton.jit
+def _moved_in_a_branch(x, out, n):
+    at = tl.arange(0, 16)
+    here, found = x + at, tl.load(x + at)
+    for i in range(n):
+        tl.store(out + i * 16 + at, found)
+        if i + 1 < n:
+            here += n
+            found = tl.load(here)
+
+
+REFUSED = [_tuples, _vector_of_addresses, _three_terms, _moved_in_a_branch]
+
+
+@pytest.mark.parametrize("kernel", REFUSED, ids=lambda k: k.fn.__name__)
 def test_forms_that_are_refused_still_are(kernel: Any) -> None:
     """A version that takes them lets kernels be simpler."""
-    values = [torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8)]
+    values = [torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.uint8), 7]
     with pytest.raises(NotLowered):
-        kernel[(1,)](*values)
+        kernel[(1,)](*values[: len(kernel.arg_names)])
 
 
 def test_a_load_of_rows_that_are_no_straight_line_still_is_a_loop() -> None:
@@ -94,3 +114,12 @@ def test_a_load_of_rows_that_are_no_straight_line_still_is_a_loop() -> None:
     _gathered[(1,)](torch.zeros(200), torch.zeros(16), 11)
     (lowered,) = LAUNCHES.seen.values()
     assert lowered.row_loops == [16]
+
+
+def test_a_range_whose_end_lies_before_its_beginning_still_has_a_negative_length() -> None:
+    LAUNCHES.seen.clear()
+    LAUNCHES.run = None
+    _between[(1,)](torch.zeros(16), torch.zeros(16), 9, 5)
+    (lowered,) = LAUNCHES.seen.values()
+    length = re.search(r"memref\.subview %reinterpret_cast\w*\[%\w+\] \[(%\w+)\]", lowered.linalg)
+    assert length is not None and f"{length[1]} = arith.subi" in lowered.linalg

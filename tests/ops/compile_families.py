@@ -77,10 +77,20 @@ def main() -> None:
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
-    drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
+    drafting = {
+        "MOST": 4,
+        "PER_KEY": False,
+        "COMPUTES": True,
+        "HV": 2,
+        "DELTA": True,
+        "LOW": 0.0,
+        "HIGH": 0.0,
+        "skip": None,
+    }
     compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
     drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "CHUNK": 4, "FOLDS": 4}
-    compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting)
+    form = {"SIDE": 32, "STRAIGHT": False}
+    compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form)
     compiled("record", record_kernel._record_kernel, 1, **sizes, **flags, **drafting)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)

@@ -13,21 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
+from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
+from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
 
-GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
 FOLDS = 2  # records that are folded together
 WINDOW = 2  # tokens of a row with drafts that read the state together
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
 
 @triton.jit
-def _tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr = SIDE):
     """(pointers, which of them there are) of K values at each of `head_at + at`, `[rows, BLOCK_K / SIDE, SIDE]`.
 
     The compiler gives a warp's lanes to the axes by what it takes to be contiguous: eight to the last, four to the
@@ -39,22 +40,14 @@ def _tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _beside(key):
+def _beside(key, SIDE: tl.constexpr = SIDE):
     """A key as it lies beside each row of a tile."""
     return tl.reshape(key, (key.shape[0] // SIDE, SIDE))[None, :, :]
 
 
 @triton.jit
-def _product(state, key):
-    return tl.sum(tl.sum(state * _beside(key), axis=1), axis=1)
-
-
-@triton.jit
-def _extent(row, written, held, INTERVAL: tl.constexpr):
-    """Of a row: tokens of the state in its slot, records to be folded, those that stay."""
-    own, count = tl.load(written + row), tl.load(held + row)
-    folded = tl.maximum((own + count) // INTERVAL * INTERVAL - own, 0)
-    return own, folded, count - folded
+def _product(state, key, SIDE: tl.constexpr = SIDE):
+    return tl.sum(tl.sum(state * _beside(key, SIDE), axis=1), axis=1)
 
 
 @triton.jit
@@ -90,6 +83,8 @@ def _heads_kernel(
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Of one key head of a row, with the value heads that share it; also records keys and decays."""
@@ -97,25 +92,28 @@ def _heads_kernel(
     key_head, row = pid % H, pid // H
     first = tl.load(cu_tokens + row).to(tl.int64)
     length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
-    start, folded, rest = _extent(row, written, held, INTERVAL)
+    start, folded, rest = extent(row, written, held, INTERVAL)
     own = tl.load(line + row).to(tl.int64) * LENGTH
     col, past = tl.arange(0, BLOCK_K), tl.arange(0, PAST)
     # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
     head = key_head * (HV // H) + tl.arange(0, GROUP)
     shared = tl.arange(0, GROUP) < HV // H
     kept, fresh = past < rest, (past >= rest) & (past < rest + length)
-    near, entry = first + past - rest, own + (start + folded + past) % LENGTH
-    old_at, there = _tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K)
-    others = tl.load(old_at, mask=there, other=0.0)
-    old_g = tl.load(decays + entry[:, None] * HV + head[None, :], mask=kept[:, None] & shared[None, :], other=0.0)
-    old_scale = tl.load(scales + entry * H + key_head, mask=kept, other=0.0)
+    near, entry = first + past - rest, own + places(start + folded, past, LENGTH, STRAIGHT)
+    end = end_of_line(start + folded, 0, rest, LENGTH)
+    old_at, there = _tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
+    others = read_line(old_at, there, past[:, None, None], end, LENGTH, H * K, STRAIGHT)
+    decay_at = decays + entry[:, None] * HV + head[None, :]
+    old_g = read_line(decay_at, kept[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
+    scale_at = scales + entry * H + key_head
+    old_scale = read_line(scale_at, kept, past, end, LENGTH, H, STRAIGHT)
     rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
     await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
     key_at = mixed + first * mixed_stride + (H + key_head) * K + col
     b_at, present = b + first * b_stride + head, (col < K) & (length > 0)
     raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
     raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
-    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K)
+    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
     fresh_keys = tl.load(new_at, mask=there, other=0.0)
     raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
@@ -126,8 +124,9 @@ def _heads_kernel(
     if DELTA:
         new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
     scaled = tl.where(fresh, new_scale, old_scale)
-    tl.store(scales + entry * H + key_head, new_scale, mask=fresh)
-    tl.store(decays + entry[:, None] * HV + head[None, :], g, mask=fresh[:, None] & shared[None, :])
+    end = end_of_line(start + folded, rest, rest + length, LENGTH)
+    write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
+    write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
     for t in range(length):
         key, q, k = raw, raw_q.to(tl.float32), raw.to(tl.float32)
         token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
@@ -137,10 +136,14 @@ def _heads_kernel(
         else:
             beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
         if t + 1 < length:  # the next token's, ahead of the stores
-            key_at, b_at = key_at + mixed_stride, b_at + b_stride
-            raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
-            raw_b = tl.load(b_at, mask=shared, other=0.0)
-        by_key, by_query = scaled * _product(others, k), scaled * _product(others, q)
+            if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
+                next_at, next_b = key_at + (t + 1) * mixed_stride, b_at + (t + 1) * b_stride
+            else:
+                key_at, b_at = key_at + mixed_stride, b_at + b_stride
+                next_at, next_b = key_at, b_at
+            raw, raw_q = tl.load(next_at, mask=col < K, other=0.0), tl.load(next_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(next_b, mask=shared, other=0.0)
+        by_key, by_query = scaled * _product(others, k, SIDE), scaled * _product(others, q, SIDE)
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
         tl.store(keys + (ring * H + key_head) * K + col, key, mask=col < K)
@@ -248,7 +251,7 @@ def _record_kernel(
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
-    start, folded, rest = _extent(row, written, held, INTERVAL)
+    start, folded, rest = extent(row, written, held, INTERVAL)
     slot_at, inside = _tile(pool + head * (V * K), at * K, at < V, K, BLOCK_K)
     state = tl.zeros(inside.shape, tl.float32)
     if source >= 0:
@@ -360,7 +363,9 @@ def _launch(
     spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_tokens, num_rows, past = mixed.shape[0], len(index), triton.next_power_of_2(updates.shape[1])
-    chunk = 1 if num_tokens <= num_rows else WINDOW
+    form = straight(pool.device)
+    one_by_one = form["STRAIGHT"]
+    chunk = 1 if num_tokens <= num_rows or one_by_one else WINDOW
     block_v = min(launch_table(pool.device).state_values * chunk, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
     vectors = updates.new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
@@ -387,9 +392,14 @@ def _launch(
             **shapes,
             GROUP=triton.next_power_of_2(spec.num_v_heads // spec.num_k_heads),
             **modes(spec),
+            SIDE=shapes["BLOCK_K"] if one_by_one else SIDE.value,
+            **form,
             **launch,
         )
-    _record_kernel[(num_rows * spec.num_v_heads * tiles_v,)](
+    own = launch | {"CHUNK": chunk, "FOLDS": FOLDS}
+    if one_by_one:
+        own = {"num_warps": 1}
+    (straight_record_kernel if one_by_one else _record_kernel)[(num_rows * spec.num_v_heads * tiles_v,)](
         mixed,
         params.D,
         pool,
@@ -406,9 +416,7 @@ def _launch(
         LINE=updates.shape[1],
         BLOCK_V=block_v,
         TILES_V=tiles_v,
-        CHUNK=chunk,
-        FOLDS=FOLDS,
         DELTA=spec.delta,
         COMPUTES=num_tokens > 0,
-        **launch,
+        **own,
     )
