@@ -25,7 +25,7 @@ import numpy.typing as npt
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.sim.tokens import TokenSpans
-from forkpoint.sim.trace import TraceRequest
+from forkpoint.sim.trace import Trace, TraceRequest
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IndexArray: TypeAlias = npt.NDArray[np.int64]
@@ -33,6 +33,15 @@ IndexArray: TypeAlias = npt.NDArray[np.int64]
 BLOCK = 64
 NUM_BINS = 48  # prices are constant inside a bin of requests
 NUM_ROUNDS = 160
+
+
+def by_arrival(trace: Trace) -> list[TraceRequest]:
+    """Requests in the order in which they would arrive if every request took no time."""
+    when: dict[str, float] = {}
+    for request in trace.requests:
+        before = when[request.after] + request.think_s if request.after is not None else 0.0
+        when[request.id] = max(request.arrival_s, before)
+    return sorted(trace.requests, key=lambda request: when[request.id])
 
 
 def hashes_of(request: TraceRequest) -> list[BlockHash]:

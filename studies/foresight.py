@@ -22,7 +22,7 @@ from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.engine_system import EngineOptions, EngineSystem
 from forkpoint.sim.system import StepNews
 from forkpoint.sim.trace import Trace, TraceRequest
-from studies.bound import BLOCK, hashes_of
+from studies.bound import BLOCK, by_arrival, hashes_of
 
 SHORTEST_WAIT_S: Final = 0.1  # of entries that are wanted at once, bytes and tokens decide
 FIRST_SERVICE_S: Final = 1.0
@@ -47,7 +47,7 @@ class Foresight:
         self._started_s: dict[str, float] = {}
         self._finished_s: dict[str, float] = {}
         self._service_s = FIRST_SERVICE_S
-        self._find_targets(trace.by_arrival())
+        self._find_targets(by_arrival(trace))
 
     def _find_targets(self, order: list[TraceRequest]) -> None:
         passed: set[BlockHash] = set()

@@ -16,7 +16,7 @@ from forkpoint.sim.cost import Device
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
 from forkpoint.sim.table import GIB, markdown
 from forkpoint.sim.trace import Trace
-from studies.bound import ReuseProblem, clairvoyant_bound
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
 from studies.plots import Curve, write_plot
 from studies.systems import CLAIRVOYANT, ENGINE, PEERS, make_system
 
@@ -90,7 +90,7 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
     folder.mkdir(parents=True, exist_ok=True)
     results = run_cases(plan.cases(), plan.jobs, progress)
     found = {(r.model, r.trace, r.memory_bytes, r.system): r for r in results}
-    problems = {trace.name: ReuseProblem.of(trace.by_arrival()) for trace in plan.traces}
+    problems = {trace.name: ReuseProblem.of(by_arrival(trace)) for trace in plan.traces}
     panels = [_panel(plan, shape, trace, problems[trace.name], found) for shape in plan.shapes for trace in plan.traces]
     lines = [result.as_json() for result in results]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")

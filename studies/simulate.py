@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forkpoint.cli.result_file import ResultFile
 from forkpoint.cli.simulate import make_cases, read_device, read_scheduler, read_traces, run, show, show_progress
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
-from forkpoint.sim.cases import Case
-from studies.bound import ReuseProblem, clairvoyant_bound
+from forkpoint.sim.cases import Case, CaseResult
+from forkpoint.sim.table import case_rows
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
 from studies.report import ReportPlan, write_report
 from studies.systems import CLAIRVOYANT, PEERS, make_system
 
@@ -41,13 +42,28 @@ def simulate(options: argparse.Namespace) -> int:
         return 0
     cases = make_cases(options, traces, make_system)
     results = run(cases, options.jobs)
-    show(results, bounds_of(cases) if options.bound else {}, file)
+    rows = case_rows(results)
+    if options.bound:
+        rows = with_bounds(rows, results, bounds_of(cases))
+    show(rows, results, file)
     return 0
+
+
+def with_bounds(
+    rows: Sequence[list[str]], results: Sequence[CaseResult], bounds: Mapping[tuple[str, int], float]
+) -> list[list[str]]:
+    """With a row of what no policy exceeds behind the last case of each trace and size."""
+    keys, found = [(result.trace, result.memory_bytes) for result in results], [rows[0]]
+    for index, (row, key) in enumerate(zip(rows[1:], keys, strict=True)):
+        found.append(row)
+        if key not in keys[index + 1 :]:
+            found.append([*row[:2], "no policy exceeds", f"{bounds[key]:.1%}", *[""] * (len(row) - 4)])
+    return found
 
 
 def bounds_of(cases: Sequence[Case]) -> dict[tuple[str, int], float]:
     """The hit rate that no policy exceeds, by (trace, bytes)."""
-    problems = {case.trace.name: ReuseProblem.of(case.trace.by_arrival()) for case in cases}
+    problems = {case.trace.name: ReuseProblem.of(by_arrival(case.trace)) for case in cases}
     found: dict[tuple[str, int], float] = {}
     for case in cases:
         key, layout = (case.trace.name, case.memory_bytes), case.shape.layout

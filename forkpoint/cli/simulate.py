@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from forkpoint.sim.cost import CostModel, Device, calibrate, find_device, read_s
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.shape import ModelShape, find_shape
 from forkpoint.sim.systems import make_system
-from forkpoint.sim.table import case_table
+from forkpoint.sim.table import case_rows, markdown
 from forkpoint.sim.trace import Trace
 from forkpoint.sim.workload import WORKLOADS, make_workload
 
@@ -30,8 +30,8 @@ GIB = 1 << 30
 def simulate(options: argparse.Namespace) -> int:
     """Replay traces and print a table."""
     file = None if options.json is None else ResultFile(options.json)
-    cases = make_cases(options, read_traces(options), make_system)
-    show(run(cases, options.jobs), {}, file)
+    results = run(make_cases(options, read_traces(options), make_system), options.jobs)
+    show(case_rows(results), results, file)
     return 0
 
 
@@ -59,9 +59,9 @@ def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:
         return run_cases(cases, jobs, progress)
 
 
-def show(results: Sequence[CaseResult], bounds: Mapping[tuple[str, int], float], file: ResultFile | None) -> None:
-    """Print the table and write the file; `bounds` on the hit rate by (trace, bytes)."""
-    print(case_table(results, bounds))
+def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: ResultFile | None) -> None:
+    """Print the table of these rows and write the file."""
+    print(markdown(rows))
     if file is not None:
         file.write([result.as_json() for result in results])
 

@@ -31,8 +31,7 @@ class ModelShape:
 
     `num_weights` are those that every token meets (the output head apart), `num_expert_weights` all routed
     experts together, of which a token meets `top_k` in `num_experts`. `flops_per_pair` counts one query
-    attending to one key, over all attention layers. `kernel_block` is the smallest block of the peers' attention
-    kernels. A weight has `weight_bytes_each`, one of the head WEIGHT_BYTES.
+    attending to one key, over all attention layers. A weight has `weight_bytes_each`, one of the head WEIGHT_BYTES.
     """
 
     name: str
@@ -44,7 +43,6 @@ class ModelShape:
     num_expert_weights: int = 0
     num_experts: int = 1
     top_k: int = 0
-    kernel_block: int = 64
     weight_bytes_each: int = WEIGHT_BYTES
 
     @property
@@ -149,7 +147,6 @@ KIMI_LINEAR = ModelShape(
     num_expert_weights=26 * 256 * 3 * 2304 * 1024,
     num_experts=256,
     top_k=8,
-    kernel_block=128,
 )
 
 SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from forkpoint.sim.cases import CaseResult
@@ -26,19 +26,9 @@ COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
 )
 
 
-def case_table(results: Sequence[CaseResult], bounds: Mapping[tuple[str, int], float]) -> str:
-    """One line a case; `bounds` by (trace, bytes) add a line of what no policy exceeds."""
-    rows = [[title for title, _ in COLUMNS]]
-    seen: set[tuple[str, int]] = set()
-    for result in results:
-        rows.append([cell(result) for _, cell in COLUMNS])
-        key = result.trace, result.memory_bytes
-        last = [r for r in results if (r.trace, r.memory_bytes) == key][-1]
-        if key in bounds and result is last and key not in seen:
-            seen.add(key)
-            memory = f"{result.memory_bytes / GIB:g}"
-            rows.append([result.trace, memory, "no policy exceeds", f"{bounds[key]:.1%}", *[""] * (len(COLUMNS) - 4)])
-    return markdown(rows)
+def case_rows(results: Iterable[CaseResult]) -> list[list[str]]:
+    """The titles, then a row for each case."""
+    return [[title for title, _ in COLUMNS], *([cell(result) for _, cell in COLUMNS] for result in results)]
 
 
 def _written(result: CaseResult) -> int:

@@ -75,19 +75,6 @@ class Trace:
         drawn = {session: rng.random() < share for session in dict.fromkeys(r.session for r in self.requests)}
         return Trace(self.name, tuple(r for r in self.requests if drawn[r.session]))
 
-    def arrival_times(self) -> dict[str, float]:
-        """When each request would arrive if every request took no time."""
-        when: dict[str, float] = {}
-        for request in self.requests:
-            before = when[request.after] + request.think_s if request.after is not None else 0.0
-            when[request.id] = max(request.arrival_s, before)
-        return when
-
-    def by_arrival(self) -> list[TraceRequest]:
-        """Requests in the order of those times."""
-        when = self.arrival_times()
-        return sorted(self.requests, key=lambda request: when[request.id])
-
     def within(self, max_tokens: int) -> Trace:
         """Without requests longer than `max_tokens` with their output, and without what follows them."""
         dropped: set[str] = set()

@@ -15,6 +15,8 @@ from forkpoint.errors import ConfigError
 from forkpoint.sim.shape import ModelShape
 from studies.peers.sequence import GRID, PeerChunk, PeerCounts, PeerHit, Sequence
 
+KERNEL_BLOCKS = {"Kimi-Linear-48B-A3B": 128}  # tokens of the smallest block of its attention kernels, else GRID
+
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
@@ -47,7 +49,7 @@ class VllmGeometry:
             raise ConfigError(f"{shape.name} is not a hybrid model; its vLLM emulation has nothing to align")
         token_bytes = kv[0].block_bytes(GRID) // GRID
         state_bytes = max(state.slot_bytes for state in states)
-        step = shape.kernel_block
+        step = KERNEL_BLOCKS.get(shape.name, GRID)
         block = step * math.ceil(state_bytes / (step * token_bytes))
         group = min(len(kv), len(states))
         num_attention, num_states = math.ceil(len(kv) / group), math.ceil(len(states) / group)

@@ -18,7 +18,7 @@ from forkpoint.sim.cost import H200
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, ModelShape
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
-from studies.bound import ReuseProblem, clairvoyant_bound, hashes_of
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, hashes_of
 from studies.foresight import Foresight
 from studies.systems import CLAIRVOYANT, ENGINE, make_system
 from tests.cache.shapes import state
@@ -52,7 +52,7 @@ def test_foresight_does_not_beat_the_bound(paths: list[tuple[int, ...]], num_blo
     trace, layout = one_by_one(as_requests(paths)), TINY.layout
     memory = num_blocks * layout.block_bytes // layout.page_bytes * layout.page_bytes
     bound = clairvoyant_bound(
-        ReuseProblem.of(trace.by_arrival()), memory, layout.block_bytes, layout.slot_bytes, num_bins=8, num_rounds=60
+        ReuseProblem.of(by_arrival(trace)), memory, layout.block_bytes, layout.slot_bytes, num_bins=8, num_rounds=60
     )
     for system in (CLAIRVOYANT, ENGINE):
         assert served(trace, system, TINY, memory).hit_tokens <= bound.worth + 1e-6
@@ -62,7 +62,7 @@ def test_foresight_does_not_beat_the_bound(paths: list[tuple[int, ...]], num_blo
 @given(paths=paths_strategy)
 def test_with_room_for_all_everything_is_reused(paths: list[tuple[int, ...]]) -> None:
     trace = one_by_one(as_requests(paths))
-    unlimited = ReuseProblem.of(trace.by_arrival()).unlimited
+    unlimited = ReuseProblem.of(by_arrival(trace)).unlimited
     assert served(trace, CLAIRVOYANT, TINY, 1 << 22).hit_tokens == unlimited
 
 

@@ -11,7 +11,7 @@ from forkpoint.sim.cases import Case, run_cases
 from forkpoint.sim.cost import H200
 from forkpoint.sim.shape import QWEN3_5_9B, QWEN3_5_35B
 from forkpoint.sim.workload import make_workload
-from studies.bound import ReuseProblem, clairvoyant_bound
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
 from studies.peers.vllm import VllmGeometry
 from studies.systems import make_system
 from tests.sim.driving import reused_by_talk, take_turns
@@ -28,7 +28,7 @@ def test_every_system_serves_every_workload_below_the_bound(spec: str) -> None:
     systems = ("forkpoint", "vllm", "vllm-dense", "vllm-unit64", "sglang")
     cases = [Case(trace, QWEN3_5_9B, H200, name, 6 << 30, scheduler, factory=make_system) for name in systems]
     results = run_cases(cases, jobs=1)
-    problem = ReuseProblem.of(trace.by_arrival())
+    problem = ReuseProblem.of(by_arrival(trace))
     bound = clairvoyant_bound(problem, 6 << 30, layout.block_bytes, layout.slot_bytes, num_rounds=30).worth
     for result in results:
         assert result.num_refused == 0 and result.hit_tokens <= bound, result.system
