@@ -34,7 +34,7 @@ class InputRegion:
         self._platform = platform
         self._device = torch.zeros(capacity, dtype=torch.uint8, device=platform.device)
         self._staged = [platform.host_buffer((capacity,), torch.uint8) for _ in range(_NUM_STAGED)]
-        self._views = [buffer.numpy() for buffer in self._staged]
+        self._views = [buffer.numpy().data for buffer in self._staged]
         self._copied: list[Mark | None] = [None] * _NUM_STAGED
         self._turn = 0
 
@@ -47,7 +47,7 @@ class InputRegion:
         view, end = self._views[self._turn], 0
         for array, offset in zip(arrays.values(), offsets, strict=True):
             end = offset + array.nbytes
-            view[offset:end] = array.reshape(-1).view(np.uint8)
+            view[offset:end] = array.tobytes()
         self._device[:end].copy_(self._staged[self._turn][:end], non_blocking=True)
         self._copied[self._turn] = self._platform.mark()
 
