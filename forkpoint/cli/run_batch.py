@@ -26,7 +26,6 @@ from forkpoint.server.run import Server as LocalServer
 from forkpoint.server.texts import Texts
 
 INTERRUPTED = 130
-POLL_S = 0.05
 
 
 def run_batch_command(options: argparse.Namespace) -> int:
@@ -145,27 +144,16 @@ async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncItera
     config = ServerConfig(host="127.0.0.1", port=0, served_model_name=tuple(names))
     with closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        life = asyncio.create_task(LocalServer(engine, config, listener, readers).run())
+        server = LocalServer(engine, config, listener, readers)
+        life, ready = asyncio.create_task(server.run()), asyncio.create_task(server.ready.wait())
         try:
-            await _until_ready(url, life)
+            await asyncio.wait((ready, life), return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
+                raise KeyboardInterrupt  # which the server took for itself
             yield url
         finally:
+            ready.cancel()
             life.cancel()
             with suppress(asyncio.CancelledError):
                 await life
-
-
-async def _until_ready(url: str, life: asyncio.Task[int]) -> None:
-    # The listening socket takes connections even when nobody serves it any more, so polling alone could wait forever.
-    ready = asyncio.create_task(_poll(url))
-    await asyncio.wait((ready, life), return_when=asyncio.FIRST_COMPLETED)
-    ready.cancel()
-    if life.done():
-        life.result()
-        raise KeyboardInterrupt  # which the server took for itself
-
-
-async def _poll(url: str) -> None:
-    async with Server(url) as server:
-        while not await server.is_healthy():
-            await asyncio.sleep(POLL_S)

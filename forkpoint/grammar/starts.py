@@ -14,44 +14,33 @@ from forkpoint.sched.request import Grammar
 NUM_THREADS = 16  # they wait for workers, and compile what a trial has shown to be quick
 
 
-class Starting:
-    """A grammar that will be there soon. `cancel` ends the work on it wherever it stands."""
+class Starting(Future["Grammar | None"]):
+    """A grammar that will be there soon; its result raises what compiling raised."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._whole: Future[Grammar | None] = Future()
-        self._trial: Future[str] | None = None
-        self._cancelled = False
+    _trial: Future[str] | None = None  # what it waits for
+    _left = False  # nobody asks any more
 
     def run(self, start: Callable[[Starting], Grammar | None]) -> None:
         """Done by a thread."""
-        if not self._whole.set_running_or_notify_cancel():
+        if not self.set_running_or_notify_cancel():
             return
         try:
-            self._whole.set_result(start(self))
+            self.set_result(start(self))
         except BaseException as error:
-            self._whole.set_exception(error)
+            self.set_exception(error)
 
     def wait_for(self, trial: Future[str]) -> None:
         """What it waits for now."""
-        with self._lock:
-            self._trial = trial
-            if self._cancelled:
-                trial.cancel()
+        self._trial = trial
+        if self._left:  # of two threads that write and then look, one sees what the other wrote
+            trial.cancel()
 
-    def cancel(self) -> None:
-        with self._lock:
-            self._cancelled = True
-            self._whole.cancel()
-            if self._trial is not None:
-                self._trial.cancel()
-
-    def done(self) -> bool:
-        return self._whole.done()
-
-    def result(self) -> Grammar | None:
-        """Raises what compiling raised."""
-        return self._whole.result()
+    def cancel(self) -> bool:
+        """End the work on it wherever it stands."""
+        self._left = True
+        if self._trial is not None:
+            self._trial.cancel()
+        return super().cancel()
 
 
 class GrammarStarts:

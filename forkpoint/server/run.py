@@ -53,7 +53,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 
 class Server:
-    """One engine behind one listening socket. Call `run` once."""
+    """One engine behind one listening socket. Call `run` once; `ready` is set when requests are answered."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, listener: socket.socket, readers: Readers) -> None:
         names = config.served_model_name or (engine.model,)
@@ -63,7 +63,7 @@ class Server:
         self._engine = AsyncEngine(engine, self._metrics)
         self._readers = readers
         self._service = Service(self._engine, readers, config, engine.model, self._metrics)
-        self._asked_to_stop = asyncio.Event()
+        self.ready, self._asked_to_stop = asyncio.Event(), asyncio.Event()
         self._num_signals = 0
 
     async def run(self) -> int:
@@ -95,6 +95,7 @@ class Server:
                 return self._end_early(serving)
             loading.result()
             self._log_ready()
+            self.ready.set()
             await asyncio.wait((watching, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 LOGGER.error("%s; open requests have failed, the server ends", watching.result())
