@@ -83,6 +83,7 @@ class Model(ABC):
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
+        self.fold_constants: dict[tuple[int, str], Sequence[Tensor]] = {}  # of a layer's tensors of that name
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
@@ -111,9 +112,13 @@ class Model(ABC):
         return PreNormLayer(list(zip(norms, blocks, strict=True)))
 
     def blocks(self, build: Build, layer: int) -> list[Block]:
-        """The parts of layer `layer`, built."""
+        """The parts of layer `layer`, built; notes what their states are folded by beside records."""
         parts = build.config.layers[layer]
-        return [part.build(build, f"model.layers.{layer}.{part.name}", layer) for part in parts]
+        blocks = [part.build(build, f"model.layers.{layer}.{part.name}", layer) for part in parts]
+        for block in blocks:
+            named = getattr(block, "fold_constants", {})
+            self.fold_constants |= {(layer, name): constants for name, constants in named.items()}
+        return blocks
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""

@@ -13,13 +13,14 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import Convolution
+from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 
+RECORDS: Final = ("updates", "steps", "keys")  # in the order of scan_verify
 SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
 UNLIMITED: Final = 1 << 20  # positions of a model that has none
 
@@ -62,10 +63,11 @@ class MambaConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """The convolution's window and the state of all channels."""
-        window, state = (self.conv_width - 1, self.channels), (self.channels, self.values)
+        state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
+        records = tuple(TensorSpec(name, (size,), "float32") for name, size in zip(RECORDS, sizes, strict=True))
         tensors = (
-            TensorSpec("conv", window, dtype, ("conv_update", "conv_prefill")),
-            TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill")),
+            kept_window(self.channels, self.conv_width, dtype),
+            TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill"), "scan_fold", records),
         )
         return (StateSpec(tensors, SCAN_OPERATIONS * math.prod(state)),)
 
@@ -91,6 +93,7 @@ class Mamba:
             get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS),
             get(f"{name}.D", (channels,), fp32, (0.5, 1.5)),
         )
+        self.fold_constants = {"scan": (self._params.A,)}
         parts = {"dt": rank, "b": values, "c": values} if config.norms else {}
         norms = {f"{name}.{part}_layernorm": size for part, size in parts.items()}
         plain = config.norm_eps is not None
@@ -112,12 +115,19 @@ class Mamba:
         inputs = ScanInputs(x, self._step(dt), b, c, z)
         out = torch.empty_like(x)
         if split:
-            first = ScanInputs(*(value[:split] for value in inputs))
-            self._ops.scan_decode(first, self._params, cache["scan"], ctx.decode["scan_decode"], out[:split])
+            self._decode(ScanInputs(*(value[:split] for value in inputs)), ctx, out[:split])
         if split < x.shape[0]:
             rest = ScanInputs(*(value[split:] for value in inputs))
             self._ops.scan_prefill(rest, self._params, cache["scan"], ctx.prefill["scan_prefill"], out[split:])
         return self._out(out)
+
+    def _decode(self, inputs: ScanInputs, ctx: ForwardContext, out: Tensor) -> None:
+        cache = ctx.caches[self._layer]
+        if ctx.verify is None:
+            self._ops.scan_decode(inputs, self._params, cache["scan"], ctx.decode["scan_decode"], out)
+        else:
+            records = [cache[name] for name in RECORDS]
+            self._ops.scan_verify(inputs, self._params, cache["scan"], ctx.verify, records, out)
 
 
 class MambaModel(Model):

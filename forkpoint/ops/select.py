@@ -25,6 +25,7 @@ from forkpoint.ops.recurrence import verify as recurrence_verify
 from forkpoint.ops.rope import reference as rope
 from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.scan import reference as scan
+from forkpoint.ops.scan import verify as scan_verify
 from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
@@ -66,6 +67,8 @@ def torch_table(deterministic: bool = False) -> OpTable:
         recurrence_settle=recurrence_record.recurrence_settle,
         scan_prefill=scan.scan_prefill,
         scan_decode=scan.scan_decode,
+        scan_verify=scan_verify.scan_verify,
+        scan_fold=scan_verify.scan_fold,
         conv_verify=conv_verify.conv_verify,
         conv_fold=conv_verify.conv_fold,
         recurrence_verify=recurrence_verify.recurrence_verify,

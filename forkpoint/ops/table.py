@@ -241,9 +241,24 @@ class ScanDecode(Protocol):
         """The same for one token per row."""
 
 
+class ScanVerify(Protocol):
+    def __call__(
+        self,
+        inputs: ScanInputs,
+        params: ScanParams,
+        pool: Tensor,
+        index: VerifyIndex,
+        records: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """scan_decode for rows with drafts, with the bits of as many calls of it. Records, fp32: `s x` and `s`
+        `[L, M, D]`, b `[L, M, N]`; scan_fold is given A behind them."""
+
+
 class Fold(Protocol):
     def __call__(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
-        """What a verify operator does before the tokens: take states on by the records of tokens that count."""
+        """What a verify operator does before the tokens: take states on by the records of tokens that count, and by
+        what the layer's part has for it as `fold_constants`, which stand behind them."""
 
 
 class ConvVerify(Protocol):
@@ -352,6 +367,8 @@ class OpTable:
     recurrence_settle: RecurrenceSettle
     scan_prefill: ScanPrefill
     scan_decode: ScanDecode
+    scan_verify: ScanVerify
+    scan_fold: Fold
     conv_verify: ConvVerify
     conv_fold: Fold
     recurrence_verify: RecurrenceVerify

@@ -27,6 +27,7 @@ from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
 from forkpoint.ops.scan.kernel import scan_decode
 from forkpoint.ops.scan.prefill_kernel import scan_prefill
+from forkpoint.ops.scan.verify_kernel import scan_fold, scan_verify
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable
 
@@ -62,6 +63,8 @@ def triton_table(base: OpTable) -> OpTable:
         "recurrence_settle": recurrence_settle,
         "scan_prefill": scan_prefill,
         "scan_decode": scan_decode,
+        "scan_verify": scan_verify,
+        "scan_fold": scan_fold,
         "conv_verify": conv_verify,
         "conv_fold": conv_fold,
         "recurrence_verify": recurrence_verify,

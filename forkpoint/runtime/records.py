@@ -3,7 +3,7 @@ their recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +33,19 @@ class TokenRecords:
     are in a step; with an interval of 1 a row has two lines: a step writes one and reads the other. `layers` are the
     arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them. `missed[row]`,
     int64 on the device, are the drafts that did not count of the row's last step with some; behind all rows there is a
-    0. Until a step's result is known the host supposes that all count.
+    0. Until a step's result is known the host supposes that all count. What `constants` has of a layer's tensor stands
+    behind the records that its `fold` is given.
     """
 
     def __init__(
-        self, arena: ArenaBuffer, ops: OpTable, num_rows: int, most_tokens: int, interval: int, platform: Platform
+        self,
+        arena: ArenaBuffer,
+        ops: OpTable,
+        num_rows: int,
+        most_tokens: int,
+        interval: int,
+        platform: Platform,
+        constants: Mapping[tuple[int, str], Sequence[Tensor]],
     ) -> None:
         self._ops, self._platform, self._grid = ops, platform, arena.layout.checkpoint_grid
         assert self._grid % interval == 0, "a checkpoint must be whole"
@@ -57,15 +65,19 @@ class TokenRecords:
             for cache, own in zip(arena.layers, made, strict=True)
         )
         states = [
-            (tensor, cache, [cache[record.name] for spec, record, *_ in own if spec is tensor])
-            for cache, own in zip(self.layers, made, strict=True)
+            (layer, tensor, cache, [cache[record.name] for spec, record, *_ in own if spec is tensor])
+            for layer, (cache, own) in enumerate(zip(self.layers, made, strict=True))
             for tensor in dict.fromkeys(spec for spec, *_ in own)
         ]
         spaced = interval > 1
         self._pending_states = [
-            (spec.fold, cache[spec.name], records) for spec, cache, records in states if not (spaced and spec.spaced)
+            (spec.fold, cache[spec.name], [*records, *constants.get((layer, spec.name), ())])
+            for layer, spec, cache, records in states
+            if not (spaced and spec.spaced)
         ]
-        self._spaced_states = [(cache[spec.name], records) for spec, cache, records in states if spaced and spec.spaced]
+        self._spaced_states = [
+            (cache[spec.name], records) for _, spec, cache, records in states if spaced and spec.spaced
+        ]
         self._pending = np.zeros(num_rows, np.int32)
         # That the row's next step reads, and what takes it to the one that is written.
         self._line, self._turn = np.arange(num_rows, dtype=np.int32), 0

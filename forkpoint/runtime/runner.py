@@ -80,9 +80,8 @@ class ModelRunner:
         self._drafts: ModelDrafts | DraftGraphs | None = None
         self.write_interval = state_write_interval
         if max_num_drafts or state_write_interval > 1:
-            self._records = TokenRecords(
-                self.arena, ops, max_num_rows, 1 + max_num_drafts, state_write_interval, self.platform
-            )
+            tokens = (max_num_rows, 1 + max_num_drafts, state_write_interval)
+            self._records = TokenRecords(self.arena, ops, *tokens, self.platform, model.fold_constants)
             if max_num_drafts and model.config.draft_layer:
                 parts = (model, self.batch, self._records, self.platform)
                 self._drafts = (

@@ -207,6 +207,8 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     beta = s.empty(4, heads) if spec.delta else None
     yield "recurrence_verify", lambda: ops.recurrence_verify(x, a, beta, params, states, index, records)
     yield "recurrence_fold", lambda: ops.recurrence_fold(states, index, records)
+    if s.scan is not None:
+        yield from _scanned_drafts(s, ops, index)
     if spec.per_key:
         return
     # States that are written every 8 tokens, without drafts and with up to three.
@@ -221,6 +223,18 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda r=record, n=lines: ops.recurrence_record(x, a, beta, params, states, r, n),
         )
         yield f"recurrence_settle {most}", lambda r=record, n=lines: ops.recurrence_settle(states, r, n)
+
+
+def _scanned_drafts(s: Shape, ops: Any, index: VerifyIndex) -> Iterator[tuple[str, Callable[[], Any]]]:
+    assert s.scan is not None
+    channels, values = s.scan
+    scanned = ScanParams(*(s.empty(*sizes, dtype=FP32) for sizes in ((channels, values), (channels,), (channels,))))
+    states, records = s.empty(6, channels, values, dtype=FP32), (channels, channels, values)
+    lines = [s.empty(4, 4, size, dtype=FP32) for size in records]
+    wide, narrow = s.empty(4, channels), s.empty(4, values)
+    given = ScanInputs(wide, wide, narrow, narrow, wide)
+    yield "scan_verify", lambda: ops.scan_verify(given, scanned, states, index, lines)
+    yield "scan_fold", lambda: ops.scan_fold(states, index, [*lines, scanned.A])
 
 
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

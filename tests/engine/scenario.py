@@ -158,7 +158,7 @@ class Example:
         self.tight = self.draw.chance(0.75)
         self.trunk = self.draw.ids(self.draw.longest, bank.vocab_size)
         layout = CacheLayout.create(bank.model(options).layer_specs)
-        if options.force_state_copy or not layout.verifies_drafts:
+        if options.force_state_copy:
             options = replace(options, max_num_drafts=0)
         most = options.max_num_drafts
         # With both, drafts change no bits.

@@ -99,6 +99,7 @@ def test_answers_of_further_families(bank: ModelBank, oracle: Oracle, model: str
     tally = Tally()
     Example(bank, oracle, seed, tally, [model]).play(3)
     assert tally.seen["hits"] and tally.seen["deterministic"] == (seed == 5)
+    assert seed != 5 or tally.seen["drafts_rejected"]
 
 
 def test_everything_was_drawn(tally: Tally) -> None:

@@ -72,7 +72,7 @@ def test_outputs_are_those_of_plain_decoding(bank: ModelBank, chance: float | No
         run.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("model", ["kimi_linear"])
+@pytest.mark.parametrize("model", ["kimi_linear", "jamba", "falcon_mamba"])
 def test_so_are_those_of_other_states(bank: ModelBank, model: str) -> None:
     options = replace(PLAIN, model=model)
     _, wanted = serve(bank, options)
@@ -94,7 +94,9 @@ def test_states_are_written_every_few_tokens_with_drafts_too(bank: ModelBank, in
     run.check_nothing_leaked()
 
 
-@pytest.mark.parametrize(("model", "interval"), [("qwen3_next", 1), ("qwen3_next", 8), ("kimi_linear", 1)])
+@pytest.mark.parametrize(
+    ("model", "interval"), [("qwen3_next", 1), ("qwen3_next", 8), ("kimi_linear", 1), ("falcon_mamba", 1)]
+)
 @pytest.mark.parametrize("beyond", [0, 30])
 @pytest.mark.parametrize("first", [100, 101, 102, 103])
 def test_a_state_at_a_boundary_is_kept_when_its_last_tokens_were_drafts(

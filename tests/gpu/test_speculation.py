@@ -26,6 +26,8 @@ from train.data import encode
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 VOCAB = 256
+FAMILIES = ("qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2")
+FAMILIES += ("kimi_linear", "bailing_hybrid", "jamba", "falcon_mamba")
 LENGTHS = (1, 40, 63, 130, 500)
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 MIXES: list[dict[str, Any]] = [
@@ -53,9 +55,7 @@ def ask(llm: LLM) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "family_name", ["qwen3_5", "qwen3_next_moe", "olmo_hybrid", "granite_hybrid", "lfm2", "kimi_linear"]
-)
+@pytest.mark.parametrize("family_name", FAMILIES)
 def test_outputs_are_those_of_plain_decoding(family_name: str, dtype: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family_name)
     options = {"deterministic": True, "dtype": dtype}

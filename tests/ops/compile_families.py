@@ -19,11 +19,12 @@ from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, record_kernel, verify_kernel
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
+from forkpoint.ops.scan import verify_kernel as scan_verify
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
 HALF += ("inputs", "bias", "own_q", "shared_q", "up")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales")
+WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales", "steps")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
 INTS += (
     "table_rows",
@@ -67,6 +68,7 @@ def main() -> None:
     for kernel in (scan_prefill._own_kernel, scan_prefill._join_kernel, scan_prefill._outputs_kernel):
         compiled(f"scan{kernel.fn.__name__}", kernel, 1, **sizes)
     compiled("scan_decode", scan._decode_kernel, 1, **sizes)
+    compiled("scan_verify", scan_verify._verify_kernel, 1, **sizes, MOST=4, COMPUTES=True)
     sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
     sizes |= {"QUERIES": 1, "SUBS": 64, "ROWS": 16}
     for decode in (True, False):
@@ -77,17 +79,9 @@ def main() -> None:
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
-    drafting = {
-        "MOST": 4,
-        "PER_KEY": False,
-        "COMPUTES": True,
-        "HV": 2,
-        "DELTA": True,
-        "LOW": 0.0,
-        "HIGH": 0.0,
-        "skip": None,
-    }
-    compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting)
+    drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
+    for keyed in (False, True):
+        compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting, PER_KEY=keyed)
     drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "CHUNK": 4, "FOLDS": 4}
     form = {"SIDE": 32, "STRAIGHT": False}
     compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form)

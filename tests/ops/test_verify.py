@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import Recurrence, ScanInputs, ScanParams
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
@@ -103,8 +103,36 @@ def _on(device: torch.device, pool: Tensor) -> Tensor:
     return copy_pool(pool) if device == DEVICE else pool.clone()
 
 
-def _index(device: torch.device) -> DecodeIndex:
-    return DecodeIndex(ints([1, 2, 3]).to(device), ints([1, 2, 3]).to(device))
+def _check(
+    run: _Rows,
+    pool: Tensor,
+    decode: Callable[[int, Tensor, DecodeIndex], Tensor],
+    verify: Callable[[list[list[int]], VerifyIndex], Tensor],
+    fold: Callable[[VerifyIndex], None],
+) -> None:
+    """`decode(t, pool, index)` is token `t` of all rows, `verify(positions, index)` a step, `fold` what is pending; the
+    latter two work in `pool`."""
+    plain, states = _on(run.device, pool), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
+    plain[1] = 0
+    outputs, index = [], DecodeIndex(ints([1, 2, 3]).to(run.device), ints([1, 2, 3]).to(run.device))
+    for t in range(run.length):
+        outputs.append(decode(t, plain, index))
+        states.append([plain[slot].clone() for slot in (1, 2, 3)])
+    while min(run.at) < run.length - 1 and max(run.at) < run.length:
+        step, positions, found = run.plan()
+        out = verify(positions, step)
+        flat = [(row, position) for row, own in enumerate(positions) for position in own]
+        for i, (row, position) in enumerate(flat):
+            assert position < 0 or torch.equal(out[i], outputs[position][row])
+        for slot, (row, position) in found.items():
+            assert torch.equal(pool[slot], states[position][row]), f"slot {slot}: row {row} after {position} tokens"
+    fold(run.fold())
+    for row, (slot, position) in enumerate(zip(run.slots, run.at, strict=True)):
+        assert torch.equal(pool[slot], states[position][row])
+
+
+def _records(device: torch.device, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.full((2 * NUM_ROWS, MOST, *shape), torch.nan, dtype=dtype, device=device) for shape in shapes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,35 +141,40 @@ def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
     ops, device, length = TABLES[table], DEVICES[table], LENGTHS[table]
     cases = [recurrence_case(length, shape, dtype=torch.bfloat16, seed=row) for row in range(NUM_ROWS)]
     params = cases[0].params if table != "triton" else params_on_device(cases[0].params)
-    mixed, a, b = (torch.stack([getattr(case, name) for case in cases]).to(device) for name in ("mixed", "a", "b"))
+    given = [torch.stack([getattr(case, name) for case in cases]).to(device) for name in ("mixed", "a", "b")]
+    keys = (shape.num_k_heads, shape.key_dim)
     sizes = (shape.num_v_heads, shape.value_dim, shape.key_dim)
     pool = _on(device, padded_pool(7, sizes, dtype))
-    plain, states = _on(device, pool), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
-    plain[1] = 0
-    outputs = []
-    for t in range(length):
-        index = _index(device)
-        outputs.append(ops.recurrence_decode(mixed[:, t], a[:, t], b[:, t], params, plain, index))
-        states.append([plain[slot].clone() for slot in (1, 2, 3)])
-    lines = (2 * NUM_ROWS, MOST)
-    records = [
-        torch.full((*lines, shape.num_v_heads, shape.value_dim), torch.nan, device=device),
-        torch.full((*lines, shape.num_k_heads, shape.key_dim), torch.nan, device=device),
-        torch.full((*lines, shape.num_v_heads, *[shape.key_dim] * shape.per_key), torch.nan, device=device),
-    ]
-    run = _Rows(len(table), length, device)
-    while min(run.at) < length - 1 and max(run.at) < length:
-        index, positions, found = run.plan()
-        tokens = (_inputs(values, positions) for values in (mixed, a, b))
-        out = ops.recurrence_verify(*tokens, params, pool, index, records)
-        flat = [(row, position) for row, own in enumerate(positions) for position in own]
-        for i, (row, position) in enumerate(flat):
-            assert position < 0 or torch.equal(out[i], outputs[position][row])
-        for slot, (row, position) in found.items():
-            assert torch.equal(pool[slot], states[position][row]), f"slot {slot}: row {row} after {position} tokens"
-    ops.recurrence_fold(pool, run.fold(), records)
-    for row, (slot, position) in enumerate(zip(run.slots, run.at, strict=True)):
-        assert torch.equal(pool[slot], states[position][row])
+    records = _records(device, sizes[:2], keys, keys if shape.per_key else sizes[:1])
+    _check(
+        _Rows(len(table), length, device),
+        pool,
+        lambda t, plain, index: ops.recurrence_decode(*(value[:, t] for value in given), params, plain, index),
+        lambda at, index: ops.recurrence_verify(*(_inputs(value, at) for value in given), params, pool, index, records),
+        lambda index: ops.recurrence_fold(pool, index, records),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("table", "values"), [("torch", 12), ("cpp", 12), ("cpp", 16), ("triton", 16)])
+def test_scan(table: str, values: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(values)
+    ops, device, length, dim = TABLES[table], DEVICES[table], LENGTHS[table], 72
+    wide, narrow = torch.randn(3, NUM_ROWS, length, dim), torch.randn(2, NUM_ROWS, length, values)
+    x, dt, z, b, c = (value.bfloat16().to(device) for value in (*wide, *narrow))
+    given = (x, dt, b, c, z)
+    constants = (-torch.rand(dim, values), torch.randn(dim), torch.randn(dim))
+    params = ScanParams(*(value.to(device) for value in constants))
+    pool, records = _on(device, padded_pool(7, (dim, values), dtype)), _records(device, (dim,), (dim,), (values,))
+    _check(
+        _Rows(values, length, device),
+        pool,
+        lambda t, plain, index: ops.scan_decode(ScanInputs(*(value[:, t] for value in given)), params, plain, index),
+        lambda at, index: ops.scan_verify(
+            ScanInputs(*(_inputs(value, at) for value in given)), params, pool, index, records
+        ),
+        lambda index: ops.scan_fold(pool, index, [*records, params.A]),
+    )
 
 
 @pytest.mark.parametrize(("width", "turn"), [(2, 1), (4, 1), (4, 0)])
@@ -152,26 +185,14 @@ def test_convolution(table: str, width: int, turn: int) -> None:
     x = torch.randn(NUM_ROWS, length, dim).bfloat16().to(device)
     weight, bias = torch.randn(dim, width).bfloat16().to(device), torch.randn(dim).bfloat16().to(device)
     pool = _on(device, padded_pool(7, (width - 1, dim), torch.bfloat16))
-    plain, states = _on(device, pool), [[pool[max(slot, 0)] * (slot >= 0) for slot in (-1, 2, 3)]]
-    plain[1] = 0
-    outputs = []
-    for t in range(length):
-        index = _index(device)
-        outputs.append(ops.conv_update(x[:, t], weight, bias, plain, index, True))
-        states.append([plain[slot].clone() for slot in (1, 2, 3)])
-    records = [torch.full((2 * NUM_ROWS, MOST, dim), torch.nan, dtype=torch.bfloat16, device=device)]
-    run = _Rows(width, length, device, turn)
-    while min(run.at) < length - 1 and max(run.at) < length:
-        index, positions, found = run.plan()
-        out = ops.conv_verify(_inputs(x, positions), weight, bias, pool, index, records, True)
-        flat = [(row, position) for row, own in enumerate(positions) for position in own]
-        for i, (row, position) in enumerate(flat):
-            assert position < 0 or torch.equal(out[i], outputs[position][row])
-        for slot, (row, position) in found.items():
-            assert torch.equal(pool[slot], states[position][row]), f"slot {slot}: row {row} after {position} tokens"
-    ops.conv_fold(pool, run.fold(), records)
-    for row, (slot, position) in enumerate(zip(run.slots, run.at, strict=True)):
-        assert torch.equal(pool[slot], states[position][row])
+    records = _records(device, (dim,), dtype=torch.bfloat16)
+    _check(
+        _Rows(width, length, device, turn),
+        pool,
+        lambda t, plain, index: ops.conv_update(x[:, t], weight, bias, plain, index, True),
+        lambda at, index: ops.conv_verify(_inputs(x, at), weight, bias, pool, index, records, True),
+        lambda index: ops.conv_fold(pool, index, records),
+    )
 
 
 def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
@@ -183,6 +204,10 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
     pool = torch.zeros(2, 1, 8, 16, device=DEVICE)
     records = [torch.zeros(2, 2, 1, dim, device=DEVICE) for dim in (8, 16)] + [torch.zeros(2, 2, 1, device=DEVICE)]
     out = ops.recurrence_verify(mixed, a, b, params_on_device(case.params), pool, index, records)
+    assert out[:2].all() and not out[2:].any()
+    wide, lines = [behind(torch.ones(2, 40, device=DEVICE), 3)] * 5, [torch.zeros(2, 2, 40, device=DEVICE)] * 3
+    scan = ScanParams(-torch.ones(40, 40, device=DEVICE), *torch.ones(2, 40, device=DEVICE))
+    out = ops.scan_verify(ScanInputs(*wide), scan, torch.zeros(2, 40, 40, device=DEVICE), index, lines)
     assert out[:2].all() and not out[2:].any()
     lines = [torch.zeros(2, 2, 40, device=DEVICE)]
     weight, window = torch.ones(40, 4, device=DEVICE), torch.zeros(2, 3, 40, device=DEVICE)

@@ -1,5 +1,8 @@
-// Tokens one after another: a token's bits are the same in a long segment, behind a cut, and alone as a decode row.
+// Tokens one after another: a token's bits are the same in a long segment, behind a cut, alone as a decode row, and
+// folded in later.
 #include "scan.h"
+
+#include <cstring>
 
 #include "parallel.h"
 
@@ -15,67 +18,153 @@ const T* at(const ScanRows<T>& rows, int64_t token) {
   return rows.data + token * rows.stride;
 }
 
-// One token of channels [first, last); `state` and A rows are padded to `width`.
-template <class T>
-void step(const Scan<T>& in, int64_t token, int64_t first, int64_t last, int64_t width, float* state) {
-  const T *x = at(in.x, token), *dt = at(in.dt, token), *z = at(in.z, token), *b = at(in.b, token), *c = at(in.c, token);
-  alignas(64) float y[CHANNELS], gate[CHANNELS];
-  for (int64_t d = first; d < last; ++d) {
-    const float s = softplus(to_float(dt[d]) + in.dt_bias[d]), value = to_float(x[d]);
-    const vf amount = splat(s * value);
-    float* row = state + (d - first) * width;
-    vf total = {};
-    for (int64_t i = 0; i < in.values; i += LANES) {
-      const vf next = exp(s * load(in.A + d * width + i)) * load(row + i) + amount * load_n(b + i, in.values - i);
-      store(row + i, next);
-      total += next * load_n(c + i, in.values - i);
+// States of `count` channels go on. Scanning and folding call the same instructions, whose bits have to agree: a
+// compiler may contract either product into the sum.
+__attribute__((noinline)) void carry(const float* A, const float* steps, const float* amounts, const float* b,
+                                     int64_t count, int64_t values, float* state) {
+  for (int64_t d = 0; d < count; ++d, A += values, state += round_up(values)) {
+    for (int64_t i = 0; i < values; i += LANES) {
+      const int64_t left = values - i;
+      store(state + i, exp(steps[d] * load_n(A + i, left)) * load(state + i) + amounts[d] * load_n(b + i, left));
     }
-    y[d - first] = sum(total) + in.skip[d] * value;
-    gate[d - first] = to_float(z[d]);
+  }
+}
+
+// The states of channels [first, last), rows padded to whole vectors, between slots.
+template <class S>
+struct Piece {
+  const ScanPool<S>& pool;
+  int64_t first, last, width;
+  Buffer<float> state;
+  alignas(64) float steps[CHANNELS], amounts[CHANNELS];  // of a token
+  Buffer<float> b;
+
+  Piece(const ScanPool<S>& pool, int64_t piece)
+      : pool(pool),
+        first(piece * CHANNELS),
+        last(std::min(first + CHANNELS, pool.dim)),
+        width(round_up(pool.values)),
+        state(CHANNELS * width),
+        b(width) {}
+
+  int64_t count() const { return last - first; }
+
+  template <class F>
+  void each(int32_t slot, const F& run) {
+    for (int64_t d = first; d < last; ++d) {
+      S* kept = pool.data + slot * pool.stride + d * pool.values;
+      for (int64_t i = 0; i < pool.values; i += LANES) run(kept + i, state + (d - first) * width + i, pool.values - i);
+    }
+  }
+
+  void read(int32_t slot) {
+    const bool old = slot >= 0;
+    each(slot, [&](const S* kept, float* own, int64_t left) { store(own, old ? load_n(kept, left) : (vf){}); });
+  }
+
+  void keep(int32_t slot) {
+    if (slot < 0) return;
+    each(slot, [&](S* kept, const float* own, int64_t left) { store_n(kept, load(own), left); });
+  }
+
+  // As if it were stored and resumed from here.
+  void round() { pass_through<S>(state, CHANNELS * width); }
+};
+
+int64_t pieces(int64_t dim) { return (dim + CHANNELS - 1) / CHANNELS; }
+
+// One token.
+template <class T, class S>
+void step(const Scan<T>& in, int64_t token, Piece<S>& p) {
+  const int64_t first = p.first, values = in.values;
+  const T *x = at(in.x, token), *dt = at(in.dt, token), *z = at(in.z, token), *b = at(in.b, token), *c = at(in.c, token);
+  for (int64_t i = 0; i < values; i += LANES) store(p.b + i, load_n(b + i, values - i));
+  for (int64_t d = 0; d < p.count(); ++d) {
+    p.steps[d] = softplus(to_float(dt[first + d]) + in.dt_bias[first + d]);
+    p.amounts[d] = p.steps[d] * to_float(x[first + d]);
+  }
+  carry(in.A + first * values, p.steps, p.amounts, p.b, p.count(), values, p.state);
+  alignas(64) float y[CHANNELS], gate[CHANNELS];
+  for (int64_t d = 0; d < p.count(); ++d) {
+    vf total = {};
+    for (int64_t i = 0; i < values; i += LANES) total += load(p.state + d * p.width + i) * load_n(c + i, values - i);
+    y[d] = sum(total) + in.skip[first + d] * to_float(x[first + d]);
+    gate[d] = to_float(z[first + d]);
   }
   T* out = in.out + token * in.dim + first;
-  for (int64_t d = 0; d < last - first; d += LANES) store_n(out + d, load(y + d) * silu(load(gate + d)), last - first - d);
+  for (int64_t d = 0; d < p.count(); d += LANES) store_n(out + d, load(y + d) * silu(load(gate + d)), p.count() - d);
+}
+
+// A row's state after its pending tokens; stored at the mark on the way.
+template <class S>
+void fold_pending(const float* A, const ScanRecords& r, const VerifyRows& w, int64_t row, Piece<S>& p) {
+  const int64_t dim = p.pool.dim, values = p.pool.values;
+  p.read(w.src[row]);
+  for (int64_t i = 0; i < w.pending[row]; ++i) {
+    const int64_t entry = w.read[row] * r.length + i, own = entry * dim + p.first;
+    carry(A + p.first * values, r.steps + own, r.updates + own, r.keys + entry * values, p.count(), values, p.state);
+    p.round();
+    if (i + 1 == w.mark[row]) p.keep(w.mark_dst[row]);
+  }
 }
 
 }  // namespace
 
 template <class T, class S>
-void scan(const Scan<T>& in, S* pool, int64_t pool_stride, const Segments& segments) {
-  const int64_t pieces = (in.dim + CHANNELS - 1) / CHANNELS, width = round_up(in.values);
-  parallel_tasks(segments.count * pieces, [&](int64_t task) {
-    const int64_t n = task / pieces, first = task % pieces * CHANNELS, last = std::min(first + CHANNELS, in.dim);
-    Buffer<float> state(CHANNELS * width);
-    const auto slot = [&](int32_t index, int64_t d) { return pool + index * pool_stride + d * in.values; };
-    const auto keep = [&](int32_t index) {
-      if (index < 0) return;
-      for (int64_t d = first; d < last; ++d) {
-        for (int64_t i = 0; i < in.values; i += LANES) {
-          store_n(slot(index, d) + i, load(state + (d - first) * width + i), in.values - i);
-        }
-      }
-    };
-    for (int64_t d = first; d < last; ++d) {
-      for (int64_t i = 0; i < in.values; i += LANES) {
-        const bool old = segments.src[n] >= 0;
-        store(state + (d - first) * width + i, old ? load_n(slot(segments.src[n], d) + i, in.values - i) : (vf){});
-      }
-    }
+void scan(const Scan<T>& in, const ScanPool<S>& pool, const Segments& segments) {
+  parallel_tasks(segments.count * pieces(in.dim), [&](int64_t task) {
+    const int64_t n = task / pieces(in.dim);
+    Piece<S> p(pool, task % pieces(in.dim));
+    p.read(segments.src[n]);
     const int64_t begin = segments.cu_seqlens[n], length = segments.cu_seqlens[n + 1] - begin;
     int64_t e = segments.save_ptr ? segments.save_ptr[n] : 0;
     const int64_t last_save = segments.save_ptr ? segments.save_ptr[n + 1] : 0;
     for (int64_t t = 0; t < length; ++t) {
-      step(in, begin + t, first, last, width, state);
-      if ((t + 1) % STORED == 0) pass_through<S>(state, CHANNELS * width);  // as if it were stored and resumed from here
-      for (; e < last_save && segments.save_pos[e] == t + 1; ++e) keep(segments.save_dst[e]);
+      step(in, begin + t, p);
+      if ((t + 1) % STORED == 0) p.round();
+      for (; e < last_save && segments.save_pos[e] == t + 1; ++e) p.keep(segments.save_dst[e]);
     }
-    keep(segments.dst[n]);
+    p.keep(segments.dst[n]);
   });
 }
 
-#define FORKPOINT_SCAN(T, S) template void scan(const Scan<T>&, S*, int64_t, const Segments&);
+template <class T, class S>
+void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords& r, const VerifyRows& w) {
+  parallel_tasks(w.count * pieces(in.dim), [&](int64_t task) {
+    const int64_t row = task / pieces(in.dim), first = w.cu_tokens[row], last = w.cu_tokens[row + 1];
+    Piece<S> p(pool, task % pieces(in.dim));
+    fold_pending(in.A, r, w, row, p);
+    if (last - first > 1) p.keep(w.dst[row]);
+    for (int64_t token = first; token < last; ++token) {
+      step(in, token, p);
+      p.round();
+      const int64_t entry = w.write[row] * r.length + token - first, own = entry * in.dim + p.first;
+      std::memcpy(r.steps + own, p.steps, size_t(p.count()) * sizeof(float));
+      std::memcpy(r.updates + own, p.amounts, size_t(p.count()) * sizeof(float));
+      if (p.first == 0) std::memcpy(r.keys + entry * in.values, p.b, size_t(in.values) * sizeof(float));
+    }
+    if (last - first <= 1) p.keep(w.dst[row]);
+  });
+}
+
+template <class S>
+void scan_fold(const float* A, const ScanPool<S>& pool, const ScanRecords& r, const VerifyRows& w) {
+  parallel_tasks(w.count * pieces(pool.dim), [&](int64_t task) {
+    const int64_t row = task / pieces(pool.dim);
+    Piece<S> p(pool, task % pieces(pool.dim));
+    fold_pending(A, r, w, row, p);
+    p.keep(w.dst[row]);
+  });
+}
+
+#define FORKPOINT_SCAN(T, S)                                                       \
+  template void scan(const Scan<T>&, const ScanPool<S>&, const Segments&);         \
+  template void scan_verify(const Scan<T>&, const ScanPool<S>&, const ScanRecords&, const VerifyRows&);
 FORKPOINT_SCAN(float, float)
 FORKPOINT_SCAN(bf16, float)
 FORKPOINT_SCAN(float, bf16)
 FORKPOINT_SCAN(bf16, bf16)
+template void scan_fold(const float*, const ScanPool<float>&, const ScanRecords&, const VerifyRows&);
+template void scan_fold(const float*, const ScanPool<bf16>&, const ScanRecords&, const VerifyRows&);
 
 }  // namespace forkpoint

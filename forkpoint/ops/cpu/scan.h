@@ -14,7 +14,7 @@ struct ScanRows {
   int64_t stride;
 };
 
-// x, dt, z rows are [D], b and c rows [N]; out is dense [T, D]. A is [D, N] with N padded to a multiple of 16.
+// x, dt, z rows are [D], b and c rows [N]; out is dense [T, D]. A is [D, N].
 template <class T>
 struct Scan {
   ScanRows<T> x, dt, b, c, z;
@@ -24,7 +24,26 @@ struct Scan {
 };
 
 // Slot s of the pool is [D, N] at data + s * stride.
+template <class S>
+struct ScanPool {
+  S* data;
+  int64_t stride, dim, values;
+};
+
+// What tokens leave for the fold, `length` of them in each line: updates s x and steps s [D], keys b [N] of a token.
+struct ScanRecords {
+  int64_t length;
+  float *updates, *steps, *keys;
+};
+
 template <class T, class S>
-void scan(const Scan<T>& in, S* pool, int64_t pool_stride, const Segments& segments);
+void scan(const Scan<T>& in, const ScanPool<S>& pool, const Segments& segments);
+
+// Rows with drafts: see VerifyIndex in ops/metadata.py.
+template <class T, class S>
+void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords& records, const VerifyRows& rows);
+
+template <class S>
+void scan_fold(const float* A, const ScanPool<S>& pool, const ScanRecords& records, const VerifyRows& rows);
 
 }  // namespace forkpoint

@@ -152,6 +152,23 @@ class _ScanOperators:
         result: Tensor = self._module.scan_decode(list(inputs), self._layer(params), pool, index.src, index.dst)
         return result if out is None else out.copy_(result)
 
+    def scan_verify(
+        self,
+        inputs: ScanInputs,
+        params: ScanParams,
+        pool: Tensor,
+        index: VerifyIndex,
+        records: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor:
+        layer = self._layer(params)
+        result: Tensor = self._module.scan_verify(list(inputs), layer, pool, index.columns, records)
+        return result if out is None else out.copy_(result)
+
+    def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+        *lines, rates = records
+        self._module.scan_fold(pool, index.columns, lines, rates)
+
 
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if scales is None else (scales.k, scales.v)
@@ -258,7 +275,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     packing = _Packing(module)
     replaced |= {"prepare_linear": packing.linear, "prepare_experts": packing.experts}
     scans = _ScanOperators(module)
-    replaced |= {"scan_prefill": scans.scan_prefill, "scan_decode": scans.scan_decode}
+    replaced |= {name: getattr(scans, name) for name in ("scan_prefill", "scan_decode", "scan_verify", "scan_fold")}
     replaced["qk_norm_rope_write"] = ComposedInputs(module.rmsnorm, module.rope, _kv_write(module))
     replaced["latent_write"] = ComposedLatentWrite(module.rmsnorm, module.rope, module.store_rows)
     replaced["paged_attention"] = _paged_attention(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,21 +23,18 @@ def recurrence_verify(
     records: Sequence[Tensor],
 ) -> Tensor:
     """`mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
-    as `index` says. Goes over all rows' first tokens, then over the second ones of those that have two, and so on."""
-    states, (updates, keys, decays) = _folded(pool, index, records), records
-    tokens, spec = prepare(mixed, a, b, params), params.spec
-    first, lens, lines = index.cu_tokens[:-1].long(), index.cu_tokens.diff(), index.write.long()
-    drafting = lens > 1
-    write_slots(pool, torch.where(drafting, index.dst, -1), states)
+    as `index` says."""
+    tokens, spec, (updates, keys, decays) = prepare(mixed, a, b, params), params.spec, records
     out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
-    for step in range(int(lens.max())):
-        live = torch.nonzero(lens > step)[:, 0]
-        at, line = first[live] + step, lines[live]
-        own, mine = states[live], Tokens(*(value[at] for value in tokens))
+
+    def take(own: Tensor, at: Tensor, line: Tensor, i: int) -> Tensor:
+        mine = Tokens(*(value[at] for value in tokens))
         answer, u, decay = advance(own, mine, params)
-        states[live], out[at] = own.to(pool.dtype).float(), answer.to(mixed.dtype)
-        updates[line, step], keys[line, step], decays[line, step] = u, mine.k, decay.view(-1, *decays.shape[2:])
-    write_slots(pool, torch.where(drafting, -1, index.dst), states)
+        out[at] = answer.to(mixed.dtype)
+        updates[line, i], keys[line, i], decays[line, i] = u, mine.k, decay.view(-1, *decays.shape[2:])
+        return own
+
+    verified(_folded(pool, index, records), pool, index, take)
     return out
 
 
@@ -47,15 +44,39 @@ def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor])
 
 
 def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
-    """The states `[B, HV, V, K]` fp32 after the pending tokens; stores those at the marks."""
-    states, (updates, keys, decays) = read_slots(pool, index.src).float(), records
+    updates, keys, decays = records
     group = updates.shape[2] // keys.shape[2]
-    for step in range(int(index.pending.max())):
-        live = torch.nonzero(index.pending > step)[:, 0]
-        line, own = index.read[live].long(), states[live]
-        key = keys[line, step].repeat_interleave(group, dim=1)
-        fold(own, updates[line, step], key, decays[line, step].view(*own.shape[:2], -1))
+
+    def take(own: Tensor, line: Tensor, i: int) -> Tensor:
+        key = keys[line, i].repeat_interleave(group, dim=1)
+        fold(own, updates[line, i], key, decays[line, i].view(*own.shape[:2], -1))
+        return own
+
+    return folded(pool, index, take)
+
+
+def folded(pool: Tensor, index: VerifyIndex, fold: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+    """The states `[B, ...]` fp32 after the pending tokens; stores those at the marks. `fold(states, lines, i)` are
+    states after record `i` of their lines."""
+    states = read_slots(pool, index.src).float()
+    for i in range(int(index.pending.max())):
+        live = torch.nonzero(index.pending > i)[:, 0]
+        own = fold(states[live], index.read[live].long(), i)
         states[live] = own.to(pool.dtype).float()
-        marks = torch.where(index.mark[live] == step + 1, index.mark_dst[live], -1)
-        write_slots(pool, marks, own)
+        write_slots(pool, torch.where(index.mark[live] == i + 1, index.mark_dst[live], -1), own)
     return states
+
+
+def verified(
+    states: Tensor, pool: Tensor, index: VerifyIndex, advance: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+) -> None:
+    """Takes folded states `[B, ...]` through all rows' first tokens, then the second ones of those that have two, and
+    so on. `advance(states, tokens, lines, i)` are states after the tokens there, which leave record `i` in lines."""
+    first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
+    drafting = lens > 1
+    write_slots(pool, torch.where(drafting, index.dst, -1), states)
+    for i in range(int(lens.max())):
+        live = torch.nonzero(lens > i)[:, 0]
+        own = advance(states[live], first[live] + i, index.write[live].long(), i)
+        states[live] = own.to(pool.dtype).float()
+    write_slots(pool, torch.where(drafting, -1, index.dst), states)

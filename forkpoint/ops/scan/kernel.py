@@ -19,17 +19,23 @@ AHEAD = tl.constexpr(3)  # turns of which loads are under way together
 
 
 @triton.jit
-def _token(state, x, dt, b, c, z, rates, dt_bias, skip):
-    """(y, the new state) of one token: `state`, `rates` times log2(e) `[N, channels]`, `b`, `c` `[N]`, the others
-    `[channels]`."""
+def scan_token(state, x, dt, b, c, z, rates, dt_bias, skip):
+    """(y, the new state, the step) of one token: `state`, `rates` times log2(e) `[N, channels]`, `b`, `c` `[N]`, the
+    others `[channels]`."""
     step = softplus(dt + dt_bias)
     state = tl.exp2(step[None, :] * rates) * state + (step * x)[None, :] * b[:, None]
     y = tl.sum(state * c[:, None], axis=0) + skip * x
-    return y * silu(z), state
+    return y * silu(z), state, step
 
 
 @triton.jit
-def _row(at, stride, here, inside):
+def scan_update(state, step, amount, b, rates):
+    """The state that `scan_token` makes, with `amount` = step * x: the compiler rounds what it has of it before."""
+    return tl.fma(amount[None, :], b[:, None], tl.exp2(step[None, :] * rates) * state)
+
+
+@triton.jit
+def input_row(at, stride, here, inside):
     return tl.load(at + here * stride, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -74,13 +80,13 @@ def _decode_kernel(
         source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
         old = pool + source * slot_stride + in_slot
         state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
-        y, state = _token(
+        y, state, _ = scan_token(
             state,
-            _row(x + channel, x_stride, row, present),
-            _row(dt + channel, dt_stride, row, present),
-            _row(b + value, b_stride, row, real),
-            _row(c + value, c_stride, row, real),
-            _row(z + channel, z_stride, row, present),
+            input_row(x + channel, x_stride, row, present),
+            input_row(dt + channel, dt_stride, row, present),
+            input_row(b + value, b_stride, row, real),
+            input_row(c + value, c_stride, row, real),
+            input_row(z + channel, z_stride, row, present),
             rate,
             bias,
             through,

@@ -17,7 +17,7 @@ from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
-def _scan(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple[Tensor, Tensor]:
+def scan_tokens(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple[Tensor, Tensor]:
     """L tokens of R sequences, `[L, R, D]` and `[L, R, N]`, and their `states[R, D, N]` -> (y, new states)."""
     x, dt, b, c, z = (value.float() for value in inputs)
     step = softplus(dt + params.dt_bias)
@@ -45,7 +45,7 @@ def scan_prefill(
         for low in range(0, length, TILE):
             high = min(low + TILE, length)
             tile = slice(start + low, start + high)
-            y, state = _scan(ScanInputs(*(value[tile].unsqueeze(1) for value in inputs)), params, state)
+            y, state = scan_tokens(ScanInputs(*(value[tile].unsqueeze(1) for value in inputs)), params, state)
             answer[tile] = y.squeeze(1).to(answer.dtype)
             state = state.to(pool.dtype).float()  # as if it were stored and resumed from here
             if high in saves:
@@ -60,7 +60,7 @@ def scan_decode(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
 ) -> Tensor:
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
-    y, states = _scan(
+    y, states = scan_tokens(
         ScanInputs(*(value.unsqueeze(0) for value in inputs)), params, read_slots(pool, index.src).float()
     )
     write_slots(pool, index.dst, states)

@@ -1,0 +1,165 @@
+"""The selective scan of rows with drafts in Triton: see VerifyIndex. A token's arithmetic is that of kernel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_token, scan_update
+from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _verify_kernel(
+    x,
+    dt,
+    b,
+    c,
+    z,
+    rates,
+    dt_bias,
+    skip,
+    pool,
+    out,
+    updates,
+    steps,
+    keys,
+    src,
+    dst,
+    cu_tokens,
+    pending,
+    mark,
+    mark_dst,
+    read,
+    write,
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    z_stride,
+    slot_stride,
+    num_rows,
+    num_tokens,
+    MOST: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+    COMPUTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK channels of one row: the state is read once and written once. Without COMPUTES there are no tokens."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    row, piece = pid // PIECES, pid % PIECES
+    channel, value, present, real, in_state, in_slot, rate = state_tile(piece, rates, D, N, BLOCK_N, BLOCK)
+    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    count, position = tl.load(pending + row), tl.load(mark + row)
+    slot_at = pool + in_slot
+    state = tl.load(slot_at + source * slot_stride, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
+    entry = tl.load(read + row).to(tl.int64) * MOST
+    for i in range(count):
+        step = tl.load(steps + (entry + i) * D + channel, mask=present, other=0.0)
+        amount = tl.load(updates + (entry + i) * D + channel, mask=present, other=0.0)
+        key = tl.load(keys + (entry + i) * N + value, mask=real, other=0.0)
+        state = scan_update(state, step, amount, key, rate).to(pool.dtype.element_ty).to(tl.float32)
+        if i + 1 == position:
+            marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
+            tl.store(marked, state.to(pool.dtype.element_ty), mask=in_state)
+    target_at, in_target = slot_at + target * slot_stride, in_state & (target >= 0)
+    if not COMPUTES:
+        tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
+    else:
+        first = tl.load(cu_tokens + row).to(tl.int64)
+        length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
+        if length > 1:
+            tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
+        bias = tl.load(dt_bias + channel, mask=present, other=0.0)
+        through = tl.load(skip + channel, mask=present, other=0.0)
+        line = tl.load(write + row).to(tl.int64) * MOST
+        for t in range(length):
+            token = first + t
+            key = input_row(b + value, b_stride, token, real)
+            given = input_row(x + channel, x_stride, token, present)
+            y, state, step = scan_token(
+                state,
+                given,
+                input_row(dt + channel, dt_stride, token, present),
+                key,
+                input_row(c + value, c_stride, token, real),
+                input_row(z + channel, z_stride, token, present),
+                rate,
+                bias,
+                through,
+            )
+            state = state.to(pool.dtype.element_ty).to(tl.float32)
+            tl.store(out + token * D + channel, y.to(out.dtype.element_ty), mask=present)
+            if length > 1:
+                tl.store(steps + (line + t) * D + channel, step, mask=present)
+                tl.store(updates + (line + t) * D + channel, step * given, mask=present)
+                if piece == 0:
+                    tl.store(keys + (line + t) * N + value, key, mask=real)
+        if length == 1:
+            tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
+        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+            tl.store(out + token * D + channel, tl.zeros((BLOCK,), out.dtype.element_ty), mask=present)
+
+
+def scan_verify(
+    inputs: ScanInputs,
+    params: ScanParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Sequence[Tensor],
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `table.ScanVerify`; what tokens of no row get is zero."""
+    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
+    _launch(inputs, params, pool, index, records, out)
+    return out
+
+
+def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    """The states after the pending tokens, and at the marks."""
+    *lines, rates = records
+    none = pool.new_empty(0, 1)
+    _launch(ScanInputs(*[none] * 5), ScanParams(rates, rates, rates), pool, index, lines, none)
+
+
+def _launch(
+    inputs: ScanInputs,
+    params: ScanParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Sequence[Tensor],
+    out: Tensor,
+) -> None:
+    assert all(record.is_contiguous() for record in records), "records must be dense"
+    sizes, num_tokens = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
+    _verify_kernel[(len(index) * sizes["PIECES"],)](
+        *inputs,
+        params.A,
+        params.dt_bias,
+        params.skip,
+        pool,
+        out,
+        *records,
+        *index.columns,
+        *(value.stride(0) for value in inputs),
+        pool.stride(0),
+        len(index),
+        num_tokens,
+        MOST=records[0].shape[1],
+        **sizes,
+        COMPUTES=num_tokens > 0,
+        **overlap(pool.device, num_tokens),
+        num_warps=1,
+    )
