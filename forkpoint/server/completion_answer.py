@@ -27,7 +27,8 @@ class Answer(ABC):
         self.generation = generation
 
     @abstractmethod
-    def events(self) -> AsyncIterator[bytes]: ...
+    def events(self) -> AsyncIterator[bytes]:
+        """Asked for the first one once there is news of each prompt."""
 
     @abstractmethod
     async def reply(self) -> Any:

@@ -100,13 +100,9 @@ class MessageAnswer(Answer):
         return MessageReply.model_validate(self._message(self._blocks.blocks))
 
     async def events(self) -> AsyncIterator[bytes]:
-        begun = False
+        yield named_event({"type": "message_start", "message": self._message([])})
         async for told in self._block_events():
-            if not begun:
-                begun = True
-                yield named_event({"type": "message_start", "message": self._message([])})
-            if told is not None:
-                yield named_event(told)
+            yield named_event(told)
         counts = _usage(usage(self.generation.states))
         yield named_event(
             {"type": "message_delta", "delta": self._ending, "usage": counts, **self.generation.details()}
@@ -116,10 +112,8 @@ class MessageAnswer(Answer):
     def error_event(self, error: HTTPError) -> bytes:
         return named_event(error.messages_body())
 
-    async def _block_events(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Events of the content's blocks; None where there is news without any."""
+    async def _block_events(self) -> AsyncIterator[dict[str, Any]]:
         async for news in self._talk.news():
-            yield None
             for piece in news.pieces:
                 for told in self._blocks.add(piece):
                     yield told
