@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from forkpoint.server.errors import HTTPError
+from forkpoint.server.errors import HTTPError, too_large
 from forkpoint.server.sse import encode
 
 JSON_HINT = "send a JSON object with Content-Type: application/json"
@@ -53,28 +53,31 @@ def documents(body: type[BaseModel], answer: Endpoint) -> Endpoint:
 
 
 class Bodies:
-    """The bodies that are held in memory at once, and how many bytes that may be."""
+    """The bodies that are held in memory at once: at most so many times the bytes of the largest that is allowed."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most: int, largest_bytes: int) -> None:
+        self._most_bytes, self._largest_bytes = most * largest_bytes, largest_bytes
         self._num_bytes = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
         """The raw body, held until the context is left. Raises HTTPError where none comes, where there is no room, and
-        for one that is not said to be JSON: browsers send others without asking first."""
-        parts: list[bytes] = []
+        for one that is too large or not said to be JSON: browsers send others without asking first."""
+        parts, num_bytes = list[bytes](), 0
         try:
             async for part in request.stream():
                 parts.append(part)
+                num_bytes += len(part)
                 self._num_bytes += len(part)
+                if num_bytes > self._largest_bytes:
+                    raise too_large(self._largest_bytes)
                 if self._num_bytes > self._most_bytes:
                     raise HTTPError(503, "too much is being sent at once; try again later", "service_unavailable_error")
             yield _json_body(request, b"".join(parts))
         except ClientDisconnect:
             raise HTTPError(400, "the client left before its body was complete") from None
         finally:
-            self._num_bytes -= sum(map(len, parts))
+            self._num_bytes -= num_bytes
 
 
 def _json_body(request: Request, data: bytes) -> bytes:

@@ -77,6 +77,11 @@ class HTTPError(Exception):
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
+def too_large(most_bytes: int) -> HTTPError:
+    """For a body of more bytes than that."""
+    return HTTPError(413, f"the request body exceeds max_body_bytes={most_bytes}; send less", code="body_too_large")
+
+
 def to_http(error: Exception) -> HTTPError:
     """The answer that tells `error`; what is not foreseen is a 500 that names its class."""
     if isinstance(error, HTTPError):

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Final
 
-from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.errors import HTTPError
+from forkpoint.server.errors import HTTPError, too_large
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.page import FOLDER as PAGE_FOLDER
 
@@ -28,8 +27,8 @@ KEY: Final[ContextVar[bytes]] = ContextVar("key")  # that the request under way 
 
 
 class Gate:
-    """Answers 403 to a host that is not this server's, 401 without a known key and 413 for a body that is too large;
-    returns X-Request-Id with every answer, and counts the answers."""
+    """Answers 403 to a host that is not this server's, 401 without a known key and 413 for a body that is said to be
+    too large; returns X-Request-Id with every answer, and counts the answers."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
         self._app = app
@@ -59,7 +58,7 @@ class Gate:
 
         try:
             self._check(scope, headers)
-            await self._app(scope, self._limited(receive), send_with_id)
+            await self._app(scope, receive, send_with_id)
         except HTTPError as error:
             if not status:
                 told = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
@@ -78,7 +77,7 @@ class Gate:
         KEY.set(self._known_key(headers) if self._keys and not is_open else b"")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_large()
+            raise too_large(self._max_bytes)
 
     def _known_key(self, headers: dict[bytes, bytes]) -> bytes:
         given = given_key(headers)
@@ -91,26 +90,6 @@ class Gate:
                 code="invalid_api_key",
             )
         return given
-
-    def _limited(self, receive: Receive) -> Receive:
-        """`receive`, which ends a body without a declared length where it becomes too large."""
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_bytes:
-                    raise HTTPException(413, self._too_large().message)  # FastAPI turns any other kind into a 400
-            return message
-
-        return limited
-
-    def _too_large(self) -> HTTPError:
-        return HTTPError(
-            413, f"the request body exceeds max_body_bytes={self._max_bytes}; send less", code="body_too_large"
-        )
 
 
 def given_key(headers: Mapping[bytes, bytes]) -> bytes:

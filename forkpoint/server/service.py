@@ -47,7 +47,7 @@ class Service:
     bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bodies = Bodies(MAX_BODIES * self.config.max_body_bytes)
+        self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
