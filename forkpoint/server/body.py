@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,6 +22,11 @@ from forkpoint.server.sse import encode
 JSON_HINT = "send a JSON object with Content-Type: application/json"
 MAX_SHOWN = 80  # characters of a wrong value, in an error message
 KIND = re.compile(r"str|int|[A-Z]\w*|.*\[.*")  # how pydantic names the alternatives of a field, beside field names
+MAX_DEPTH = 64  # of objects and lists in each other
+# Fields of all APIs that reach templates, schemas or answers as they are.
+PASSED_ON = frozenset(
+    ("messages", "system", "input", "tools", "documents", "chat_template_kwargs", "metadata", "text", "reasoning")
+)
 B = TypeVar("B", bound=BaseModel)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Any]]
@@ -95,10 +100,26 @@ def parse(model: type[B], data: bytes) -> B:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _wrong_json(error) from None
-    if b"\\u" in data and isinstance(values, dict):
-        for name, value in values.items():
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if b"\\u" in data:
             _require_unicode(name, value)
+        if name in PASSED_ON:
+            _check_depth(name, value)
     return validated(model, values)
+
+
+def _check_depth(name: str, value: object) -> None:
+    """Raises HTTPError for a value that is nested deeper than templates and schemas are read."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise HTTPError(400, f"{name} is nested more than {MAX_DEPTH} deep; give it flatter", param=name)
+
+
+def _inside(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _require_unicode(name: str, value: object) -> None:

@@ -5,7 +5,7 @@ What is not read of a request is refused, so that nobody counts on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.resources import files
 from types import MappingProxyType
@@ -28,27 +28,6 @@ class Body(BaseModel):
     """A part of a request. Members that are not known are left alone: templates may read them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-
-
-MAX_DEPTH = 64  # of objects and lists in each other, in what is passed on as it is
-
-
-def check_depth(value: object, name: str) -> None:
-    """Raises HTTPError for `value` of the field `name` that is nested deeper than templates and schemas are read."""
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return
-    raise HTTPError(400, f"{name} is nested more than {MAX_DEPTH} deep; give it flatter", param=name)
-
-
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, BaseModel):
-        return (*value.__dict__.values(), *(value.model_extra or {}).values())
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def at_most(most: int) -> BeforeValidator:

@@ -18,7 +18,7 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.kimi import number_calls
 from forkpoint.server.notations import KIMI
-from forkpoint.server.protocol import Body, Many, MaxTokens, check_depth
+from forkpoint.server.protocol import Body, Many, MaxTokens
 from forkpoint.server.sampling import SamplingBody, bounded, sampling_params
 from forkpoint.server.texts import Texts
 from forkpoint.server.tools import AnyToolChoice, ToolPlan, ToolSpec, plan_tools
@@ -145,9 +145,6 @@ def _plan(texts: Texts, body: ChatBody) -> ToolPlan:
 
 
 def _render(texts: Texts, body: ChatBody, plan: ToolPlan, params: SamplingParams | None) -> Prompt:
-    check_depth(body.messages, "messages")
-    check_depth(body.chat_template_kwargs, "chat_template_kwargs")
-    check_depth(body.documents, "documents")
     carry_on = bool(body.continue_final_message)
     if carry_on and body.add_generation_prompt:
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, check_depth
+from forkpoint.server.protocol import Body
 from forkpoint.server.sampling import SamplingBody, structured_outputs
 
 
@@ -81,7 +81,6 @@ def plan_tools(
         if not isinstance(choice, str | None) or choice == "required":
             raise HTTPError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
         return ToolPlan(None, None, structured)
-    check_depth(tools, "tools")
     shown = [tool.model_dump(exclude_unset=True) for tool in tools]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     wanted = _wanted(choice, list(schemas))

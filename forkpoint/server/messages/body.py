@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, MaxTokens, RequestBody, check_depth
+from forkpoint.server.protocol import Body, Many, MaxTokens, RequestBody
 from forkpoint.server.sampling import bounded
 
 
@@ -70,8 +70,6 @@ class MessagesBody(CountTokensBody):
 
 def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     """The fields of the chat completion that `body` asks for. Raises HTTPError naming what is not understood."""
-    for name in ("messages", "system", "tools"):
-        check_depth(getattr(body, name), name)
     system = _text(body.system, "system") if body.system else ""
     messages = [{"role": "system", "content": system}] if system else []
     for message in body.messages:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, MaxTokens, check_depth
+from forkpoint.server.protocol import Body, Many, MaxTokens
 from forkpoint.server.sampling import SampledBody
 
 
@@ -75,7 +75,6 @@ class ResponsesBody(SampledBody, apis=("responses",)):
 
 def input_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     """Raises HTTPError naming what is not understood."""
-    check_depth(body.input, "input")
     return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else messages_of(body.input)
 
 

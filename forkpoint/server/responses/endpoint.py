@@ -13,7 +13,6 @@ from starlette.responses import Response
 from forkpoint.server.body import parse, validated
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.middleware import KEY
-from forkpoint.server.protocol import check_depth
 from forkpoint.server.responses.answer import DeletedReply, PreparedResponse, ResponseAnswer
 from forkpoint.server.responses.body import ResponsesBody, chat_fields, echo, input_messages
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
@@ -35,8 +34,6 @@ def prepare_response(texts: Texts, data: bytes, history: bytes | None = None) ->
         return body.previous_response_id
     if body.background and (body.stream or body.store is False):
         raise HTTPError(400, "a background response is stored and asked for again; leave out stream and store: false")
-    for name in ("metadata", "tools", "text", "reasoning"):
-        check_depth(getattr(body, name), name)
     conversation = [*json.loads(history or b"[]"), *input_messages(body)]
     stores = body.store is not False
     return PreparedResponse(
