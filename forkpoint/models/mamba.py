@@ -20,7 +20,7 @@ from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 
-RECORDS: Final = ("updates", "steps", "keys")  # in the order of scan_verify
+RECORDS: Final = ("values", "steps", "keys")  # in the order of scan_verify
 SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
 UNLIMITED: Final = 1 << 20  # positions of a model that has none
 
@@ -64,7 +64,7 @@ class MambaConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """The convolution's window and the state of all channels."""
         state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
-        records = tuple(TensorSpec(name, (size,), "float32") for name, size in zip(RECORDS, sizes, strict=True))
+        records = tuple(TensorSpec(name, (size,), dtype) for name, size in zip(RECORDS, sizes, strict=True))
         tensors = (
             kept_window(self.channels, self.conv_width, dtype),
             TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill"), "scan_fold", records),
@@ -93,7 +93,7 @@ class Mamba:
             get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS),
             get(f"{name}.D", (channels,), fp32, (0.5, 1.5)),
         )
-        self.fold_constants = {"scan": (self._params.A,)}
+        self.fold_constants = {"scan": (self._params.A, self._params.dt_bias)}
         parts = {"dt": rank, "b": values, "c": values} if config.norms else {}
         norms = {f"{name}.{part}_layernorm": size for part, size in parts.items()}
         plain = config.norm_eps is not None

@@ -251,8 +251,8 @@ class ScanVerify(Protocol):
         records: Sequence[Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
-        """scan_decode for rows with drafts, with the bits of as many calls of it. Records, fp32: `s x` and `s`
-        `[L, M, D]`, b `[L, M, N]`; scan_fold is given A behind them."""
+        """scan_decode for rows with drafts, with the bits of as many calls of it. Records, in the inputs' dtype:
+        x and dt `[L, M, D]`, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
 
 
 class Fold(Protocol):

@@ -230,11 +230,11 @@ def _scanned_drafts(s: Shape, ops: Any, index: VerifyIndex) -> Iterator[tuple[st
     channels, values = s.scan
     scanned = ScanParams(*(s.empty(*sizes, dtype=FP32) for sizes in ((channels, values), (channels,), (channels,))))
     states, records = s.empty(6, channels, values, dtype=FP32), (channels, channels, values)
-    lines = [s.empty(4, 4, size, dtype=FP32) for size in records]
+    lines = [s.empty(4, 4, size) for size in records]
     wide, narrow = s.empty(4, channels), s.empty(4, values)
     given = ScanInputs(wide, wide, narrow, narrow, wide)
     yield "scan_verify", lambda: ops.scan_verify(given, scanned, states, index, lines)
-    yield "scan_fold", lambda: ops.scan_fold(states, index, [*lines, scanned.A])
+    yield "scan_fold", lambda: ops.scan_fold(states, index, [*lines, scanned.A, scanned.dt_bias])
 
 
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:

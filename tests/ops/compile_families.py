@@ -22,9 +22,9 @@ from forkpoint.ops.scan import prefill_kernel as scan_prefill
 from forkpoint.ops.scan import verify_kernel as scan_verify
 
 HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
-HALF += ("inputs", "bias", "own_q", "shared_q", "up")
+HALF += ("inputs", "bias", "own_q", "shared_q", "up", "past_x", "past_dt", "past_b")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
-WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales", "steps")
+WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales")
 INTS = ("src", "dst", "cu_seqlens", "save_ptr", "save_pos", "save_dst", "items", "part_ptr", "cu_queries", "kv_lens")
 INTS += (
     "table_rows",

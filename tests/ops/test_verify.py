@@ -165,7 +165,10 @@ def test_scan(table: str, values: int, dtype: torch.dtype) -> None:
     given = (x, dt, b, c, z)
     constants = (-torch.rand(dim, values), torch.randn(dim), torch.randn(dim))
     params = ScanParams(*(value.to(device) for value in constants))
-    pool, records = _on(device, padded_pool(7, (dim, values), dtype)), _records(device, (dim,), (dim,), (values,))
+    pool, records = (
+        _on(device, padded_pool(7, (dim, values), dtype)),
+        _records(device, (dim,), (dim,), (values,), dtype=x.dtype),
+    )
     _check(
         _Rows(values, length, device),
         pool,
@@ -173,7 +176,7 @@ def test_scan(table: str, values: int, dtype: torch.dtype) -> None:
         lambda at, index: ops.scan_verify(
             ScanInputs(*(_inputs(value, at) for value in given)), params, pool, index, records
         ),
-        lambda index: ops.scan_fold(pool, index, [*records, params.A]),
+        lambda index: ops.scan_fold(pool, index, [*records, params.A, params.dt_bias]),
     )
 
 

@@ -21,6 +21,8 @@ Layer make_layer(const Tensor& A, const Tensor& dt_bias, const Tensor& skip) {
   return {A.contiguous(), dt_bias.contiguous(), skip.contiguous()};
 }
 
+ScanRates rates_of(const Layer& layer) { return {ptr<float>(layer.A), ptr<float>(layer.dt_bias)}; }
+
 template <class T>
 ScanRows<T> rows(const Tensor& t, int64_t tokens, int64_t size) {
   TORCH_CHECK(t.dim() == 2 && t.size(0) == tokens && t.size(1) == size, "an input of the scan is ", t.sizes(),
@@ -54,8 +56,8 @@ Tensor run(const std::vector<Tensor>& given, const Layer& layer, const Tensor& p
     using T = FORKPOINT_TYPE(tag);
     const Scan<T> call{rows<T>(in[0], tokens, dim),    rows<T>(in[1], tokens, dim), rows<T>(in[2], tokens, values),
                        rows<T>(in[3], tokens, values), rows<T>(in[4], tokens, dim), ptr<T>(out),
-                       dim,                            values,                      ptr<float>(layer.A),
-                       ptr<float>(layer.dt_bias),      ptr<float>(layer.skip)};
+                       dim,                            values,                      rates_of(layer),
+                       ptr<float>(layer.skip)};
     with_pool(layer.A, pool, [&](const auto& states) { fn(call, states); });
   });
   return out;
@@ -81,26 +83,33 @@ Tensor decode(const std::vector<Tensor>& in, const Layer& layer, const Tensor& p
   return over_segments(in, layer, pool, {src.size(0), starts.data(), index(src), index(dst), nullptr, nullptr, nullptr});
 }
 
-ScanRecords records_of(const std::vector<Tensor>& lines, const Tensor& A) {
+template <class T>
+ScanRecords<T> records_of(const std::vector<Tensor>& lines, const Tensor& A) {
   TORCH_CHECK(lines.size() == 3 && lines[0].size(2) == A.size(0) && lines[2].size(2) == A.size(1),
-              "records are those of updates, steps and keys");
+              "records are those of x, dt and b");
   for (const Tensor& line : lines) TORCH_CHECK(line.is_contiguous(), "records are dense");
-  return {lines[0].size(1), ptr<float>(lines[0]), ptr<float>(lines[1]), ptr<float>(lines[2])};
+  return {lines[0].size(1), ptr<T>(lines[0]), ptr<T>(lines[1]), ptr<T>(lines[2])};
 }
 
 Tensor verify(const std::vector<Tensor>& in, const Layer& layer, const Tensor& pool, const std::vector<Tensor>& rows,
               const std::vector<Tensor>& lines) {
-  const ScanRecords records = records_of(lines, layer.A);
   const VerifyRows windows = verify_rows(rows);
-  return run(in, layer, pool,
-             [&](const auto& call, const auto& states) { scan_verify(call, states, records, windows); });
+  return run(in, layer, pool, [&](const auto& call, const auto& states) {
+    using T = std::remove_reference_t<decltype(*call.out)>;
+    scan_verify(call, states, records_of<T>(lines, layer.A), windows);
+  });
 }
 
-void fold(const Tensor& pool, const std::vector<Tensor>& rows, const std::vector<Tensor>& lines, const Tensor& A) {
-  TORCH_CHECK(A.is_contiguous(), "A is dense");
-  const ScanRecords records = records_of(lines, A);
+void fold(const Tensor& pool, const std::vector<Tensor>& rows, const std::vector<Tensor>& lines, const Tensor& A,
+          const Tensor& dt_bias) {
+  TORCH_CHECK(A.is_contiguous() && dt_bias.is_contiguous(), "A and dt_bias are dense");
   const VerifyRows windows = verify_rows(rows);
-  with_pool(A, pool, [&](const auto& states) { scan_fold(ptr<float>(A), states, records, windows); });
+  by_type(lines[0].scalar_type(), [&](auto* tag) {
+    using T = FORKPOINT_TYPE(tag);
+    with_pool(A, pool, [&](const auto& states) {
+      scan_fold(rates_of({A, dt_bias, dt_bias}), states, records_of<T>(lines, A), windows);
+    });
+  });
 }
 
 }  // namespace scan_binding

@@ -73,17 +73,24 @@ struct Piece {
 
 int64_t pieces(int64_t dim) { return (dim + CHANNELS - 1) / CHANNELS; }
 
+// The states after a token of these inputs.
+template <class T, class S>
+void advance(const ScanRates& rates, const T* x, const T* dt, const T* b, Piece<S>& p) {
+  const int64_t first = p.first, values = p.pool.values;
+  for (int64_t i = 0; i < values; i += LANES) store(p.b + i, load_n(b + i, values - i));
+  for (int64_t d = 0; d < p.count(); ++d) {
+    p.steps[d] = softplus(to_float(dt[first + d]) + rates.dt_bias[first + d]);
+    p.amounts[d] = p.steps[d] * to_float(x[first + d]);
+  }
+  carry(rates.A + first * values, p.steps, p.amounts, p.b, p.count(), values, p.state);
+}
+
 // One token.
 template <class T, class S>
 void step(const Scan<T>& in, int64_t token, Piece<S>& p) {
   const int64_t first = p.first, values = in.values;
-  const T *x = at(in.x, token), *dt = at(in.dt, token), *z = at(in.z, token), *b = at(in.b, token), *c = at(in.c, token);
-  for (int64_t i = 0; i < values; i += LANES) store(p.b + i, load_n(b + i, values - i));
-  for (int64_t d = 0; d < p.count(); ++d) {
-    p.steps[d] = softplus(to_float(dt[first + d]) + in.dt_bias[first + d]);
-    p.amounts[d] = p.steps[d] * to_float(x[first + d]);
-  }
-  carry(in.A + first * values, p.steps, p.amounts, p.b, p.count(), values, p.state);
+  const T *x = at(in.x, token), *z = at(in.z, token), *c = at(in.c, token);
+  advance(in.rates, x, at(in.dt, token), at(in.b, token), p);
   alignas(64) float y[CHANNELS], gate[CHANNELS];
   for (int64_t d = 0; d < p.count(); ++d) {
     vf total = {};
@@ -96,16 +103,22 @@ void step(const Scan<T>& in, int64_t token, Piece<S>& p) {
 }
 
 // A row's state after its pending tokens; stored at the mark on the way.
-template <class S>
-void fold_pending(const float* A, const ScanRecords& r, const VerifyRows& w, int64_t row, Piece<S>& p) {
+template <class T, class S>
+void fold_pending(const ScanRates& rates, const ScanRecords<T>& r, const VerifyRows& w, int64_t row, Piece<S>& p) {
   const int64_t dim = p.pool.dim, values = p.pool.values;
   p.read(w.src[row]);
   for (int64_t i = 0; i < w.pending[row]; ++i) {
-    const int64_t entry = w.read[row] * r.length + i, own = entry * dim + p.first;
-    carry(A + p.first * values, r.steps + own, r.updates + own, r.keys + entry * values, p.count(), values, p.state);
+    const int64_t entry = w.read[row] * r.length + i;
+    advance(rates, r.x + entry * dim, r.dt + entry * dim, r.b + entry * values, p);
     p.round();
     if (i + 1 == w.mark[row]) p.keep(w.mark_dst[row]);
   }
+}
+
+// `count` elements from `first` on.
+template <class T>
+void copy(T* to, const T* from, int64_t first, int64_t count) {
+  std::memcpy(to + first, from + first, size_t(count) * sizeof(T));
 }
 
 }  // namespace
@@ -129,42 +142,41 @@ void scan(const Scan<T>& in, const ScanPool<S>& pool, const Segments& segments) 
 }
 
 template <class T, class S>
-void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords& r, const VerifyRows& w) {
+void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords<T>& r, const VerifyRows& w) {
   parallel_tasks(w.count * pieces(in.dim), [&](int64_t task) {
     const int64_t row = task / pieces(in.dim), first = w.cu_tokens[row], last = w.cu_tokens[row + 1];
     Piece<S> p(pool, task % pieces(in.dim));
-    fold_pending(in.A, r, w, row, p);
+    fold_pending(in.rates, r, w, row, p);
     if (last - first > 1) p.keep(w.dst[row]);
     for (int64_t token = first; token < last; ++token) {
       step(in, token, p);
       p.round();
-      const int64_t entry = w.write[row] * r.length + token - first, own = entry * in.dim + p.first;
-      std::memcpy(r.steps + own, p.steps, size_t(p.count()) * sizeof(float));
-      std::memcpy(r.updates + own, p.amounts, size_t(p.count()) * sizeof(float));
-      if (p.first == 0) std::memcpy(r.keys + entry * in.values, p.b, size_t(in.values) * sizeof(float));
+      const int64_t entry = w.write[row] * r.length + token - first;
+      copy(r.x + entry * in.dim, at(in.x, token), p.first, p.count());
+      copy(r.dt + entry * in.dim, at(in.dt, token), p.first, p.count());
+      if (p.first == 0) copy(r.b + entry * in.values, at(in.b, token), 0, in.values);
     }
     if (last - first <= 1) p.keep(w.dst[row]);
   });
 }
 
-template <class S>
-void scan_fold(const float* A, const ScanPool<S>& pool, const ScanRecords& r, const VerifyRows& w) {
+template <class T, class S>
+void scan_fold(const ScanRates& rates, const ScanPool<S>& pool, const ScanRecords<T>& r, const VerifyRows& w) {
   parallel_tasks(w.count * pieces(pool.dim), [&](int64_t task) {
     const int64_t row = task / pieces(pool.dim);
     Piece<S> p(pool, task % pieces(pool.dim));
-    fold_pending(A, r, w, row, p);
+    fold_pending(rates, r, w, row, p);
     p.keep(w.dst[row]);
   });
 }
 
-#define FORKPOINT_SCAN(T, S)                                                       \
-  template void scan(const Scan<T>&, const ScanPool<S>&, const Segments&);         \
-  template void scan_verify(const Scan<T>&, const ScanPool<S>&, const ScanRecords&, const VerifyRows&);
+#define FORKPOINT_SCAN(T, S)                                                                            \
+  template void scan(const Scan<T>&, const ScanPool<S>&, const Segments&);                             \
+  template void scan_verify(const Scan<T>&, const ScanPool<S>&, const ScanRecords<T>&, const VerifyRows&); \
+  template void scan_fold(const ScanRates&, const ScanPool<S>&, const ScanRecords<T>&, const VerifyRows&);
 FORKPOINT_SCAN(float, float)
 FORKPOINT_SCAN(bf16, float)
 FORKPOINT_SCAN(float, bf16)
 FORKPOINT_SCAN(bf16, bf16)
-template void scan_fold(const float*, const ScanPool<float>&, const ScanRecords&, const VerifyRows&);
-template void scan_fold(const float*, const ScanPool<bf16>&, const ScanRecords&, const VerifyRows&);
 
 }  // namespace forkpoint

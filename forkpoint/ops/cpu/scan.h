@@ -14,13 +14,19 @@ struct ScanRows {
   int64_t stride;
 };
 
-// x, dt, z rows are [D], b and c rows [N]; out is dense [T, D]. A is [D, N].
+// A is [D, N].
+struct ScanRates {
+  const float *A, *dt_bias;
+};
+
+// x, dt, z rows are [D], b and c rows [N]; out is dense [T, D].
 template <class T>
 struct Scan {
   ScanRows<T> x, dt, b, c, z;
   T* out;
   int64_t dim, values;
-  const float *A, *dt_bias, *skip;
+  ScanRates rates;
+  const float* skip;
 };
 
 // Slot s of the pool is [D, N] at data + s * stride.
@@ -30,10 +36,11 @@ struct ScanPool {
   int64_t stride, dim, values;
 };
 
-// What tokens leave for the fold, `length` of them in each line: updates s x and steps s [D], keys b [N] of a token.
+// What tokens leave for the fold, `length` of them in each line: x and dt [D], b [N] of a token.
+template <class T>
 struct ScanRecords {
   int64_t length;
-  float *updates, *steps, *keys;
+  T *x, *dt, *b;
 };
 
 template <class T, class S>
@@ -41,9 +48,9 @@ void scan(const Scan<T>& in, const ScanPool<S>& pool, const Segments& segments);
 
 // Rows with drafts: see VerifyIndex in ops/metadata.py.
 template <class T, class S>
-void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords& records, const VerifyRows& rows);
+void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords<T>& records, const VerifyRows& rows);
 
-template <class S>
-void scan_fold(const float* A, const ScanPool<S>& pool, const ScanRecords& records, const VerifyRows& rows);
+template <class T, class S>
+void scan_fold(const ScanRates& rates, const ScanPool<S>& pool, const ScanRecords<T>& records, const VerifyRows& rows);
 
 }  // namespace forkpoint

@@ -166,8 +166,8 @@ class _ScanOperators:
         return result if out is None else out.copy_(result)
 
     def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
-        *lines, rates = records
-        self._module.scan_fold(pool, index.columns, lines, rates)
+        *lines, rates, dt_bias = records
+        self._module.scan_fold(pool, index.columns, lines, rates, dt_bias)
 
 
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:

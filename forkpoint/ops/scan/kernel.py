@@ -19,19 +19,17 @@ AHEAD = tl.constexpr(3)  # turns of which loads are under way together
 
 
 @triton.jit
-def scan_token(state, x, dt, b, c, z, rates, dt_bias, skip):
-    """(y, the new state, the step) of one token: `state`, `rates` times log2(e) `[N, channels]`, `b`, `c` `[N]`, the
-    others `[channels]`."""
+def scan_update(state, x, dt, b, rates, dt_bias):
+    """The state after a token: `state`, `rates` times log2(e) `[N, channels]`, `b` `[N]`, the others `[channels]`."""
     step = softplus(dt + dt_bias)
-    state = tl.exp2(step[None, :] * rates) * state + (step * x)[None, :] * b[:, None]
-    y = tl.sum(state * c[:, None], axis=0) + skip * x
-    return y * silu(z), state, step
+    kept = tl.exp2(step[None, :] * rates) * state
+    return tl.fma((step * x)[None, :], b[:, None], kept)  # which product is rounded may not be left to the compiler
 
 
 @triton.jit
-def scan_update(state, step, amount, b, rates):
-    """The state that `scan_token` makes, with `amount` = step * x: the compiler rounds what it has of it before."""
-    return tl.fma(amount[None, :], b[:, None], tl.exp2(step[None, :] * rates) * state)
+def scan_answer(state, x, c, z, skip):
+    """y of that token."""
+    return (tl.sum(state * c[:, None], axis=0) + skip * x) * silu(z)
 
 
 @triton.jit
@@ -80,17 +78,11 @@ def _decode_kernel(
         source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
         old = pool + source * slot_stride + in_slot
         state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
-        y, state, _ = scan_token(
-            state,
-            input_row(x + channel, x_stride, row, present),
-            input_row(dt + channel, dt_stride, row, present),
-            input_row(b + value, b_stride, row, real),
-            input_row(c + value, c_stride, row, real),
-            input_row(z + channel, z_stride, row, present),
-            rate,
-            bias,
-            through,
-        )
+        x_row, dt_row = input_row(x + channel, x_stride, row, present), input_row(dt + channel, dt_stride, row, present)
+        b_row, c_row = input_row(b + value, b_stride, row, real), input_row(c + value, c_stride, row, real)
+        z_row = input_row(z + channel, z_stride, row, present)
+        state = scan_update(state, x_row, dt_row, b_row, rate, bias)
+        y = scan_answer(state, x_row, c_row, z_row, through)
         tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
         kept = pool + target * slot_stride + in_slot
         tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))

@@ -17,14 +17,17 @@ from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
+def scan_changes(x: Tensor, dt: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Of tokens `[..., D]`, b `[..., N]`: what a state is multiplied by, and what is added to it, `[..., D, N]`."""
+    step = softplus(dt.float() + dt_bias)
+    return torch.exp(step.unsqueeze(-1) * rates), (step * x.float()).unsqueeze(-1) * b.float().unsqueeze(-2)
+
+
 def scan_tokens(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple[Tensor, Tensor]:
     """L tokens of R sequences, `[L, R, D]` and `[L, R, N]`, and their `states[R, D, N]` -> (y, new states)."""
-    x, dt, b, c, z = (value.float() for value in inputs)
-    step = softplus(dt + params.dt_bias)
-    decays = torch.exp(step.unsqueeze(-1) * params.A)
-    added = (step * x).unsqueeze(-1) * b.unsqueeze(-2)
+    x, c, z = (value.float() for value in (inputs.x, inputs.c, inputs.z))
     passed = []
-    for decay, new in zip(decays, added, strict=True):
+    for decay, new in zip(*scan_changes(inputs.x, inputs.dt, inputs.b, params.A, params.dt_bias), strict=True):
         states = decay * states + new
         passed.append(states)
     y = (torch.stack(passed) * c.unsqueeze(-2)).sum(-1)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forkpoint.ops.activation.reference import softplus
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.recurrence.verify import folded, verified
-from forkpoint.ops.scan.reference import scan_tokens
+from forkpoint.ops.scan.reference import scan_changes, scan_tokens
 from forkpoint.ops.state_copy.reference import write_slots
 
 
@@ -24,17 +23,17 @@ def scan_verify(
     out: Tensor | None = None,
 ) -> Tensor:
     """Inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` and the records as `index` says."""
-    answer, (updates, steps, keys) = torch.empty_like(inputs.x) if out is None else out, records
+    answer = torch.empty_like(inputs.x) if out is None else out
 
     def advance(own: Tensor, at: Tensor, line: Tensor, i: int) -> Tensor:
         mine = ScanInputs(*(value[at] for value in inputs))
-        step = softplus(mine.dt.float() + params.dt_bias)
-        updates[line, i], steps[line, i], keys[line, i] = step * mine.x.float(), step, mine.b.float()
+        for record, value in zip(records, mine[:3], strict=True):
+            record[line, i] = value
         y, after = scan_tokens(ScanInputs(*(value.unsqueeze(0) for value in mine)), params, own)
         answer[at] = y.squeeze(0).to(answer.dtype)
         return after
 
-    verified(_folded(pool, index, [*records, params.A]), pool, index, advance)
+    verified(_folded(pool, index, [*records, params.A, params.dt_bias]), pool, index, advance)
     return answer
 
 
@@ -44,10 +43,10 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> No
 
 
 def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
-    updates, steps, keys, rates = records
+    x, dt, b, rates, dt_bias = records
 
     def fold(own: Tensor, line: Tensor, i: int) -> Tensor:
-        decay = torch.exp(steps[line, i].unsqueeze(-1) * rates)
-        return decay * own + updates[line, i].unsqueeze(-1) * keys[line, i].unsqueeze(-2)
+        decay, new = scan_changes(x[line, i], dt[line, i], b[line, i], rates, dt_bias)
+        return decay * own + new
 
     return folded(pool, index, fold)

@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
-from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_token, scan_update
+from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_answer, scan_update
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
 
@@ -28,9 +28,9 @@ def _verify_kernel(
     skip,
     pool,
     out,
-    updates,
-    steps,
-    keys,
+    past_x,
+    past_dt,
+    past_b,
     src,
     dst,
     cu_tokens,
@@ -63,14 +63,17 @@ def _verify_kernel(
     channel, value, present, real, in_state, in_slot, rate = state_tile(piece, rates, D, N, BLOCK_N, BLOCK)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     count, position = tl.load(pending + row), tl.load(mark + row)
+    bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     slot_at = pool + in_slot
     state = tl.load(slot_at + source * slot_stride, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
     entry = tl.load(read + row).to(tl.int64) * MOST
     for i in range(count):
-        step = tl.load(steps + (entry + i) * D + channel, mask=present, other=0.0)
-        amount = tl.load(updates + (entry + i) * D + channel, mask=present, other=0.0)
-        key = tl.load(keys + (entry + i) * N + value, mask=real, other=0.0)
-        state = scan_update(state, step, amount, key, rate).to(pool.dtype.element_ty).to(tl.float32)
+        x_row, dt_row = (
+            input_row(past_x + channel, D, entry + i, present),
+            input_row(past_dt + channel, D, entry + i, present),
+        )
+        state = scan_update(state, x_row, dt_row, input_row(past_b + value, N, entry + i, real), rate, bias)
+        state = state.to(pool.dtype.element_ty).to(tl.float32)
         if i + 1 == position:
             marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
             tl.store(marked, state.to(pool.dtype.element_ty), mask=in_state)
@@ -82,31 +85,25 @@ def _verify_kernel(
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
         if length > 1:
             tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
-        bias = tl.load(dt_bias + channel, mask=present, other=0.0)
         through = tl.load(skip + channel, mask=present, other=0.0)
         line = tl.load(write + row).to(tl.int64) * MOST
         for t in range(length):
             token = first + t
-            key = input_row(b + value, b_stride, token, real)
-            given = input_row(x + channel, x_stride, token, present)
-            y, state, step = scan_token(
-                state,
-                given,
+            x_row, dt_row = (
+                input_row(x + channel, x_stride, token, present),
                 input_row(dt + channel, dt_stride, token, present),
-                key,
-                input_row(c + value, c_stride, token, real),
-                input_row(z + channel, z_stride, token, present),
-                rate,
-                bias,
-                through,
             )
+            b_row, c_row = input_row(b + value, b_stride, token, real), input_row(c + value, c_stride, token, real)
+            z_row = input_row(z + channel, z_stride, token, present)
+            state = scan_update(state, x_row, dt_row, b_row, rate, bias)
+            y = scan_answer(state, x_row, c_row, z_row, through)
             state = state.to(pool.dtype.element_ty).to(tl.float32)
             tl.store(out + token * D + channel, y.to(out.dtype.element_ty), mask=present)
             if length > 1:
-                tl.store(steps + (line + t) * D + channel, step, mask=present)
-                tl.store(updates + (line + t) * D + channel, step * given, mask=present)
+                tl.store(past_x + (line + t) * D + channel, x_row.to(past_x.dtype.element_ty), mask=present)
+                tl.store(past_dt + (line + t) * D + channel, dt_row.to(past_dt.dtype.element_ty), mask=present)
                 if piece == 0:
-                    tl.store(keys + (line + t) * N + value, key, mask=real)
+                    tl.store(past_b + (line + t) * N + value, b_row.to(past_b.dtype.element_ty), mask=real)
         if length == 1:
             tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
@@ -129,9 +126,9 @@ def scan_verify(
 
 def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
     """The states after the pending tokens, and at the marks."""
-    *lines, rates = records
-    none = pool.new_empty(0, 1)
-    _launch(ScanInputs(*[none] * 5), ScanParams(rates, rates, rates), pool, index, lines, none)
+    *lines, rates, dt_bias = records
+    none = lines[0].new_empty(0, 1)
+    _launch(ScanInputs(*[none] * 5), ScanParams(rates, dt_bias, dt_bias), pool, index, lines, none)
 
 
 def _launch(
