@@ -27,7 +27,7 @@ fi
 lowered=(-p tests.ascend.lowered_plugin)
 operators=(attention attention_inputs conv1d elementwise linear moe recurrence sampling)
 files=("${operators[@]/#/tests/ops/test_triton_}")
-files=("${files[@]/%/.py}" tests/ops/test_{latent_attention,record,scan,verify}.py)
+files=("${files[@]/%/.py}" tests/ops/test_{fp8_bytes,latent_attention,record,scan,verify}.py)
 for way in "GUARD=right" "GUARD=left" "ORDER=reverse"; do
     env "$way" "$python" -m pytest -q -p no:cacheprovider "${lowered[@]}" "${files[@]}" \
         -k "not cpp and not [torch"

@@ -174,14 +174,14 @@ def load_model(
     progress: LoadingProgress | None = None,
     mtp: bool = False,
     ranks: Ranks = ALONE,
-    widen_fp8: bool = False,
+    fp8_as_bytes: bool = False,
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
     `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `dtype` is that of
     weights and activations, `state_dtype` that of the matrix states, `quantization` "fp8" puts the matrices of a model
     that is not quantised in FP8, `kv_cache_dtype` is as of `load_config`, `device` (None: torch's default) where they
-    are; `mtp` is as of `load_config`. With `widen_fp8` what is in FP8 comes to the device in `dtype`.
+    are; `mtp` is as of `load_config`. With `fp8_as_bytes` what is in FP8 comes to the device as its bytes.
     `progress` is told how many bytes of the weights have been read, of how many.
     Of `ranks` each builds its share. Raises ModelFolderError and UnsupportedModelError, with the tensor or field at
     fault, and ConfigError for a model that so many ranks cannot share.
@@ -198,13 +198,13 @@ def load_model(
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     config, shares = cut_model(config, ranks)
-    if config.quantization is not None and config.quantization.by_block and not widen_fp8:
+    if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
     if load_format == "dummy":
-        made = DummyWeights(torch_dtype, seed, device, config.quantization, shares, widen_fp8)
+        made = DummyWeights(torch_dtype, seed, device, config.quantization, shares, fp8_as_bytes)
         return _build(config, made, ops, shares)
     names = MODELS.find(config.architecture).weight_names
-    given = (names, config.quantization, mtp, shares, widen_fp8)
+    given = (names, config.quantization, mtp, shares, fp8_as_bytes)
     source = FileWeights(Path(path), torch_dtype, device, progress, *given)
     with closing(source) as weights:
         if mtp and not weights.has(MTP_WEIGHT):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,7 +44,7 @@ class JoinedMatrix:
         *lead, num_rows, width = shape
         by_block = source.fp8 is not None and source.fp8.by_block
         rows, columns = BLOCK if by_block and whole_blocks else 1, BLOCK if by_block else width
-        elements = torch.zeros(*shape, dtype=CODES if scaled else source.dtype, device=source.device)
+        elements = torch.zeros(*shape, dtype=source.codes if scaled else source.dtype, device=source.device)
         self.matrix: Matrix = elements
         if scaled:
             scales = torch.ones(*lead, -(-num_rows // rows), -(-width // columns), device=source.device)
@@ -88,28 +89,27 @@ class DummyWeights:
         device: torch.device,
         fp8: Fp8Format | None = None,
         shares: Shares = WHOLE,
-        widens: bool = False,
+        as_bytes: bool = False,
     ) -> None:
-        """`widens`: as of `FileWeights`."""
-        self.dtype = dtype
+        """`as_bytes`: as of `FileWeights`."""
+        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
         self.device = device
         self.fp8 = fp8
         self._seed = seed
         self._shares = shares
-        self._widens = widens
 
     def has(self, name: str) -> bool:
         return True
 
     def is_scaled(self, name: str) -> bool:
-        return not self._widens and self._covers(name)
+        return self._covers(name)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
         if not self._covers(name):
             return self.get(name, shape)
         part = self._shares.part(name, shape)
         made = self._make(name, part.whole if part else shape, self.dtype, None)
-        return _quantised(made.cpu(), part).dense().to(self.device) if self._widens else _quantised(made, part)
+        return _quantised(made, part, self)
 
     def _covers(self, name: str) -> bool:
         return self.fp8 is not None and self.fp8.covers(name)
@@ -153,14 +153,14 @@ class FileWeights:
         fp8: Fp8Format | None = None,
         mtp: bool = False,
         shares: Shares = WHOLE,
-        widens: bool = False,
+        as_bytes: bool = False,
     ) -> None:
-        """`mtp`: the MTP head's tensors are there too. `widens`: what is in FP8 comes to the device in `dtype`, for one
-        that has no such numbers."""
-        self.dtype = dtype
+        """`mtp`: the MTP head's tensors are there too. `as_bytes`: what is in FP8 comes to the device as its bytes, for
+        one that has no such numbers."""
+        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
         self.device = device
         self.fp8 = fp8
-        self._shares, self._widens = shares, widens
+        self._shares = shares
         self._progress = progress
         self._folder = folder
         self._files: dict[str, Any] = {}
@@ -234,31 +234,29 @@ class FileWeights:
 
     def is_scaled(self, name: str) -> bool:
         """Whether `get_matrix` gives it in FP8."""
-        return not self._widens and self.fp8 is not None and self._in_fp8(name, self.fp8)
+        return self.fp8 is not None and self._in_fp8(name, self.fp8)
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
         """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
         if self.fp8 is None or not self._in_fp8(name, self.fp8):
             return self.get(name, shape)
-        found = self._scaled(name, shape, self.fp8)
-        return found.dense().to(self.device) if self._widens else found
+        return self._scaled(name, shape, self.fp8)
 
     def _in_fp8(self, name: str, fp8: Fp8Format) -> bool:
         return fp8.covers(name) if fp8.on_load else self._stored_type(name) in FP8_TYPES
 
     def _scaled(self, name: str, shape: Sequence[int], fp8: Fp8Format) -> ScaledMatrix:
-        """On the host if it is to be widened."""
         part = self._shares.part(name, shape)
         whole = part.whole if part else shape
         if fp8.on_load:  # whole, so that all ranks have the same scales
-            tensor = self._read(name, whole, None, self._widens)
+            tensor = self._read(name, whole, None)
             self._check_finite(name, _is_finite(tensor))
-            return _quantised(tensor.to(self.dtype), part)
+            return _quantised(tensor.to(self.dtype), part, self)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
-        codes, scale = self._read(name, shape, part, self._widens), name + fp8.scale_suffix
+        codes, scale = self._read(name, shape, part), name + fp8.scale_suffix
         self._check_finite(name, not _has_nan(codes))
-        scales = self._read(scale, fp8.scale_shape(whole), None, self._widens).float()
+        scales = self._read(scale, fp8.scale_shape(whole), None).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
         rows, columns = (BLOCK, BLOCK) if fp8.by_block else (1, whole[-1])
@@ -274,8 +272,8 @@ class FileWeights:
         stored, shard = self._find(name)
         return f"{stored!r} in {self._folder / shard}"
 
-    def _read(self, name: str, shape: Sequence[int], part: Part | None, on_host: bool = False) -> Tensor:
-        """A copy on the device or the host, as stored, of the part that has `shape`."""
+    def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
+        """A copy on the device, as stored (FP8 as `codes`), of the part that has `shape`."""
         stored, shard = self._find(name)
         found, whole = self._stored_shape(name), tuple(part.whole if part else shape)
         if found != whole:
@@ -289,7 +287,7 @@ class FileWeights:
         except SafetensorError as error:
             raise ModelFolderError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
         # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
-        tensor = tensor.clone() if on_host else tensor.to(self.device, copy=True)
+        tensor = (tensor.view(self.codes) if tensor.dtype == CODES else tensor).to(self.device, copy=True)
         if name in self._unread:
             self._unread.remove(name)
             self._read_bytes += self._num_bytes.get(name, 0)
@@ -351,13 +349,17 @@ def _stored_bytes(path: Path) -> dict[str, int]:
     return {name: end - start for name, (start, end) in spans.items()}
 
 
-def _quantised(matrix: Tensor, part: Part | None) -> ScaledMatrix:
-    """A part of what the whole matrix is in FP8."""
-    found = quantise(matrix)
+def _quantised(matrix: Tensor, part: Part | None, source: WeightSource) -> ScaledMatrix:
+    """A part of what the whole matrix is in FP8; of bytes by the host, which has such numbers."""
+    as_bytes = source.codes == torch.uint8
+    found = quantise(matrix.cpu() if as_bytes else matrix)
+    codes, scales = found.codes.view(torch.uint8), found.scales
+    if as_bytes:
+        codes, scales = codes.to(source.device), scales.to(source.device)
     if part is None:
-        return found
-    codes = part.of(found.codes.view(torch.uint8)).clone().view(CODES)
-    return part.of_scaled(codes, found.scales, found.rows, found.columns, found.dtype)
+        return replace(found, codes=codes.view(source.codes), scales=scales)
+    own = part.of(codes).clone().view(source.codes)
+    return part.of_scaled(own, scales, found.rows, found.columns, found.dtype)
 
 
 def _is_finite(tensor: Tensor) -> bool:

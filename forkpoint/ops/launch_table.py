@@ -28,6 +28,8 @@ class LaunchTable:
     most_expert_rows: float = float("inf")  # that experts serve on the mean, as far as their tiles look at it
     most_product_rows: int = 256  # of a tile of a product
     most_row_width: int = 2048  # columns that the product of one row takes at a time
+    most_gated_outputs: int = 128  # of a tile of a gated product with weights in FP8
+    most_gated_rows: float = float("inf")  # of such a product; beyond, its halves are one product
 
 
 TUNED: Final = LaunchTable()
@@ -44,6 +46,8 @@ SMALL: Final = LaunchTable(
     most_expert_rows=96,
     most_product_rows=128,
     most_row_width=1024,
+    most_gated_outputs=32,
+    most_gated_rows=64,
 )
 
 

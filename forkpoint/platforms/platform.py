@@ -20,7 +20,7 @@ class DeviceTraits:
     num_processors: int = 8  # that run programs at the same time
     num_decode_programs: int = 256  # over (part of a row's keys, key head) that keep it busy
     overlaps_launches: bool = False  # a launch may start while the one before ends
-    has_fp8: bool = True  # kernels convert to and from float8_e4m3fn; elsewhere weights come in the model's dtype
+    has_fp8: bool = True  # kernels convert to and from float8_e4m3fn; elsewhere weights come as its bytes
     multiplies_fp8: bool = False  # the library, in blocks; and e4m3 widens faster by its bits (PTX)
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here

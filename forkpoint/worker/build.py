@@ -146,7 +146,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             progress=progress,
             mtp=config.speculative_config is not None and config.speculative_config.method == "mtp",
             ranks=ranks,
-            widen_fp8=not platform.traits(platform.device).has_fp8,
+            fp8_as_bytes=not platform.traits(platform.device).has_fp8,
         )
 
 
@@ -192,8 +192,7 @@ def _shows_progress(config: EngineConfig) -> bool:
 
 def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     model, ops, layout = loaded.model, loaded.ops, loaded.layout
-    widened = "" if loaded.platform.traits(loaded.platform.device).has_fp8 else ", widened"
-    kept = f", weights FP8{widened}" if model.config.quantization else ""
+    kept = ", weights FP8" if model.config.quantization else ""
     kept += ", keys and values FP8" if model.config.fp8_keys and layout.has_kv else ""
     kept += f", states {config.mamba_ssm_cache_dtype}" if layout.has_states else ""
     every = loaded.state_write_interval

@@ -13,6 +13,7 @@ from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
+from forkpoint.ops.linear.scaled import ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.device_experts import _tiles
@@ -23,6 +24,7 @@ from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.triton_table import triton_table
 from forkpoint.platforms.npu import KERNEL_BLOCK_SIZES
+from forkpoint.platforms.table import traits_of
 
 BLOCK = KERNEL_BLOCK_SIZES[0]
 SPLITS = KeySplits(BLOCK, 32)
@@ -237,6 +239,13 @@ def _scanned_drafts(s: Shape, ops: Any, index: VerifyIndex) -> Iterator[tuple[st
     yield "scan_fold", lambda: ops.scan_fold(states, index, [*lines, scanned.A, scanned.dt_bias])
 
 
+def _scaled(s: Shape, *sizes: int) -> ScaledMatrix:
+    """A matrix in FP8, as bytes."""
+    *lead, rows, columns = sizes
+    codes = torch.zeros(sizes, dtype=torch.uint8)
+    return ScaledMatrix(codes, s.empty(*lead, -(-rows // 128), -(-columns // 128), dtype=FP32), 128, 128, s.dtype)
+
+
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     choose = fixed_tile if deterministic else fastest_tile
     choose_gated = fixed_gated_tile if deterministic else fastest_gated_tile
@@ -251,6 +260,7 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
         if isinstance(gated, Tile):  # NPUs do without `GatedTile`
             gated = within(gated, HOST)
             yield f"gated {rows} {gated}", lambda x=x, w=weight, t=gated: multiply(x, w, None, t, gated=True)
+    yield from _products_in_fp8(s, ops)
     bias = PackedLinear(s.empty(s.hidden, s.hidden), s.empty(s.hidden))
     yield "linear with bias", lambda: ops.linear(s.empty(8, s.hidden), bias)
     if s.experts is None:
@@ -269,6 +279,29 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
     yield "route", lambda: ops.route(s.empty(3, number + 1), RouteRule(top_k=top, num_shared=1, shared="gated"))
     rule = RouteRule(top_k=top, score="sigmoid", groups=2, top_groups=1)
     yield "route in groups", lambda: ops.route(s.empty(3, number), rule, s.empty(number, dtype=FP32))
+
+
+def _products_in_fp8(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Of a device without 8-bit floats."""
+    if traits_of(HOST).has_fp8:
+        return
+    own = s.recurrence.mixed_dim
+    for matrix in (_scaled(s, s.hidden, s.hidden), _scaled(s, 2 * own, s.hidden), _scaled(s, own, s.inner).by_row()):
+        for rows in (1, 16, 32, 64, 128, 200):
+            x, scaled = s.empty(rows, matrix.shape[1]), ops.prepare_linear(matrix, None)
+            yield f"linear in FP8 {rows}", lambda x=x, w=scaled: ops.linear(x, w)
+            yield f"gated in FP8 {rows}", lambda x=x, w=scaled: ops.linear_silu_mul(x, w)
+    if s.experts is None:
+        return
+    number, top, inner, hidden = s.experts
+    ids = torch.zeros(40, top + 1, dtype=torch.int32)
+    pair = ops.prepare_experts(_scaled(s, number + 1, 2 * inner, hidden), _scaled(s, number + 1, hidden, inner))
+    for mean in (1, 50):
+        many = ids.repeat(1 + mean * number // ids.numel(), 1)
+        yield (
+            f"experts in FP8 {mean}",
+            lambda i=many: ops.experts(s.empty(len(i), hidden), pair, s.empty(*i.shape, dtype=FP32), i),
+        )
 
 
 def _sampling(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:

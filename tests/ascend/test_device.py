@@ -85,7 +85,7 @@ def test_an_engine_on_an_npu_answers_as_the_host_does(
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=["folder", "option"])
-def test_weights_in_fp8_are_widened_before_they_come(
+def test_weights_in_fp8_come_as_bytes(
     tiny_model: Path, tmp_path: Path, card: fake_npu.FakeModule, options: dict[str, Any]
 ) -> None:
     """The card refuses tensors of 8-bit floats."""

@@ -39,11 +39,17 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1
 RECORDED = {"speculative_config": DRAFTS, "state_write_interval": 8}
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}, RECORDED], ids=["", "drafts", "recorded"])
+FP8 = {"quantization": "fp8"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"speculative_config": DRAFTS}, RECORDED, FP8], ids=["", "drafts", "recorded", "fp8"]
+)
 def test_tokens_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     RAN.launches.clear()
-    there, here = _answers("npu", **options), _answers("cpu", cpu_ops="torch")
-    assert ("_straight_kernel" in RAN.launches) == bool(options)  # of the windows of drafts
+    weights = FP8 if options == FP8 else {}
+    there, here = _answers("npu", **options), _answers("cpu", cpu_ops="torch", **weights)
+    assert ("_straight_kernel" in RAN.launches) == ("speculative_config" in options)  # of the windows of drafts
     assert ("straight_record_kernel" in RAN.launches) == (options == RECORDED)
     assert len(RAN.launches) > 12
     assert [(hit, ids) for hit, ids, _ in there] == [(hit, ids) for hit, ids, _ in here]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.linear.reference import PackedLinear
+from forkpoint.ops.linear.scaled import ScaledLinear, ScaledMatrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
@@ -106,6 +107,8 @@ def _of_tokens(s: Shape, ops: OpTable) -> None:
     ops.silu_mul(s.empty(TOKENS, 2 * s.inner))
     ops.linear(x, PackedLinear(s.empty(3 * s.inner, s.hidden), None))
     ops.linear_silu_mul(x, PackedLinear(s.empty(2 * s.inner, s.hidden), None))
+    codes, blocks = torch.empty(2 * s.inner, s.hidden, dtype=torch.uint8), (2 * s.inner // 128, s.hidden // 128)
+    ops.linear_silu_mul(x, ScaledLinear(ScaledMatrix(codes, real(*blocks), 128, 128, s.dtype), None))
     q, k = s.empty(TOKENS, s.heads, s.dim), s.empty(TOKENS, s.kv_heads, s.dim)
     cache, at = s.empty(3000, s.kv_heads, 64, s.dim), torch.empty(TOKENS, dtype=torch.int64)
     ops.qk_norm_rope_write(q, k, k, QKNorm(real(s.dim), real(s.dim), 1e-6), real(8, 64), at, cache, cache, at)

@@ -75,7 +75,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_device_without_fp8_gets_widened_weights(quantization: str | None, tmp_path: Path) -> None:
+def test_a_device_without_fp8_gets_weights_as_bytes(quantization: str | None, tmp_path: Path) -> None:
     """And no operators that round what products of FP8 read."""
     write_checkpoint(tmp_path / "plain", "qwen3_5_moe")
     folder = tmp_path / "plain"
@@ -84,7 +84,7 @@ def test_a_device_without_fp8_gets_widened_weights(quantization: str | None, tmp
         put_in_fp8(tmp_path / "plain", folder, "block")
     missing: Any = None
     ops = replace(torch_table(), rounding=replace(torch_table(), rmsnorm=missing, linear=missing))
-    got = logits(folder, quantization=quantization, widen_fp8=True, ops=ops)
+    got = logits(folder, quantization=quantization, fp8_as_bytes=True, ops=ops)
     assert torch.equal(got, logits(folder, quantization=quantization))
 
 

@@ -29,9 +29,11 @@ from forkpoint.ops.table import SiluMul
 from forkpoint.platforms.table import traits_of
 
 
-def within(tile: Tile, device: torch.device) -> Tile:
-    """As large as the device allows; the bits are the same."""
+def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
+    """As large as the device allows; the bits are the same. `gated_fp8`: for a gated product with weights in FP8."""
     most = launch_table(device)
+    if gated_fp8 and tile.outputs > most.most_gated_outputs:
+        tile = replace(tile, outputs=most.most_gated_outputs)
     if tile.rows == 1:
         return tile if tile.width <= most.most_row_width else replace(tile, width=most.most_row_width)
     return tile if tile.rows <= most.most_product_rows else replace(tile, rows=most.most_product_rows)
@@ -95,8 +97,14 @@ class DeviceLinear:
 
     def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
         """None: the vendor's library takes them, in FP8 or the weights widened."""
-        num_outputs, width = packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
-        if self.deterministic:
-            return fixed_scaled_tile(x.shape[0], num_outputs, gated, x.dtype)
+        num_rows, num_outputs, width = x.shape[0], packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
         alone, narrows = packed.weight.by_one_row(gated), packed.library_scales is not None
-        return scaled_tile(x.shape[0], num_outputs, width, gated, x.dtype, alone=alone, narrows=narrows)
+        masks = traits_of(x.device).masks_gathers
+        if gated and (num_rows > launch_table(x.device).most_gated_rows or not (masks or alone)):
+            return None
+        if self.deterministic:
+            tile: Tile | None = fixed_scaled_tile(num_rows, num_outputs, gated, x.dtype)
+        else:
+            alone = alone and masks
+            tile = scaled_tile(num_rows, num_outputs, width, gated, x.dtype, alone=alone, narrows=narrows)
+        return None if tile is None else within(tile, x.device, gated)

@@ -17,7 +17,7 @@ _PIECE_ROWS: Final = 4096  # widened together
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`codes[..., N, K]` in e4m3, each times the scale of its block.
+    """`codes[..., N, K]` in e4m3, or their bytes for a device without 8-bit floats, each times the scale of its block.
 
     A block is `rows` (128, or 1) by `columns` (128, or all K): `scales[..., ceil(N / rows), ceil(K / columns)]` fp32.
     `dtype` is the one that the matrix is computed with.
@@ -59,7 +59,7 @@ class ScaledMatrix:
             rows = slice(index, min(index + _PIECE_ROWS, self.shape[-2]))
             scales = self.scales[index // self.rows : -(-rows.stop // self.rows)].repeat_interleave(self.rows, 0)
             wide = scales[: rows.stop - index].repeat_interleave(self.columns, 1)[:, : self.shape[1]]
-            out[rows] = self.codes[rows].float() * wide
+            out[rows] = _values(self.codes[rows]) * wide
         return out
 
     def by_row(self) -> ScaledMatrix:
@@ -69,7 +69,7 @@ class ScaledMatrix:
 
     def take_rows(self, order: Tensor) -> ScaledMatrix:
         """Rows `order[N]` of a `[N, K]` matrix."""
-        codes = self.codes.view(torch.uint8)[order].view(CODES)  # not every device can index FP8
+        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)  # not every device can index FP8
         starts = order[:: self.rows]
         blocks = (starts[:, None] + torch.arange(self.rows, device=order.device)).flatten()[: len(order)]
         if not bool((starts % self.rows).any()) and torch.equal(order, blocks):
@@ -82,6 +82,14 @@ class ScaledMatrix:
         last = -(-end // self.columns)
         assert start % self.columns == 0 or last == first + 1, "a column of blocks would be cut"
         return ScaledMatrix(codes, self.scales[:, first:last], self.rows, self.columns, self.dtype)
+
+
+def _values(codes: Tensor) -> Tensor:
+    """In fp32."""
+    if codes.dtype == CODES:
+        return codes.float()
+    all_of_them = torch.arange(256, dtype=torch.uint8).view(CODES).float()
+    return all_of_them.to(codes.device)[codes.int()]
 
 
 Matrix: TypeAlias = Tensor | ScaledMatrix

@@ -26,8 +26,15 @@ def scale_columns(width, BLOCKED: tl.constexpr):
 @triton.jit
 def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
     """Weights in `dtype`; e4m3 exactly. With BITS four at a time by way of bfloat16: sign, exponent and fraction are
-    put where it has them, and 2^120 makes up for its other bias."""
-    if BITS:
+    put where it has them, and 2^120 makes up for its other bias. Bytes, on devices without 8-bit floats, by way of
+    float32: what is below 8 is so many times 2^-9; a code that is no number becomes 480."""
+    if codes.dtype == tl.uint8:
+        bits = codes.to(tl.int32)
+        size = bits & 0x7F
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+        return tl.where(bits < 128, value, -value).to(dtype)
+    elif BITS:
         wide = tl.inline_asm_elementwise(
             """
             {
@@ -248,10 +255,10 @@ def row_sums(
         valid = inside[:, None, None] & left[None, :, :]
         value = tl.load(x + k + columns, mask=left, other=0.0).to(tl.float32)
         own = value * block_scales(scales + scale_at, k, width, WIDTH) if BLOCKED else value
-        acc += tl.load(weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :, :]
+        acc += widened(tl.load(weight + k + at, mask=valid, other=0.0), tl.float32, False) * own[None, :, :]
         if GATED:
             own = value * block_scales(scales + up_scale_at, k, width, WIDTH) if BLOCKED else value
-            up += tl.load(up_weight + k + at, mask=valid, other=0.0).to(tl.float32) * own[None, :, :]
+            up += widened(tl.load(up_weight + k + at, mask=valid, other=0.0), tl.float32, False) * own[None, :, :]
     total = tl.sum(tl.sum(acc, 2), 1)
     total_up = tl.sum(tl.sum(up, 2), 1) if GATED else total
     if SCALED and not BLOCKED:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.launch import straight
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 
@@ -25,13 +26,18 @@ def _widen_kernel(
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     BITS: tl.constexpr,
+    STRAIGHT: tl.constexpr,
 ):
     pieces = (width + WIDTH - 1) // WIDTH
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(0) % pieces * WIDTH
     columns = start + tl.arange(0, WIDTH)
-    scale_at = rows // SCALE_ROWS * scale_columns(width, BLOCKED) + (start // SCALE_WIDTH if BLOCKED else 0)
-    scale = tl.load(scales + scale_at, mask=rows < num_rows, other=0.0)
+    if STRAIGHT and SCALE_ROWS > 1:  # a program's rows are of one block
+        scale_at = tl.program_id(0) // pieces * ROWS // SCALE_ROWS * scale_columns(width, BLOCKED)
+        scale = tl.load(scales + scale_at + (start // SCALE_WIDTH if BLOCKED else 0)) + tl.zeros((ROWS,), tl.float32)
+    else:
+        scale_at = rows // SCALE_ROWS * scale_columns(width, BLOCKED) + (start // SCALE_WIDTH if BLOCKED else 0)
+        scale = tl.load(scales + scale_at, mask=rows < num_rows, other=0.0)
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     value = widened(tl.load(codes + at, mask=inside, other=0.0), tl.float32, BITS) * scale[:, None]
@@ -43,6 +49,6 @@ def widen(matrix: ScaledMatrix) -> Tensor:
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.codes.device)
     programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(width, BLOCK)
-    options = {**scale_options(matrix), "BITS": by_bits(matrix)}
+    options = {**scale_options(matrix), "BITS": by_bits(matrix), **straight(out.device)}
     _widen_kernel[(programs,)](matrix.codes, matrix.scales, out, num_rows, width, ROWS=ROWS, WIDTH=BLOCK, **options)
     return out

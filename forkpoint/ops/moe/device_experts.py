@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.launch_table import launch_table
+from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix, dense
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
@@ -27,7 +28,8 @@ class DeviceExperts:
     def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts:
         """Both as loaded; if one alone is in FP8 it is widened."""
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
-            return ScaledExperts(gate_up, down)
+            packed, masks = ScaledExperts(gate_up, down), traits_of(down.codes.device).masks_gathers
+            return packed if masks or packed.by_pairs else packed._replace(gate_up=gate_up.by_row())
         return PackedExperts(dense(gate_up), dense(down))
 
     def __call__(self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
@@ -35,9 +37,10 @@ class DeviceExperts:
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
-            apart = packed.by_pairs
+            apart = packed.by_pairs and traits_of(x.device).masks_gathers
             narrows = apart and not self.deterministic and traits_of(x.device).multiplies_fp8
             into, out_of = _scaled_tiles(x.dtype, mean_rows, narrows)
+            into = within(into, x.device, gated_fp8=True)
         else:
             apart = traits_of(x.device).masks_gathers
             into, out_of = _tiles(x.dtype, mean_rows)

@@ -24,6 +24,7 @@ from forkpoint.ops.linear.sums_kernel import (
     scale_columns,
     scale_options,
     shares_scales,
+    widened,
 )
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
@@ -262,7 +263,8 @@ def _pair_out_kernel(
                 scale_at = scale_row * scale_columns(INNER, True) + (k + columns) // SCALE_WIDTH
                 value *= tl.load(scales + scale_at, mask=left, other=0.0)
             at = (row + outputs)[:, None] * INNER + k + columns[None, :]
-            tile = tl.load(down + at, mask=inside[:, None] & left[None, :], other=0.0).to(tl.float32) * value[None, :]
+            tile = tl.load(down + at, mask=inside[:, None] & left[None, :], other=0.0)
+            tile = widened(tile, tl.float32, False) * value[None, :]
             acc += tile * row_scales[:, None] if SCALE_ROWS and not BLOCKED else tile
     start_next(OVERLAP)
     tl.store(out + token * size + start + outputs, tl.sum(acc, 1).to(out.dtype.element_ty), mask=inside)
