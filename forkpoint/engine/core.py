@@ -93,6 +93,8 @@ class EngineCore:
             if meanwhile is not None:
                 meanwhile()
             updates = self._finish_oldest()
+            if self._log is not None:
+                self._log.write_ends(updates)
             if self._submits_early:
                 self._submit_steps(self._runner)
         elif self.scheduler.has_unfinished():
@@ -167,14 +169,7 @@ class EngineCore:
         self.num_model_tokens += result.num_tokens
         self.slot_bytes_copied += result.slot_bytes_copied
         self.num_replayed_steps += result.replayed
-        return self._logged(self.scheduler.apply(result))
-
-    def _logged(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
-        if self._log is not None:
-            for update in updates:
-                if update.finish_reason is not None:
-                    self._log.write(update.request, update.finish_reason)
-        return updates
+        return self.scheduler.apply(result)
 
     def _fail(self, step: int, error: Exception) -> list[RequestUpdate]:
         """Undo `step` and all later ones, which built on it; their results are waited for and dropped."""
@@ -184,7 +179,7 @@ class EngineCore:
         told = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
         failure = StepFailedError(f"step {step} failed: {told}")
         failure.__cause__ = error
-        return self._logged(self.scheduler.fail(step, failure))
+        return self.scheduler.fail(step, failure)
 
 
 def _wait(pending: PendingStep) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from forkpoint.cache.layout import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
-from forkpoint.sched.request import Request
+from forkpoint.sched.request import Request, RequestUpdate
 
 
 class RequestLog:
@@ -41,6 +42,12 @@ class RequestLog:
         except OSError as error:
             LOGGER.warning("the request log ends here: %s", error)
             self.close()
+
+    def write_ends(self, updates: Iterable[RequestUpdate]) -> None:
+        """Record the requests that ended with these."""
+        for update in updates:
+            if update.finish_reason is not None:
+                self.write(update.request, update.finish_reason)
 
     def close(self) -> None:
         """Harmless a second time."""
