@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_inputs, overlap, straight
+from forkpoint.ops.launch import await_inputs, capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
@@ -24,6 +24,7 @@ from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kern
 
 FOLDS = 2  # records that are folded together
 WINDOW = 2  # tokens of a row with drafts that read the state together
+MOST_REGISTERS = 128  # of their programs: for the room of three there are four
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 
 
@@ -191,13 +192,16 @@ def _fold(
     state *= tl.exp(total)
     share = tl.where(there, share, 0.0)
     for i in range(begin, end, FOLDS):
-        for j in tl.static_range(FOLDS):
+        us, ks = (), ()
+        for j in tl.static_range(FOLDS):  # all is on its way before any of it is waited for
             place, is_one = start + i + j, i + j < end
             u_at = updates + ((own * LINE + place % LINE) * HV + head) * V + at
-            u = tl.load(u_at, mask=(at < V) & is_one, other=0.0)
+            us += (tl.load(u_at, mask=(at < V) & is_one, other=0.0),)  # type: ignore[assignment]
             key_at = keys + ((own * LENGTH + place % LENGTH) * H + key_head) * K + col
-            key = tl.load(key_at, mask=(col < K) & is_one, other=0.0).to(tl.float32)
-            state += (tl.sum(tl.where(past == i + j, share, 0.0), axis=0) * u)[:, None, None] * _beside(key)
+            ks += (tl.load(key_at, mask=(col < K) & is_one, other=0.0),)  # type: ignore[assignment]
+        for j in tl.static_range(FOLDS):
+            grown = tl.sum(tl.where(past == i + j, share, 0.0), axis=0)
+            state += (grown * us[j])[:, None, None] * _beside(ks[j].to(tl.float32))
     return state
 
 
@@ -282,36 +286,41 @@ def _record_kernel(
         tl.debug_barrier()  # what is read of the line above is written over
         begin = start + folded + rest
         for t in range(0, length, CHUNK):
-            found, answers, values = (), (), ()
-            for j in tl.static_range(CHUNK):  # what they find in the state and the records
+            ks, qs, values, gated, by_keys, by_queries, by_others = (), (), (), (), (), (), ()
+            for j in tl.static_range(CHUNK):  # all is on its way before any of it is waited for
                 token = first + tl.minimum(t + j, length - 1)
                 vector_at = vectors + (token * H + key_head) * 2 * K + col
-                k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
+                ks += (tl.load(vector_at, mask=col < K, other=0.0),)  # type: ignore[assignment]
+                qs += (tl.load(vector_at + K, mask=col < K, other=0.0),)  # type: ignore[assignment]
                 v_at = mixed + token * mixed_stride + 2 * H * K + head * V + at
                 values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)  # type: ignore[assignment]
                 gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-                grown = tl.load(gate_at)
+                gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2))  # type: ignore[assignment]
+                by_keys += (tl.load(gate_at + GATES + past),)  # type: ignore[assignment]
+                by_queries += (tl.load(gate_at + GATES + PAST + past),)  # type: ignore[assignment]
+                before_at = gate_at + GATES + rest + t
+                for i in tl.static_range(j):
+                    by_others += (tl.load(before_at + i), tl.load(before_at + PAST + i))  # type: ignore[assignment]
+            found, answers = (), ()
+            for j in tl.static_range(CHUNK):  # what they find in the state and the records
+                grown = gated[3 * j]  # type: ignore[var-annotated]
                 if DELTA:
-                    by_key = tl.load(gate_at + GATES + past)
-                    by = grown * _product(state, k) + tl.sum(by_key[:, None] * kept, axis=0)
+                    by = grown * _product(state, ks[j]) + tl.sum(by_keys[j][:, None] * kept, axis=0)
                     found += (by,)  # type: ignore[assignment]
-                by_query = tl.load(gate_at + GATES + PAST + past)
-                by = grown * _product(state, q) + tl.sum(by_query[:, None] * kept, axis=0)
+                by = grown * _product(state, qs[j]) + tl.sum(by_queries[j][:, None] * kept, axis=0)
                 answers += (by,)  # type: ignore[assignment]
             fresh = ()
             for j in tl.static_range(CHUNK):  # and in each other
                 token = first + tl.minimum(t + j, length - 1)
-                gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-                found_at = gate_at + GATES + rest + t
                 answer, update = answers[j], values[j]  # type: ignore[var-annotated]
                 if DELTA:
                     update -= found[j]
                     for i in tl.static_range(j):
-                        update -= tl.load(found_at + i) * fresh[i]
-                update *= tl.load(gate_at + 1)
+                        update -= by_others[j * (j - 1) + 2 * i] * fresh[i]
+                update *= gated[3 * j + 1]
                 for i in tl.static_range(j):
-                    answer += tl.load(found_at + PAST + i) * fresh[i]
-                answer += tl.load(gate_at + 2) * update
+                    answer += by_others[j * (j - 1) + 2 * i + 1] * fresh[i]
+                answer += gated[3 * j + 2] * update
                 if skip is not None:
                     answer += tl.load(skip + head) * values[j]
                 fresh += (update,)  # type: ignore[assignment]
@@ -397,6 +406,8 @@ def _launch(
             **launch,
         )
     own = launch | {"CHUNK": chunk, "FOLDS": FOLDS}
+    if chunk > 1:
+        own |= capped_registers(pool.device, MOST_REGISTERS)
     if one_by_one:
         own = {"num_warps": 1}
     (straight_record_kernel if one_by_one else _record_kernel)[(num_rows * spec.num_v_heads * tiles_v,)](
