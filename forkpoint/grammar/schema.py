@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.patterns import ENCODINGS, FORMATS, LIBRARY_FORMATS, NOT_ENFORCED_FORMATS, plain_classes
-from forkpoint.grammar.unions import Unions, pointer, targets
+from forkpoint.grammar.unions import Unions, children, pointer
 
 MAX_DEPTH: Final = 64  # brackets within brackets
 MAX_EXACT: Final = 2**53  # numbers beyond which not every integer is one of the library's
@@ -73,12 +73,22 @@ class _Rewriter:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"):
             if any(abs(number) > MAX_EXACT for number in _numbers(found.get(name))):
                 refuse(name, path, f"has a number beyond {MAX_EXACT} (2^53); enforced are smaller ones")
-        for key, places in targets(found):
-            found[key] = _mapped(found[key], places, lambda child, place: self.schema(child, pointer(path, *place)))
+        self._rewrite_children(found, path)
         self._object(found, path)
         self._strings(found, path)
         self._one_of(found, path)
         return found
+
+    def _rewrite_children(self, found: dict[str, Any], path: str) -> None:
+        given = dict(found)
+        for (key, *inner), child in children(given):
+            changed = self.schema(child, pointer(path, key, *inner))
+            if not inner:
+                found[key] = changed
+                continue
+            if found[key] is given[key]:
+                found[key] = given[key].copy()
+            found[key][inner[0]] = changed
 
     def _drop_what_says_nothing(self, found: dict[str, Any]) -> None:
         nothing: dict[str, bool] = {
@@ -225,22 +235,8 @@ def refuse(keyword: str, path: str, why: str) -> NoReturn:
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(schema, dict):
         yield path, schema
-        for key, places in targets(schema):
-            for place in places:
-                yield from _parts(_at(schema[key], place[1:]), pointer(path, *place))
-
-
-def _at(found: Any, place: tuple[Any, ...]) -> Any:
-    return found[place[0]] if place else found
-
-
-def _mapped(value: Any, places: list[tuple[Any, ...]], change: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    if len(places) == 1 and len(places[0]) == 1:
-        return change(value, places[0])
-    copy = value.copy()
-    for place in places:
-        copy[place[1]] = change(value[place[1]], place)
-    return copy
+        for place, child in children(schema):
+            yield from _parts(child, pointer(path, *place))
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

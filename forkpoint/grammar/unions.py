@@ -22,15 +22,15 @@ _OF_OBJECTS: Final = frozenset(
 MAX_PASSES: Final = 100
 
 
-def targets(schema: dict[str, Any]) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
-    """Each keyword with schemas in it, and their places from the schema on."""
+def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The schemas inside of one: the place of each, its keyword and what is below that, and itself."""
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            yield key, [(key, name) for name, child in value.items() if isinstance(child, dict)]
+            yield from (((key, name), child) for name, child in value.items() if isinstance(child, dict))
         elif key in _LISTS and isinstance(value, list):
-            yield key, [(key, index) for index in range(len(value))]
+            yield from (((key, index), child) for index, child in enumerate(value))
         elif key in _ONE and isinstance(value, dict):
-            yield key, [(key,)]
+            yield (key,), value
 
 
 def pointer(path: str, *place: Any) -> str:
@@ -83,11 +83,9 @@ class Unions:
                 self._added_to.add(unquote(ref[1:]))
         if isinstance(schema.get("oneOf"), list):
             self._note_exclusive(schema["oneOf"], path)
-        for key, places in targets(schema):
-            for place in places:
-                child = schema[key] if len(place) == 1 else schema[key][place[1]]
-                free = inner if key in _IN_PLACE else key not in ("dependentSchemas", "dependencies", "not")
-                self._look(child, pointer(path, *place), free)
+        for place, child in children(schema):
+            free = inner if place[0] in _IN_PLACE else place[0] not in ("dependentSchemas", "dependencies", "not")
+            self._look(child, pointer(path, *place), free)
 
     def _note_exclusive(self, branches: list[Any], path: str) -> None:
         found = [self._followed(branch, pointer(path, "oneOf", i)) for i, branch in enumerate(branches)]
