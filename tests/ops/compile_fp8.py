@@ -20,6 +20,7 @@ from forkpoint.ops.linear import fp8_kernel, widen_kernel
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.linear.tiles import Tile, fixed_scaled_tile, one_scaled_tile, scaled_tile
+from forkpoint.ops.moe import kept_kernel
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 from forkpoint.ops.norm import kernel as norm
@@ -54,8 +55,8 @@ NARROW: dict[str, str] = {"x": "*fp8e4nv"}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
-    constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
     pointers = {**POINTERS, **(NARROW if constants.get("NARROW") else {})}
+    constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
     pointers["out"] = "*fp8e4nv" if constants.get("NARROW_OUT") else "*bf16"
     if name == "norm":
         pointers["weight"] = "*fp32"
@@ -92,6 +93,9 @@ def main() -> None:
             tile = _scaled_tiles(bf16, mean_rows, narrows)[0 if gated else 1]
             flags = {"GATED": gated, "NARROW_OUT": gated and narrows and tile.outputs == BLOCK}
             compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), **flags)
+    sizes = {"ROWS": 128, "OUTPUTS": kept_kernel.OUTPUTS, "STEPS": 4, "TURNS": kept_kernel.TURNS}
+    tile = Tile(1, 1, 1, kept_kernel.NUM_WARPS, kept_kernel.STAGES)
+    compiled("kept", kept_kernel._kept_kernel, tile, **sizes, STAGES=kept_kernel.STAGES, NARROW=True)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}

@@ -13,12 +13,14 @@ from torch import Tensor
 from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.linear import fp8_kernel
 from forkpoint.ops.linear.device_linear import DeviceLinear
-from forkpoint.ops.linear.fp8_kernel import narrow
+from forkpoint.ops.linear.fp8_kernel import Activations, narrow
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import FEW_SCALED, LARGEST, Tile, fixed_scaled_tile, scaled_tile
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.moe.device_experts import DeviceExperts
+from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
+from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
@@ -162,9 +164,9 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 18
+    assert len(lines) == 19
     for name, num_instructions in lines:
-        assert (int(num_instructions) > 0) == (name in ("linear", "experts", "decode", "prefill"))
+        assert (int(num_instructions) > 0) == (name in ("linear", "experts", "kept", "decode", "prefill"))
 
 
 def test_choices() -> None:
@@ -268,3 +270,20 @@ def test_what_products_read_is_rounded_as_it_is_made(monkeypatch: pytest.MonkeyP
             assert given.stride() == want.stride() and torch.equal(given[:rows].float(), want[:rows].float()), name
     assert torch.equal(made["norm"], norm.rmsnorm(x, weight, 1e-6))
     assert not isinstance(norm.rmsnorm(x[:16], weight, 1e-6, rounded=True), fp8_kernel.Rounded)
+
+
+def test_rows_that_are_kept_for_many_outputs() -> None:
+    """The product out of experts for many tokens, of tiles that are full and that are not."""
+    torch.manual_seed(0)
+    ids = torch.tensor([[0, 2], [2, 0], [0, 2], [2, 1]], dtype=torch.int32).repeat(6, 1).to(DEVICE)
+    weight = scaled(3, 1024, 256, layout="block", dtype=torch.bfloat16)
+    order, x = order_by_expert(ids, 3, 16), Activations.of(torch.randn(48, 256).to(DEVICE, torch.bfloat16), True)
+    assert keeps(x, weight) and not keeps(x, weight[:, :136])
+    out = Activations.empty(48, 1024, torch.empty(0, dtype=torch.bfloat16, device=DEVICE), False)
+    multiply_kept(x, weight, out, order, 16)
+    assert x.scales is not None
+    rows = x.rows.float()[:48] * x.scales[:48].repeat_interleave(128, 1)
+    want = torch.empty(48, 1024, dtype=torch.float64, device=DEVICE)
+    flat = ids.flatten()[order.pairs.long()].long()
+    want[order.pairs.long()] = torch.einsum("pk,pnk->pn", rows.double(), widened(weight).double()[flat])
+    close(out.rows, want, torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
-from forkpoint.ops.linear.scaled import Matrix, ScaledExperts
+from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
     SCALE_WIDTH,
     accumulate,
@@ -27,6 +27,7 @@ from forkpoint.ops.linear.sums_kernel import (
     widened,
 )
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
@@ -34,6 +35,7 @@ from forkpoint.platforms.table import traits_of
 BLOCK = 1024
 PAIR_IN = Tile(1, 8, 512, 4, 3)
 SCALED_PAIR_IN = Tile(1, 8, 128, 1, 6)
+KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 
 
@@ -289,7 +291,10 @@ def grouped_experts(
     _grouped_product(Activations.of(x, into.narrows), packed.gate_up, hidden, order, top_k, into, kind)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
-    _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain")
+    if out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
+        multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
+    else:
+        _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain")
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
     _combine_kernel[(num_tokens * pieces,)](
