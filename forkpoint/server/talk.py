@@ -128,10 +128,10 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
     )
 
 
-def count_prompt_tokens(texts: Texts, body: ChatBody) -> int:
-    """Of the prompt that `ask` would make, which need not fit the context."""
+def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
+    """The prompt that `ask` would make, which need not fit the context."""
     texts.served_name(body.model)
-    return len(_render(texts, body, _plan(texts, body), None).token_ids)
+    return _render(texts, body, _plan(texts, body), None)
 
 
 def _plan(texts: Texts, body: ChatBody) -> ToolPlan:

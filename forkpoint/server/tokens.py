@@ -6,12 +6,14 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from forkpoint.server.body import parse
+from forkpoint.server.body import parse, validated
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, Reply, TokenId
-from forkpoint.server.talk import ChatMessage
+from forkpoint.server.talk import ChatBody, ChatMessage, prompt_of
 from forkpoint.server.texts import Texts
 from forkpoint.server.tools import ToolSpec
+
+CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
 
 
 class TokenizeBody(Body):
@@ -57,12 +59,8 @@ def tokenize(texts: Texts, data: bytes) -> TokenizeReply:
     tokenizer = texts.require_tokenizer()
     breakpoints: tuple[int, ...] = ()
     if body.messages is not None:
-        prompt = texts.render(
-            [message.model_dump(exclude_unset=True) for message in body.messages],
-            tools=[tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tools else None,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables={**texts.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
-        )
+        given = body.model_dump(exclude_unset=True, include=CHAT_FIELDS)
+        prompt = prompt_of(texts, validated(ChatBody, given))
         ids, breakpoints = prompt.token_ids.tolist(), prompt.breakpoints
     else:
         text = body.prompt or ""

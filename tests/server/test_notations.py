@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
@@ -17,6 +18,7 @@ from forkpoint.server.config import ServerConfig
 from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, Notation, find_notation
 from forkpoint.server.talk import ChatBody, ask
 from forkpoint.server.texts import Facts, Texts
+from forkpoint.server.tokens import tokenize
 from tests.engine.tokenizers import byte_level
 from tests.server.test_answer import TOOLS, taken_apart
 
@@ -279,3 +281,5 @@ def test_kimi_sees_the_function_in_the_id_of_a_call() -> None:
         turn = ask(texts, ChatBody.model_validate({"messages": messages}))
         text = texts.tokenizer.decode(turn.prompt.token_ids, skip_special_tokens=True)
         assert text.split() == expected.split()
+        counted = tokenize(texts, json.dumps({"messages": messages}).encode())
+        assert counted.tokens == turn.prompt.token_ids.tolist()

@@ -18,7 +18,7 @@ from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_f
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
 from forkpoint.server.service import Service
 from forkpoint.server.sse import named_event
-from forkpoint.server.talk import ChatBody, News, Talk, Turn, ask, count_prompt_tokens
+from forkpoint.server.talk import ChatBody, News, Talk, Turn, ask, prompt_of
 from forkpoint.server.texts import Texts
 
 
@@ -76,7 +76,7 @@ def prepare_message(texts: Texts, data: bytes) -> PreparedMessage:
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
     """Runs in a reader's process."""
     body = validated(ChatBody, chat_fields(parse(CountTokensBody, data)))
-    return CountReply(input_tokens=count_prompt_tokens(texts, body))
+    return CountReply(input_tokens=len(prompt_of(texts, body).token_ids))
 
 
 async def create_message(service: Service, request: Request) -> Any:
