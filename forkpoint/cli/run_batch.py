@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -20,10 +20,7 @@ from forkpoint.config import EngineConfig
 from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import set_up_logging
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.listener import listen
-from forkpoint.server.readers import Readers
-from forkpoint.server.run import Server as LocalServer
-from forkpoint.server.texts import Texts
+from forkpoint.server.run import opened
 
 INTERRUPTED = 130
 
@@ -142,16 +139,14 @@ async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncItera
     """
     set_up_logging(engine.log_level)
     config = ServerConfig(host="127.0.0.1", port=0, served_model_name=tuple(names))
-    with closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = LocalServer(engine, config, listener, readers)
+    with opened(engine, config) as server:
         life, ready = asyncio.create_task(server.run()), asyncio.create_task(server.ready.wait())
         try:
             await asyncio.wait((ready, life), return_when=asyncio.FIRST_COMPLETED)
             if life.done():
                 life.result()
                 raise KeyboardInterrupt  # which the server took for itself
-            yield url
+            yield server.url
         finally:
             ready.cancel()
             life.cancel()

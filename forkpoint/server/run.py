@@ -44,12 +44,16 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
     read_template(engine.chat_template)
     set_up_logging(engine.log_level)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
-    with (
-        contextlib.closing(Readers.fork(Texts(engine, config))) as readers,
-        listen(config) as listener,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        return runner.run(Server(engine, config, listener, readers).run())
+    with opened(engine, config) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(server.run())
+
+
+@contextlib.contextmanager
+def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[Server]:
+    """A server that listens, and whose readers load; to be opened before this process has threads. Raises ConfigError
+    for an address that cannot be listened on."""
+    with contextlib.closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
+        yield Server(engine, config, listener, readers)
 
 
 class Server:
@@ -65,6 +69,10 @@ class Server:
         self._service = Service(self._engine, readers, config, engine.model, self._metrics)
         self.ready, self._asked_to_stop = asyncio.Event(), asyncio.Event()
         self._num_signals = 0
+
+    @property
+    def url(self) -> str:
+        return url(self._config, self._listener)
 
     async def run(self) -> int:
         http = _Uvicorn(self._service, tls_options(self._config))
@@ -158,8 +166,7 @@ class Server:
             loop.add_signal_handler(number, stop)
 
     def _log_ready(self) -> None:
-        where = url(self._config, self._listener)
-        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], where)
+        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], self.url)
 
     async def _log_load(self) -> None:
         before: Reading | None = None
