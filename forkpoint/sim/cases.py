@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from forkpoint.sim.system import ServedSystem
 from forkpoint.sim.systems import make_system
 from forkpoint.sim.trace import Trace
 
+SUMMED: Final = ("kv_written_bytes", "state_written_bytes", "states_evicted", "blocks_evicted", "num_preemptions")
 Progress: TypeAlias = Callable[[int], None]
 # Makes a replica: (the system's name, model, bytes, scheduler's options, its requests if it gets them all).
 SystemFactory: TypeAlias = Callable[[str, ModelShape, int, SchedulerConfig, Trace | None], ServedSystem]
@@ -138,12 +139,8 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
         elapsed_s=result.elapsed_s,
         busy_s=result.busy_s,
         num_steps=result.num_steps,
-        kv_written_bytes=sum(c.kv_written_bytes for c in result.counters),
-        state_written_bytes=sum(c.state_written_bytes for c in result.counters),
-        states_evicted=sum(c.states_evicted for c in result.counters),
-        blocks_evicted=sum(c.blocks_evicted for c in result.counters),
-        num_preemptions=sum(c.num_preemptions for c in result.counters),
         lost_tokens=lost,
+        **{name: sum(getattr(counters, name) for counters in result.counters) for name in SUMMED},
     )
 
 

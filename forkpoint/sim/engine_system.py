@@ -179,7 +179,6 @@ class EngineSystem:
         """Counters of cache and scheduler, in the simulator's terms."""
         stats = self.sched.stats()
         counters, cache = self._counters, stats.cache
-        counters.prompt_tokens, counters.hit_tokens = cache.query_tokens, cache.hit_tokens
         counters.states_evicted = sum(cache.checkpoints_evicted.values())
         counters.blocks_evicted = cache.blocks_evicted
         counters.num_preemptions = stats.num_preemptions

@@ -30,8 +30,6 @@ class RequestCache:
 class SystemCounters:
     """Counted since the start. Bytes written are those of computed keys and values and of stored states."""
 
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
     kv_written_bytes: int = 0
     state_written_bytes: int = 0
     states_evicted: int = 0

@@ -209,11 +209,8 @@ class PeerScheduler:
         return True
 
     def _record_hit(self, sequence: Sequence, hit: PeerHit) -> None:
-        counters = self._counters
-        counters.prompt_tokens += sequence.prefill_end
-        counters.hit_tokens += hit.num_tokens
         if hit.kv_num_tokens > hit.num_tokens:
-            lost = counters.lost_tokens
+            lost = self._counters.lost_tokens
             lost["no_checkpoint"] = lost.get("no_checkpoint", 0) + hit.kv_num_tokens - hit.num_tokens
         if not sequence.num_preemptions:
             sequence.num_cached_tokens, sequence.kv_num_tokens = hit.num_tokens, hit.kv_num_tokens
