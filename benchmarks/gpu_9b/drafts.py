@@ -3,8 +3,9 @@
 Dummy weights cannot be guessed, so acceptance is set: at each position of a window with the given probability,
 whatever was sampled there, as vLLM's `synthetic` rejection does. All work is done; the text means nothing. Ids are
 compared apart from that: with `--deterministic`, drafts that are right with those probabilities, and plain decoding in
-the same run. Decode rates are batch x 128 over t(257 tokens) - t(129 tokens), medians: prompts, and rows that end one
-after the other, are in both. With a chance of 0, drafts are as many as the engine thinks worth it.
+the same run. Decode rates are batch x 128 over t(257 tokens) - t(129 tokens), medians: with drafts rows end one after
+the other, the later the longer answers are; and those of the steps between the first and the last of all rows. With a
+chance of 0, drafts are as many as the engine thinks worth it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,8 +34,8 @@ from forkpoint.runtime import runner
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import TO_DRAFT, IntArray
-from forkpoint.sched.request import Request
+from forkpoint.sched.plan import TO_DRAFT, IntArray, StepResult
+from forkpoint.sched.request import Request, RequestUpdate
 
 RATES = (0.8, 0.64, 0.512)  # of drafts 1, 2 and 3 being right
 PROMPT, TOKENS, REPEATS = 256, 128, 3
@@ -91,9 +93,10 @@ def set_drafter(llm: LLM, drafter: Drafter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second of a batch, and tokens of a row in a step."""
+    """Tokens a second of a batch over whole answers, and as long as all rows run, and tokens of a row in a step."""
 
     tokens_per_s: float
+    full_per_s: float
     tokens_a_step: float
 
 
@@ -110,16 +113,39 @@ def ask(llm: LLM, prompts: list[Ids], max_tokens: int) -> tuple[float, list[tupl
     return time.perf_counter() - start, [output.outputs[0].token_ids for output in outputs]
 
 
+@contextmanager
+def step_times(llm: LLM) -> Iterator[list[tuple[float, int, int]]]:
+    """(when it was known, rows, tokens) of each step's result."""
+    scheduler, found = llm._engine.core.scheduler, list[tuple[float, int, int]]()
+    apply = scheduler.apply
+
+    def noted(result: StepResult) -> list[RequestUpdate]:
+        num_tokens = len(result.token_ids)
+        found.append((time.perf_counter(), num_tokens if result.counts is None else len(result.counts), num_tokens))
+        return apply(result)
+
+    vars(scheduler)["apply"] = noted
+    try:
+        yield found
+    finally:
+        del vars(scheduler)["apply"]
+
+
 def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
-    rng, rates = np.random.default_rng(batch), []
+    rng, rates, full_rates = np.random.default_rng(batch), [], []
     ask(llm, ids(rng, batch), 9)  # to warm up
     before = llm.get_metrics()
     for _ in range(repeats):
-        short, long = (ask(llm, ids(rng, batch), count * TOKENS + 1)[0] for count in (1, 2))
+        short = ask(llm, ids(rng, batch), TOKENS + 1)[0]
+        with step_times(llm) as steps:
+            long = ask(llm, ids(rng, batch), 2 * TOKENS + 1)[0]
         rates.append(batch * TOKENS / (long - short))
+        first, *_, last = (i for i, (_, rows, _) in enumerate(steps) if rows == batch)
+        confirmed = sum(tokens for *_, tokens in steps[first + 1 : last + 1])
+        full_rates.append(confirmed / (steps[last][0] - steps[first][0]))
     after = llm.get_metrics()
     drafts, accepted = (after[name] - before[name] for name in ("num_drafts", "num_accepted_tokens"))
-    return Rate(float(np.median(rates)), 1 + accepted / max(1, drafts))
+    return Rate(float(np.median(rates)), float(np.median(full_rates)), 1 + accepted / max(1, drafts))
 
 
 def first_token_s(llm: LLM, repeats: int) -> float:
@@ -139,7 +165,7 @@ def start(model: Path, args: argparse.Namespace, **options: Any) -> LLM:
 
 def measure(model: Path, args: argparse.Namespace) -> None:
     with start(model, args) as llm:
-        plain = {batch: decode_rate(llm, batch, args.repeats).tokens_per_s for batch in args.batches}
+        plain = {batch: decode_rate(llm, batch, args.repeats) for batch in args.batches}
         plain_s = first_token_s(llm, args.repeats)
     most = args.num_drafts
     config = {"method": args.method, "num_speculative_tokens": most}
@@ -153,10 +179,11 @@ def measure(model: Path, args: argparse.Namespace) -> None:
         print(f"first token of {LONG:,}: {seconds * 1e3:.1f} ms, plain {plain_s * 1e3:.1f}", flush=True)
 
         def told(name: str, batch: int) -> None:
-            rate = decode_rate(llm, batch, args.repeats)
+            rate, own = decode_rate(llm, batch, args.repeats), plain[batch]
             print(
-                f"{name}, batch {batch:4}: {rate.tokens_per_s:9.1f} tokens/s, plain {plain[batch]:9.1f}, "
-                f"{rate.tokens_per_s / plain[batch]:6.3f}x, {rate.tokens_a_step:.2f} tokens of a row with drafts",
+                f"{name}, batch {batch:4}: {rate.tokens_per_s:9.1f} tokens/s, plain {own.tokens_per_s:9.1f}, "
+                f"{rate.tokens_per_s / own.tokens_per_s:6.3f}x; with all rows {rate.full_per_s:9.1f}, "
+                f"{rate.full_per_s / own.full_per_s:6.3f}x; {rate.tokens_a_step:.2f} tokens of a row with drafts",
                 flush=True,
             )
 
