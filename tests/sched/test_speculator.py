@@ -157,8 +157,8 @@ def test_what_is_often_wrong_waits_for_results(monkeypatch: pytest.MonkeyPatch) 
 class Clocked:
     """A row whose steps take 1 for the first token and `price` for each draft, which is right with `chance`."""
 
-    def __init__(self, price: float, most: int = 3) -> None:
-        self.length, self.price, self.most = DraftLength(), price, most
+    def __init__(self, price: float, most: int = 3, held_up: float = 0.0) -> None:
+        self.length, self.price, self.most, self.held_up = DraftLength(), price, most, held_up
         self.rng, self.num_outputs, self.time = np.random.default_rng(0), 0, 0.0
 
     def run(self, num_outputs: int, chance: float) -> tuple[float, float]:
@@ -170,7 +170,8 @@ class Clocked:
             elapsed = 1 + self.price * count
             if count:
                 self.length.judged("r", count, accepted)
-            self.length.stepped(1 + count, 1 + accepted, elapsed)
+            late = 8 if self.rng.random() < self.held_up else 1  # something else had the machine
+            self.length.stepped(1 + count, 1 + accepted, elapsed * late)
             self.num_outputs += 1 + accepted
             self.time, drafted, steps = self.time + elapsed, drafted + count, steps + 1
         return (self.num_outputs - first) / (self.time - begun), drafted / steps
@@ -193,16 +194,41 @@ def test_drafts_that_cost_more_than_they_bring_are_left_out() -> None:
     assert drafted < 0.3 and speed > 0.93
 
 
+def test_steps_that_are_held_up_say_little() -> None:
+    row = Clocked(price=0.15, held_up=0.05)
+    assert row.run(600, 0.95)[1] > 1.8
+    row.run(64, 0.0)
+    assert row.run(600, 0.0)[1] < 0.3
+
+
+def test_a_row_begins_with_what_became_of_others_drafts() -> None:
+    length = DraftLength()
+    for chance, most in ((0.0, 1), (0.9, 3)):
+        rng = np.random.default_rng(0)
+        for _ in range(300):
+            counts = [length.choose(f"{chance} {i}", 3) for i in range(8)]
+            accepted = [int(np.cumprod(rng.random(count) < chance).sum()) for count in counts]
+            for i, count in enumerate(counts):
+                if count:
+                    length.judged(f"{chance} {i}", count, accepted[i])
+            num_tokens = 8 + sum(counts)
+            length.stepped(num_tokens, 8 + sum(accepted), 1 + 0.02 * num_tokens)
+        given = [length.choose(f"another {chance} {i}", 3) for i in range(4)]
+        assert (max(given) <= 1) if most == 1 else (min(given) == 3), (chance, given)
+
+
 def test_rows_try_in_the_same_steps() -> None:
     """However long each has been there."""
     length, tries = DraftLength(), [list[int](), list[int]()]
     for step in range(400):
+        num_drafts = 0
         for name, own in enumerate(tries):
             count = length.choose(str(name), 3) if step >= 37 * name else 0
+            num_drafts += count
             if count:
                 length.judged(str(name), count, 0)
                 own.append(step)
-        length.stepped(2, 2, 1.0 + sum(own[-1:] == [step] for own in tries))
+        length.stepped(2 + num_drafts, 2, 1.0 + num_drafts)
     assert len(tries[0]) < 40 and all(later - earlier == 64 for own in tries for earlier, later in pairwise(own[-3:]))
     assert tries[0][-3:] == tries[1][-3:]
 
