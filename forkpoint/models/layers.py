@@ -29,6 +29,12 @@ class Projection:
         """`x[T, K] -> [T, N]`."""
         return self._ops.linear(x, self._packed)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """`x[T, K] -> [T, N]` in fp32, as the weights are."""
+        if self._ops.wide_linear is None or x.dtype != torch.bfloat16:
+            return self(x.float())
+        return self._ops.wide_linear(x, self._packed)
+
 
 def read_projection(
     build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0

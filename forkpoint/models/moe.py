@@ -175,7 +175,7 @@ class SparseMLP:
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
         """`x[T, H] -> [T, H]`, whatever the context."""
-        scores = self._router(x.float() if self._is_wide else x)[:, : self._num_scores]
+        scores = (self._router.wide(x) if self._is_wide else self._router(x))[:, : self._num_scores]
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
         if not self._down_up:
             return self._all_ranks(self._ops.experts(x, self._experts, weights, ids))

@@ -30,7 +30,7 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill", "rounding")
+_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill", "wide_linear", "rounding")
 
 
 def operator_names() -> tuple[str, ...]:

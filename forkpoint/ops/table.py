@@ -385,4 +385,5 @@ class OpTable:
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)
     latent_prefill: LatentPrefill | None = None  # what is cheaper than paged_attention for many tokens of a row
+    wide_linear: Linear | None = None  # `linear` with weights in fp32 of an x in bfloat16, in fp32
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made

@@ -81,6 +81,7 @@ def triton_table(base: OpTable) -> OpTable:
     table = replace(base, **replaced, latent_prefill=long_latents, backends={**base.backends, **backends})
     if base.deterministic:
         return table
+    table = replace(table, wide_linear=product.wide)
     names = ("rmsnorm", "add_rmsnorm", "gated_rmsnorm")
     rounding: dict[str, Any] = {name: partial(replaced[name], rounded=True) for name in names}
     rounding["linear_silu_mul"] = DeviceLinear(False, partial(activation.silu_mul, rounded=True)).linear_silu_mul

@@ -91,6 +91,17 @@ def test_one_row(outputs: int, width: int, bias: bool, dtype: torch.dtype) -> No
         close(multiply(x, packed, tile, gated=True), F.silu(gate) * up, dtype)
 
 
+@pytest.mark.parametrize("rows", [1, 9, 40, 140])
+def test_weights_in_fp32_keep_their_precision(rows: int) -> None:
+    x, _ = operands(rows, 40, 160, torch.bfloat16, False)
+    weight = torch.randn(40, 160, device=DEVICE)
+    exact = x.double() @ weight.double().T
+    assert OURS.wide_linear is not None
+    close(OURS.wide_linear(x, PackedLinear(weight, None)), exact, torch.float32)
+    with pytest.raises(AssertionError):
+        close((x @ weight.bfloat16().T).float(), exact, torch.float32)
+
+
 @pytest.mark.parametrize("tile", [GatedTile(16, 32, 4, 2), GatedTile(16, 64, 4, 2, wide=16, narrow=32)], ids=str)
 @pytest.mark.parametrize(
     ("rows", "inner", "width"), sized([(3, 96, 64), (18, 70, 40)], [(64, 12288, 4096), (130, 1000, 520)])

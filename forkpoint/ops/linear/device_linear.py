@@ -23,6 +23,7 @@ from forkpoint.ops.linear.tiles import (
     fixed_scaled_tile,
     fixed_tile,
     scaled_tile,
+    wide_tile,
 )
 from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.table import SiluMul
@@ -69,6 +70,11 @@ class DeviceLinear:
         if tile is None:
             return F.linear(x, packed.weight, packed.bias)
         return multiply(x, packed.weight, packed.bias, within(tile, x.device))
+
+    @staticmethod
+    def wide(x: Tensor, packed: PackedLinear) -> Tensor:
+        """`x[T, K] -> y[T, N]` in fp32, as the weights are, for an x in bfloat16."""
+        return multiply(x, packed.weight, packed.bias, wide_tile(x.shape[0]))
 
     def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
         """`x[T, K] -> y[T, I]` for a `[2I, K]` weight, gate rows first, without bias."""

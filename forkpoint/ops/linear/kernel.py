@@ -223,7 +223,7 @@ def _options(x: Tensor, tile: Tile, at_once: bool = False) -> dict[str, Any]:
 
 
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
-    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride.
+    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride; in fp32 if the weight is.
 
     With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
     In FP8 a tile's width divides 128, or, where it has 1 row, is a multiple, and `weight.by_one_row(gated)` holds.
@@ -231,7 +231,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, width = x.shape
     num_outputs = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, num_outputs, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     if not num_rows:
         return out
     if tile.rows == 1:

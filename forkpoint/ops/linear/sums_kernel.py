@@ -100,6 +100,11 @@ def _add_product(
         if SCALED and not SHARED:
             part *= scale[:, None] if TURNED else scale[None, :]
         acc += part
+    elif w_tile.dtype == tl.float32 and x_tile.dtype == tl.bfloat16:
+        for _ in tl.static_range(3):  # as many of bfloat16 add up to one of fp32
+            part = w_tile.to(tl.bfloat16)
+            w_tile -= part.to(tl.float32)
+            acc = tl.dot(part, tl.trans(x_tile), acc) if TURNED else tl.dot(x_tile, tl.trans(part), acc)
     elif TURNED:
         acc = tl.dot(widened(w_tile, x_tile.dtype, BITS), tl.trans(x_tile), acc, input_precision="ieee")
     else:

@@ -133,6 +133,15 @@ _GATED: Final[Choices[Tile | GatedTile]] = Choices(
 )
 
 
+_WIDE: Final = MappingProxyType(
+    {
+        1: Tile(1, 1, 1024, 4, 3, overlaps=True),
+        32: Tile(16, 64, 64, 4, 3, splits=14, turned=True, overlaps=True),
+        128: Tile(64, 64, 64, 4, 3, splits=14, turned=True, overlaps=True),
+    }
+)
+
+
 def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
     """The tile for a product of this shape; None for the vendor's library."""
     if dtype != torch.bfloat16:
@@ -161,6 +170,12 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
 def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
     return _fixed(_GATED, num_rows) if dtype == torch.bfloat16 else None
+
+
+def wide_tile(num_rows: int) -> Tile:
+    """The tile for weights in fp32, of a few hundred outputs, and an x in bfloat16."""
+    tile = _of_bucket(_WIDE, num_rows)
+    return Tile(128, 64, 64, 4, 3, turned=True) if tile is None else tile
 
 
 def scaled_tile(
