@@ -149,11 +149,12 @@ def test_experts(
 
 
 @pytest.mark.parametrize("tiles", [None, *TILES], ids=["paired", "left", "turned"])
-def test_experts_without_a_gate(tiles: tuple[Tile, Tile] | None) -> None:
+@pytest.mark.parametrize("inner", [24, 520])
+def test_experts_without_a_gate(inner: int, tiles: tuple[Tile, Tile] | None) -> None:
     from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 
-    x, packed = case(5, 4, 24, 40, torch.bfloat16)
-    packed = PackedExperts(packed.gate_up[:, :24].contiguous(), packed.down)
+    x, packed = case(5, 4, inner, 40, torch.bfloat16)
+    packed = PackedExperts(packed.gate_up[:, :inner].contiguous(), packed.down)
     weights, ids = routing(5, 4, 2)
     want = TORCH.experts(x, packed, weights, ids)
     if tiles is None:

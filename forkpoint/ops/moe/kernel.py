@@ -37,6 +37,7 @@ PAIR_IN = Tile(1, 8, 512, 4, 3)
 SCALED_PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
+WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
 
 
 @triton.jit
@@ -382,7 +383,9 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         num_warps=into.num_warps,
         **overlap(x.device, num_tokens),
     )
-    pieces = triton.cdiv(size, PAIR_OUT.outputs)
+    is_wide = down_scales is None and inner > PAIR_OUT.width
+    out_of = WIDE_PAIR_OUT if is_wide else PAIR_OUT
+    pieces = triton.cdiv(size, out_of.outputs)
     _pair_out_kernel[(num_tokens * pieces,)](
         hidden,
         down,
@@ -394,10 +397,10 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         down_scales,
         INNER=inner,
         CHOICES=top_k,
-        OUTPUTS=PAIR_OUT.outputs,
-        WIDTH=PAIR_OUT.width,
+        OUTPUTS=out_of.outputs,
+        WIDTH=out_of.width,
         **scale_options(packed.down),
-        num_warps=PAIR_OUT.num_warps,
+        num_warps=out_of.num_warps,
         **overlap(x.device, num_tokens),
     )
     return out
