@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forkpoint.engine.conversation import Message, in_parts, last_text, normalised
+from forkpoint.engine.conversation import Message, in_parts, last_text, normalised, number_calls
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
@@ -32,6 +32,7 @@ RESERVED = frozenset(
         "truncation",
     }
 )
+KIMIS_CALLS = "<|tool_calls_section_begin|>"  # which Kimi's templates write before them
 PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that only ever part two renderings
 
 
@@ -48,6 +49,8 @@ class ChatTemplate:
         text parts (`openai`), by default as what it shows. Raises ConfigError for a template that cannot be read."""
         self._tokenizer = tokenizer
         self._template = read_template(template)
+        known = tokenizer.backend.token_to_id(KIMIS_CALLS) is not None
+        self._numbers_calls = known or KIMIS_CALLS in self.source
         self._in_parts = content_format == "openai"
         if self._template is not None:
             self._check_syntax()
@@ -89,7 +92,9 @@ class ChatTemplate:
         reserved = sorted(RESERVED & set(variables or ()))
         if reserved:
             raise InvalidPromptError(f"chat_template_kwargs may not name {reserved[0]!r}; it is no template's variable")
-        conversation = [normalised(message, in_parts=self._in_parts) for message in messages]
+        conversation: Sequence[Message] = [normalised(message, in_parts=self._in_parts) for message in messages]
+        if self._numbers_calls:
+            conversation = number_calls(conversation)
         if not conversation:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         options = {**(variables or {}), "tools": (list(tools) if tools is not None else []) or None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -50,6 +51,23 @@ def normalised(message: object, *, in_parts: bool = False) -> dict[str, Any]:
     if calls:
         kept["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls must be a list of calls")]
     return kept
+
+
+def number_calls(conversation: Sequence[Message]) -> list[Message]:
+    """Normalised messages with `functions.NAME:N` as the ids of calls, N counting all of them: Kimi's templates show a
+    call by its id alone, so any other id would hide which function was called."""
+    numbers, ids, numbered = itertools.count(), dict[str, str](), list[Message]()
+    for message in conversation:
+        if calls := message.get("tool_calls"):
+            own = [{**call, "id": f"functions.{call['function']['name']}:{next(numbers)}"} for call in calls]
+            shown = [(call.get("id"), new["id"]) for call, new in zip(calls, own, strict=True)]
+            ids |= {given: name for given, name in shown if isinstance(given, str)}
+            message = {**message, "tool_calls": own}
+        answered = message.get("tool_call_id")
+        if isinstance(answered, str) and answered in ids:
+            message = {**message, "tool_call_id": ids[answered]}
+        numbered.append(message)
+    return numbered
 
 
 def in_parts(message: Message) -> Message:

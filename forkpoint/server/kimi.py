@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from forkpoint.server.tool_call import NotACallError, OneCallReader, call_json
 
@@ -55,30 +53,3 @@ class KimiCallReader(OneCallReader):
             return SECTION + following
         waits = not final and (SECTION_END.startswith(following) or CALL.startswith(following))
         return None if waits else rest
-
-
-def number_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` with `functions.NAME:N` as the ids of calls, N counting all of them.
-
-    Kimi's templates show a call by its id alone, so any other id would hide which function was called.
-    """
-    ids: dict[Any, str] = {}
-    numbered = []
-    num_calls = 0
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or ():
-            function, given = call.get("function"), call.get("id")
-            if isinstance(function, Mapping):  # what is none is refused where messages are checked
-                call = call | {"id": f"functions.{function.get('name')}:{num_calls}"}
-                if isinstance(given, str):
-                    ids[given] = call["id"]
-            num_calls += 1
-            calls.append(call)
-        if calls:
-            message = message | {"tool_calls": calls}
-        answered = message.get("tool_call_id")
-        if isinstance(answered, str) and answered in ids:
-            message = message | {"tool_call_id": ids[answered]}
-        numbered.append(message)
-    return numbered

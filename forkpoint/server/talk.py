@@ -16,8 +16,6 @@ from forkpoint.params import SamplingParams
 from forkpoint.server.answer import THINK, THINK_END, AnswerParser, Piece, Reasoning
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
-from forkpoint.server.kimi import number_calls
-from forkpoint.server.notations import KIMI
 from forkpoint.server.protocol import Body, Many, MaxTokens
 from forkpoint.server.sampling import SamplingBody, bounded, sampling_params
 from forkpoint.server.texts import Texts
@@ -149,9 +147,8 @@ def _render(texts: Texts, body: ChatBody, plan: ToolPlan, params: SamplingParams
     if carry_on and body.add_generation_prompt:
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
     generate = not carry_on if body.add_generation_prompt is None else body.add_generation_prompt
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     return texts.render(
-        number_calls(messages) if texts.notation is KIMI else messages,
+        [message.model_dump(exclude_unset=True) for message in body.messages],
         params,
         tools=plan.shown,
         add_generation_prompt=generate,

@@ -138,3 +138,17 @@ def test_a_template_that_is_none_is_refused_when_it_is_given() -> None:
     with pytest.raises(ConfigError, match=r"no Jinja template: unexpected end of template.*line 2"):
         ChatTemplate(TOKENIZERS["byte_level"], "{{ messages }}\n{{ bad")
     ChatTemplate(TOKENIZERS["byte_level"], USER_LAST.replace("!=", "=="))  # refuses what it is tried with
+
+
+def test_a_template_of_kimis_is_given_ids_of_calls_that_name_the_function() -> None:
+    """It shows a call by its id alone."""
+    calls = "{% for c in m.tool_calls or () %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} "
+    shown = f"{{# <|tool_calls_section_begin|> #}}{{% for m in messages %}}{calls}{{% endfor %}}"
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": "1"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "g"}}]},
+    ]
+    prompt = ChatTemplate(TOKENIZERS["byte_level"], shown).render(messages)
+    assert prompt.text is not None and prompt.text.split() == ["functions.f:0", "functions.f:0", "functions.g:1"]
