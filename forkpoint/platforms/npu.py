@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import Final
 
 import torch
@@ -16,6 +17,9 @@ from forkpoint.platforms.platform import DeviceTraits
 # KiB of the 192 on the chip; of 64 tokens on 176, of 128 (the pages of CANN's own attention) on 240: estimates.
 KERNEL_BLOCK_SIZES: Final = (32,)
 MOST_PROGRAMS, MOST_ROWS = 65_535, 256
+# For triton-ascend 3.2.0, whose processes read memory that they have freed: on some kernels each crashes, unless that
+# memory is left alone.
+COMPILER_ENVIRONMENT: Final = ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0")
 
 
 def _missing() -> str:
@@ -78,4 +82,6 @@ class NpuPlatform(AcceleratorPlatform):
         if name == "auto":
             name = "triton" if _has_triton() else "torch"
         self.has_graphs = name != "torch"  # those wait for the device: they look at lengths
+        if name == "triton":
+            os.environ.setdefault(*COMPILER_ENVIRONMENT)
         return "triton-in-turns" if name == "triton" else name

@@ -23,15 +23,14 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.platforms.npu import npu_traits
+from forkpoint.platforms.npu import COMPILER_ENVIRONMENT, npu_traits
 from forkpoint.platforms.platform import DeviceTraits
 
 TARGET = GPUTarget("npu", "Ascend910B2", 0)
 BACKEND = make_backend(TARGET)
 SIGNALS = (-6, -11, 134, 139)  # the adapter crashes at random; the same text is lowered the next time
 TRIES = 6
-# It reads memory that it has freed: half of the passes over some kernels crash, none where freed memory is left alone.
-os.environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
+os.environ.setdefault(*COMPILER_ENVIRONMENT)
 KEEP_MASKS = "--discrete-mask-access-conversion=compile-on-910-95=False force-simt-template=False"
 
 

@@ -112,8 +112,9 @@ def _heads_kernel(
     await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
     key_at = mixed + first * mixed_stride + (H + key_head) * K + col
     b_at, present = b + first * b_stride + head, (col < K) & (length > 0)
-    raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
-    raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
+    if not STRAIGHT:
+        raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
+        raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
     new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
     fresh_keys = tl.load(new_at, mask=there, other=0.0)
     raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
@@ -129,6 +130,10 @@ def _heads_kernel(
     write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
     write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
     for t in range(length):
+        if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
+            own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
+            raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(own_b, mask=shared, other=0.0)
         key, q, k = raw, raw_q.to(tl.float32), raw.to(tl.float32)
         token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
         if DELTA:
@@ -136,14 +141,10 @@ def _heads_kernel(
             beta = weight(raw_b, DOUBLE_BETA)
         else:
             beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
-        if t + 1 < length:  # the next token's, ahead of the stores
-            if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
-                next_at, next_b = key_at + (t + 1) * mixed_stride, b_at + (t + 1) * b_stride
-            else:
-                key_at, b_at = key_at + mixed_stride, b_at + b_stride
-                next_at, next_b = key_at, b_at
-            raw, raw_q = tl.load(next_at, mask=col < K, other=0.0), tl.load(next_at - H * K, mask=col < K, other=0.0)
-            raw_b = tl.load(next_b, mask=shared, other=0.0)
+        if not STRAIGHT and t + 1 < length:  # the next token's, ahead of the stores
+            key_at, b_at = key_at + mixed_stride, b_at + b_stride
+            raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(b_at, mask=shared, other=0.0)
         by_key, by_query = scaled * _product(others, k, SIDE), scaled * _product(others, q, SIDE)
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
