@@ -100,7 +100,7 @@ def _add_product(
         if SCALED and not SHARED:
             part *= scale[:, None] if TURNED else scale[None, :]
         acc += part
-    elif w_tile.dtype == tl.float32 and x_tile.dtype == tl.bfloat16:
+    elif w_tile.dtype.primitive_bitwidth > x_tile.dtype.primitive_bitwidth:  # fp32, and bfloat16
         for _ in tl.static_range(3):  # as many of bfloat16 add up to one of fp32
             part = w_tile.to(tl.bfloat16)
             w_tile -= part.to(tl.float32)
