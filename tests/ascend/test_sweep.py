@@ -20,6 +20,7 @@ ROOT = Path(forkpoint.__file__).parent
 MASKS = "its loads would lose their masks"
 NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": "activations are not rounded to FP8, which it does not multiply",
+    "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.linear.gated_kernel._gated_kernel": MASKS,
     "ops.moe.kernel._pair_in_kernel": MASKS,
     "ops.moe.kernel._pair_out_kernel": MASKS,
