@@ -200,7 +200,7 @@ def verify_cases() -> Iterator[Case]:
                 pending, mark, marked = (ints([value] * rows) for value in (folded, 0, -1))
                 slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
                 offsets = ints(list(range(0, rows * tokens + 1, tokens)))
-                return [VerifyIndex(at, at, offsets, pending, mark, marked, lines, lines + 1) for at in slots]
+                return [VerifyIndex(at, at, offsets, pending, mark, marked, lines, lines + 1, lines) for at in slots]
 
             def recurrence(rows: int = rows, tokens: int = tokens, indices: Any = indices) -> list[Call]:
                 count, total = turns(rows * SLOT), rows * tokens

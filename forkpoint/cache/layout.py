@@ -35,7 +35,8 @@ class TensorSpec:
     `shape` is `(heads, dim)` of a token, and anything of a sequence. `operators` names what updates a sequence's
     tensor: for decode rows, and for prefill segments. Where drafts can be verified, `records` are what a token leaves
     behind until it is known to count, and operator `fold` then takes the tensor on by them. Where a tensor can be
-    written every few tokens, `spaced` are what each leaves behind until then, in the order of recurrence_record.
+    written every few tokens, `spaced` are what each leaves behind until then, in the order of recurrence_record. A
+    `single` record is read by the program alone that writes it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TensorSpec:
     fold: str | None = None
     records: tuple[TensorSpec, ...] = ()
     spaced: tuple[TensorSpec, ...] = ()
+    single: bool = False
 
     @property
     def num_values(self) -> int:

@@ -42,5 +42,5 @@ class Convolution:
 
 def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
     """The last inputs of `width` taps, and of drafts the inputs of each token."""
-    inputs = (TensorSpec("inputs", (channels,), dtype),)
+    inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
     return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)

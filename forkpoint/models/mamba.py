@@ -64,7 +64,8 @@ class MambaConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """The convolution's window and the state of all channels."""
         state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
-        records = tuple(TensorSpec(name, (size,), dtype) for name, size in zip(RECORDS, sizes, strict=True))
+        pairs = zip(RECORDS, sizes, strict=True)
+        records = tuple(TensorSpec(name, (size,), dtype, single=name != "keys") for name, size in pairs)
         tensors = (
             kept_window(self.channels, self.conv_width, dtype),
             TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill"), "scan_fold", records),

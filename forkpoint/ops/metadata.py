@@ -101,9 +101,9 @@ class VerifyIndex:
     `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. On a device the mark may be
     beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
-    writes the state before its tokens there, and of each token a record to line `write[b]`; of convolutions both lines
-    may be one. A padded row has no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which
-    the operators answer zeros.
+    writes the state before its tokens there, and of each token a record to line `write[b]`. Records that are read by
+    the program alone which writes them, such as a channel's inputs, have one line for both, `line[b]`. A padded row has
+    no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
     """
 
     src: Tensor  # [B]
@@ -114,11 +114,17 @@ class VerifyIndex:
     mark_dst: Tensor  # [B]
     read: Tensor  # [B]
     write: Tensor  # [B]
+    line: Tensor  # [B]
 
     @property
     def columns(self) -> list[Tensor]:
-        """All fields, in their order."""
-        return [getattr(self, name) for name in self.__slots__]
+        """All fields but the last, in their order."""
+        return [getattr(self, name) for name in self.__slots__[:-1]]
+
+    @property
+    def single_columns(self) -> list[Tensor]:
+        """The same for records that have one line."""
+        return [*self.columns[:-2], self.line, self.line]
 
     def __len__(self) -> int:
         return int(self.src.shape[0])

@@ -252,7 +252,7 @@ class ScanVerify(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """scan_decode for rows with drafts, with the bits of as many calls of it. Records, in the inputs' dtype:
-        x and dt `[L, M, D]`, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
+        x and dt `[L, M, D]` in one line each, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
 
 
 class Fold(Protocol):

@@ -30,11 +30,11 @@ class TokenRecords:
     written every `interval` tokens are behind by those since the last multiple of it. Positions alone decide, so a
     request's bits do not depend on what else ran; the grid of checkpoints is a multiple of it. The state of a row that
     leaves the batch at a block boundary, where it may have become a checkpoint, is folded first. `most_tokens` of a row
-    are in a step; with an interval of 1 a row has two lines: a step writes one and reads the other. `layers` are the
-    arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them. `missed[row]`,
-    int64 on the device, are the drafts that did not count of the row's last step with some; behind all rows there is a
-    0. Until a step's result is known the host supposes that all count. What `constants` has of a layer's tensor stands
-    behind the records that its `fold` is given.
+    are in a step; with an interval of 1 a row has two lines of what is not `single`: a step writes one and reads the
+    other. `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give
+    them. `missed[row]`, int64 on the device, are the drafts that did not count of the row's last step with some; behind
+    all rows there is a 0. Until a step's result is known the host supposes that all count. What `constants` has of a
+    layer's tensor stands behind the records that its `fold` is given.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TokenRecords:
         pending, line = self._pending[row], self._line[row]
         return (
             read, write, running_total(rows.num_tokens[:count]), pending, *self._marks(plan, pending),
-            line, line ^ self._turn,
+            line, line ^ self._turn, row,
         )  # fmt: skip
 
     def spaced_columns(self, plan: StepPlan) -> tuple[IntArray, ...]:
@@ -142,8 +142,8 @@ class TokenRecords:
         return self.newest_of(layer, name, *(self._platform.upload(column).long() for column in columns))
 
     def newest_lines(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """The lines that the rows' next step reads, and how many tokens of each are pending."""
-        return self._line[rows], self._pending[rows]
+        """The lines of windows' records that the rows' next step reads, and how many tokens of each are pending."""
+        return rows, self._pending[rows]
 
     def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
         """`newest` from those on the device, `[N]` int64."""
@@ -196,14 +196,14 @@ class TokenRecords:
 
     def prepare(self) -> None:
         """Have the device compile what a row needs that leaves, before one does."""
-        nothing = (np.full(1, NO_SLOT), np.full(1, NO_SLOT), np.zeros(2), *[np.zeros(1)] * 5)
+        nothing = (np.full(1, NO_SLOT), np.full(1, NO_SLOT), np.zeros(2), *[np.zeros(1)] * 6)
         self._fold_by(nothing)
-        self._settle_by(nothing)
+        self._settle_by(nothing[:-1])
 
     def _fold(self, rows: npt.NDArray[np.int64]) -> None:
         slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
         if len(rows):
-            self._fold_by((slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line))
+            self._fold_by((slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line, rows))
 
     def _fold_by(self, columns: tuple[npt.NDArray[Any], ...]) -> None:
         index = VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
@@ -239,7 +239,7 @@ def _records(layer: LayerSpec, most_tokens: int, interval: int) -> Iterator[tupl
                 yield tensor, record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
         elif most_tokens > 1:
             for record in tensor.records:
-                yield tensor, record, 2 if interval == 1 else 1, most_tokens
+                yield tensor, record, 2 if interval == 1 and not record.single else 1, most_tokens
 
 
 def _tensors(layer: LayerSpec) -> list[TensorSpec]:

@@ -34,7 +34,7 @@ HostLens = tuple[tuple[int, ...], tuple[int, ...]]  # of queries, of keys; empty
 # What padded rows have in the fields of VerifyIndex.
 _VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
     "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "pending": 0, "mark": 0, "mark_dst": NO_SLOT, "read": 0,
-    "write": 0,
+    "write": 0, "line": 0,
 })  # fmt: skip
 # And in those of RecordIndex.
 _RECORD: Final[Mapping[str, int | None]] = MappingProxyType({

@@ -192,7 +192,7 @@ def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Two rows, of three tokens and one, with a line of records each to read and to write."""
     spec, most = s.recurrence, 4
-    columns = ([0, 1], [2, 3], [0, 3, 4], [1, 0], [1, 0], [4, -1], [0, 1], [2, 3])
+    columns = ([0, 1], [2, 3], [0, 3, 4], [1, 0], [1, 0], [4, -1], [0, 1], [2, 3], [0, 1])
     index = VerifyIndex(*(ints(*column) for column in columns))
     dim, heads = spec.mixed_dim, spec.num_v_heads
     pool, states = s.empty(6, 3, dim), s.empty(6, heads, spec.value_dim, spec.key_dim, dtype=FP32)

@@ -178,7 +178,7 @@ def _decode(s: Shape, ops: OpTable) -> None:
     ops.recurrence_decode(x[:ROWS], a[:ROWS], None if b is None else b[:ROWS], _params(s), states, rows)
     if s.scan is not None:
         ops.scan_decode(_scanned(s, ROWS), *_scan(s), rows)
-    index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(8)))
+    index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(9)))
     keys = (spec.num_k_heads, spec.key_dim)
     sizes = ((spec.num_v_heads, spec.value_dim), keys, keys if spec.per_key else (spec.num_v_heads,))
     ops.conv_verify(x, weight, None, pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)], True)

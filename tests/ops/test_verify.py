@@ -40,15 +40,14 @@ CASES = [
 class _Rows:
     """Three rows in slots 1 to 3 (and, turn by turn, 4 to 6); 0 is for what a mark saves. Row 0 begins with nothing."""
 
-    def __init__(self, seed: int, length: int, device: torch.device, turn: int = 1) -> None:
-        """With a `turn` of 0 a step writes the line that it reads."""
-        self.random, self.length, self.device, self.turn = random.Random(seed), length, device, turn
+    def __init__(self, seed: int, length: int, device: torch.device) -> None:
+        self.random, self.length, self.device = random.Random(seed), length, device
         self.done, self.pending = [0] * NUM_ROWS, [0] * NUM_ROWS
         self.slots, self.lines = [-1, 2, 3], [0, 2, 4]
 
     @property
     def next_lines(self) -> list[int]:
-        return [line ^ self.turn for line in self.lines]
+        return [line ^ 1 for line in self.lines]
 
     @property
     def at(self) -> list[int]:
@@ -76,7 +75,17 @@ class _Rows:
             for at, count, size in zip(self.at, accepted, sizes, strict=True)
         ]
         starts = [sum(sizes[:row]) for row in range(NUM_ROWS + 1)]
-        columns = (self.slots, fresh, starts, self.pending, mark, mark_slot, self.lines, self.next_lines)
+        columns = (
+            self.slots,
+            fresh,
+            starts,
+            self.pending,
+            mark,
+            mark_slot,
+            self.lines,
+            self.next_lines,
+            range(NUM_ROWS),
+        )
         index = VerifyIndex(*(ints(list(column)).to(self.device) for column in columns))
         self.done = [at + (size == 1) for at, size in zip(self.at, sizes, strict=True)]
         self.pending = [count if size > 1 else 0 for count, size in zip(accepted, sizes, strict=True)]
@@ -86,7 +95,17 @@ class _Rows:
     def fold(self) -> VerifyIndex:
         """What is pending, in place, without tokens."""
         none = [0] * NUM_ROWS
-        columns = (self.slots, self.slots, [0] * (NUM_ROWS + 1), self.pending, none, none, self.lines, self.lines)
+        columns = (
+            self.slots,
+            self.slots,
+            [0] * (NUM_ROWS + 1),
+            self.pending,
+            none,
+            none,
+            self.lines,
+            self.lines,
+            range(NUM_ROWS),
+        )
         return VerifyIndex(*(ints(list(column)).to(self.device) for column in columns))
 
 
@@ -180,9 +199,9 @@ def test_scan(table: str, values: int, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(("width", "turn"), [(2, 1), (4, 1), (4, 0)])
+@pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("table", TABLES)
-def test_convolution(table: str, width: int, turn: int) -> None:
+def test_convolution(table: str, width: int) -> None:
     torch.manual_seed(0)
     ops, device, length, dim = TABLES[table], DEVICES[table], LENGTHS[table], 40
     x = torch.randn(NUM_ROWS, length, dim).bfloat16().to(device)
@@ -190,7 +209,7 @@ def test_convolution(table: str, width: int, turn: int) -> None:
     pool = _on(device, padded_pool(7, (width - 1, dim), torch.bfloat16))
     records = _records(device, (dim,), dtype=torch.bfloat16)
     _check(
-        _Rows(width, length, device, turn),
+        _Rows(width, length, device),
         pool,
         lambda t, plain, index: ops.conv_update(x[:, t], weight, bias, plain, index, True),
         lambda at, index: ops.conv_verify(_inputs(x, at), weight, bias, pool, index, records, True),
@@ -201,7 +220,7 @@ def test_convolution(table: str, width: int, turn: int) -> None:
 def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
     """One row of two tokens, one that is padding, and three tokens of no row, whose inputs are not finite."""
     ops, shape, columns = triton_ops(), Recurrence(1, 1, 16, 8), ([1, -1], [1, -1], [0, 2, 2])
-    index = VerifyIndex(*(ints(values).to(DEVICE) for values in (*columns, *[[0, 0]] * 3, [0, 0], [1, 0])))
+    index = VerifyIndex(*(ints(values).to(DEVICE) for values in (*columns, *[[0, 0]] * 3, [0, 0], [1, 0], [0, 0])))
     case = recurrence_case(5, shape)
     mixed, a, b = (behind(x[:2].to(DEVICE), 3) for x in (case.mixed, case.a, case.b))
     pool = torch.zeros(2, 1, 8, 16, device=DEVICE)

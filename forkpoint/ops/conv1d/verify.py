@@ -31,7 +31,7 @@ def conv_verify(
         if end == first + 1:
             windows[row] = inputs[1:]
         else:
-            lines[index.write[row], : end - first] = x[first:end]
+            lines[index.line[row], : end - first] = x[first:end]
     write_slots(pool, index.dst, windows)
     return out
 
@@ -43,7 +43,7 @@ def conv_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> No
 
 def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
     windows, behind, (lines,) = read_slots(pool, index.src), pool.shape[1], records
-    columns = (index.pending, index.mark, index.mark_dst, index.read)
+    columns = (index.pending, index.mark, index.mark_dst, index.line)
     for row, (count, mark, slot, line) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if count:
             inputs = torch.cat((windows[row], lines[line, :count].to(pool.dtype)))

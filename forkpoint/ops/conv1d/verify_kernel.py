@@ -257,7 +257,7 @@ def _launch(
         pool,
         out,
         lines,
-        *index.columns,
+        *index.single_columns,
         len(index),
         x.shape[0],
         x.stride(0),

@@ -84,30 +84,30 @@ Tensor decode(const std::vector<Tensor>& in, const Layer& layer, const Tensor& p
 }
 
 template <class T>
-ScanRecords<T> records_of(const std::vector<Tensor>& lines, const Tensor& A) {
+ScanRecords<T> records_of(const std::vector<Tensor>& lines, const Tensor& line, const Tensor& A) {
   TORCH_CHECK(lines.size() == 3 && lines[0].size(2) == A.size(0) && lines[2].size(2) == A.size(1),
               "records are those of x, dt and b");
   for (const Tensor& line : lines) TORCH_CHECK(line.is_contiguous(), "records are dense");
-  return {lines[0].size(1), ptr<T>(lines[0]), ptr<T>(lines[1]), ptr<T>(lines[2])};
+  return {lines[0].size(1), index(line), ptr<T>(lines[0]), ptr<T>(lines[1]), ptr<T>(lines[2])};
 }
 
 Tensor verify(const std::vector<Tensor>& in, const Layer& layer, const Tensor& pool, const std::vector<Tensor>& rows,
-              const std::vector<Tensor>& lines) {
+              const Tensor& line, const std::vector<Tensor>& lines) {
   const VerifyRows windows = verify_rows(rows);
   return run(in, layer, pool, [&](const auto& call, const auto& states) {
     using T = std::remove_reference_t<decltype(*call.out)>;
-    scan_verify(call, states, records_of<T>(lines, layer.A), windows);
+    scan_verify(call, states, records_of<T>(lines, line, layer.A), windows);
   });
 }
 
-void fold(const Tensor& pool, const std::vector<Tensor>& rows, const std::vector<Tensor>& lines, const Tensor& A,
-          const Tensor& dt_bias) {
+void fold(const Tensor& pool, const std::vector<Tensor>& rows, const Tensor& line, const std::vector<Tensor>& lines,
+          const Tensor& A, const Tensor& dt_bias) {
   TORCH_CHECK(A.is_contiguous() && dt_bias.is_contiguous(), "A and dt_bias are dense");
   const VerifyRows windows = verify_rows(rows);
   by_type(lines[0].scalar_type(), [&](auto* tag) {
     using T = FORKPOINT_TYPE(tag);
     with_pool(A, pool, [&](const auto& states) {
-      scan_fold(rates_of({A, dt_bias, dt_bias}), states, records_of<T>(lines, A), windows);
+      scan_fold(rates_of({A, dt_bias, dt_bias}), states, records_of<T>(lines, line, A), windows);
     });
   });
 }

@@ -108,8 +108,8 @@ void fold_pending(const ScanRates& rates, const ScanRecords<T>& r, const VerifyR
   const int64_t dim = p.pool.dim, values = p.pool.values;
   p.read(w.src[row]);
   for (int64_t i = 0; i < w.pending[row]; ++i) {
-    const int64_t entry = w.read[row] * r.length + i;
-    advance(rates, r.x + entry * dim, r.dt + entry * dim, r.b + entry * values, p);
+    const int64_t own = r.line[row] * r.length + i, shared = w.read[row] * r.length + i;
+    advance(rates, r.x + own * dim, r.dt + own * dim, r.b + shared * values, p);
     p.round();
     if (i + 1 == w.mark[row]) p.keep(w.mark_dst[row]);
   }
@@ -151,10 +151,10 @@ void scan_verify(const Scan<T>& in, const ScanPool<S>& pool, const ScanRecords<T
     for (int64_t token = first; token < last; ++token) {
       step(in, token, p);
       p.round();
-      const int64_t entry = w.write[row] * r.length + token - first;
-      copy(r.x + entry * in.dim, at(in.x, token), p.first, p.count());
-      copy(r.dt + entry * in.dim, at(in.dt, token), p.first, p.count());
-      if (p.first == 0) copy(r.b + entry * in.values, at(in.b, token), 0, in.values);
+      const int64_t i = token - first, own = r.line[row] * r.length + i, shared = w.write[row] * r.length + i;
+      copy(r.x + own * in.dim, at(in.x, token), p.first, p.count());
+      copy(r.dt + own * in.dim, at(in.dt, token), p.first, p.count());
+      if (p.first == 0) copy(r.b + shared * in.values, at(in.b, token), 0, in.values);
     }
     if (last - first <= 1) p.keep(w.dst[row]);
   });

@@ -36,10 +36,12 @@ struct ScanPool {
   int64_t stride, dim, values;
 };
 
-// What tokens leave for the fold, `length` of them in each line: x and dt [D], b [N] of a token.
+// What tokens leave for the fold, `length` of them in each line: x and dt [D], b [N] of a token. Row r's lines of x and
+// dt are line[r].
 template <class T>
 struct ScanRecords {
   int64_t length;
+  const int32_t* line;
   T *x, *dt, *b;
 };
 

@@ -106,11 +106,11 @@ class _StateOperators:
         silu: bool,
     ) -> Tensor:
         taps = self._tap(weight, bias)
-        out: Tensor = self._module.conv_verify(x, taps, pool, silu, index.columns, *records)
+        out: Tensor = self._module.conv_verify(x, taps, pool, silu, index.single_columns, *records)
         return out
 
     def conv_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
-        self._module.conv_fold(pool, index.columns, *records)
+        self._module.conv_fold(pool, index.single_columns, *records)
 
     def recurrence_verify(
         self,
@@ -162,12 +162,12 @@ class _ScanOperators:
         out: Tensor | None = None,
     ) -> Tensor:
         layer = self._layer(params)
-        result: Tensor = self._module.scan_verify(list(inputs), layer, pool, index.columns, records)
+        result: Tensor = self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records)
         return result if out is None else out.copy_(result)
 
     def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
         *lines, rates, dt_bias = records
-        self._module.scan_fold(pool, index.columns, lines, rates, dt_bias)
+        self._module.scan_fold(pool, index.columns, index.line, lines, rates, dt_bias)
 
 
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:

@@ -27,7 +27,8 @@ def recurrence_verify(
     tokens, spec, (updates, keys, decays) = prepare(mixed, a, b, params), params.spec, records
     out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
 
-    def take(own: Tensor, at: Tensor, line: Tensor, i: int) -> Tensor:
+    def take(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
+        line = index.write[rows].long()
         mine = Tokens(*(value[at] for value in tokens))
         answer, u, decay = advance(own, mine, params)
         out[at] = answer.to(mixed.dtype)
@@ -47,7 +48,8 @@ def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tens
     updates, keys, decays = records
     group = updates.shape[2] // keys.shape[2]
 
-    def take(own: Tensor, line: Tensor, i: int) -> Tensor:
+    def take(own: Tensor, rows: Tensor, i: int) -> Tensor:
+        line = index.read[rows].long()
         key = keys[line, i].repeat_interleave(group, dim=1)
         fold(own, updates[line, i], key, decays[line, i].view(*own.shape[:2], -1))
         return own
@@ -56,12 +58,12 @@ def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tens
 
 
 def folded(pool: Tensor, index: VerifyIndex, fold: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
-    """The states `[B, ...]` fp32 after the pending tokens; stores those at the marks. `fold(states, lines, i)` are
-    states after record `i` of their lines."""
+    """The states `[B, ...]` fp32 after the pending tokens; stores those at the marks. `fold(states, rows, i)` are
+    states after record `i` of those rows."""
     states = read_slots(pool, index.src).float()
     for i in range(int(index.pending.max())):
         live = torch.nonzero(index.pending > i)[:, 0]
-        own = fold(states[live], index.read[live].long(), i)
+        own = fold(states[live], live, i)
         states[live] = own.to(pool.dtype).float()
         write_slots(pool, torch.where(index.mark[live] == i + 1, index.mark_dst[live], -1), own)
     return states
@@ -71,12 +73,12 @@ def verified(
     states: Tensor, pool: Tensor, index: VerifyIndex, advance: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 ) -> None:
     """Takes folded states `[B, ...]` through all rows' first tokens, then the second ones of those that have two, and
-    so on. `advance(states, tokens, lines, i)` are states after the tokens there, which leave record `i` in lines."""
+    so on. `advance(states, tokens, rows, i)` are states after those tokens, which leave record `i` of their rows."""
     first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
     drafting = lens > 1
     write_slots(pool, torch.where(drafting, index.dst, -1), states)
     for i in range(int(lens.max())):
         live = torch.nonzero(lens > i)[:, 0]
-        own = advance(states[live], first[live] + i, index.write[live].long(), i)
+        own = advance(states[live], first[live] + i, live, i)
         states[live] = own.to(pool.dtype).float()
     write_slots(pool, torch.where(drafting, -1, index.dst), states)

@@ -23,12 +23,11 @@ def scan_verify(
     out: Tensor | None = None,
 ) -> Tensor:
     """Inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` and the records as `index` says."""
-    answer = torch.empty_like(inputs.x) if out is None else out
+    answer, (x, dt, b) = torch.empty_like(inputs.x) if out is None else out, records
 
-    def advance(own: Tensor, at: Tensor, line: Tensor, i: int) -> Tensor:
-        mine = ScanInputs(*(value[at] for value in inputs))
-        for record, value in zip(records, mine[:3], strict=True):
-            record[line, i] = value
+    def advance(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
+        mine, line = ScanInputs(*(value[at] for value in inputs)), index.line[rows].long()
+        x[line, i], dt[line, i], b[index.write[rows].long(), i] = mine[:3]
         y, after = scan_tokens(ScanInputs(*(value.unsqueeze(0) for value in mine)), params, own)
         answer[at] = y.squeeze(0).to(answer.dtype)
         return after
@@ -45,8 +44,9 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> No
 def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
     x, dt, b, rates, dt_bias = records
 
-    def fold(own: Tensor, line: Tensor, i: int) -> Tensor:
-        decay, new = scan_changes(x[line, i], dt[line, i], b[line, i], rates, dt_bias)
+    def fold(own: Tensor, rows: Tensor, i: int) -> Tensor:
+        line, shared = index.line[rows].long(), index.read[rows].long()
+        decay, new = scan_changes(x[line, i], dt[line, i], b[shared, i], rates, dt_bias)
         return decay * own + new
 
     return folded(pool, index, fold)

@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
-from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_answer, scan_update
+from forkpoint.ops.scan.kernel import AHEAD, CHANNELS, input_row, scan_answer, scan_update
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
 
@@ -39,6 +39,7 @@ def _verify_kernel(
     mark_dst,
     read,
     write,
+    line,
     x_stride,
     dt_stride,
     b_stride,
@@ -66,17 +67,16 @@ def _verify_kernel(
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     slot_at = pool + in_slot
     state = tl.load(slot_at + source * slot_stride, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
-    entry = tl.load(read + row).to(tl.int64) * MOST
-    for i in range(count):
+    marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
+    own, shared = tl.load(line + row).to(tl.int64) * MOST, tl.load(read + row).to(tl.int64) * MOST
+    for i in tl.range(0, count, num_stages=AHEAD):
         x_row, dt_row = (
-            input_row(past_x + channel, D, entry + i, present),
-            input_row(past_dt + channel, D, entry + i, present),
+            input_row(past_x + channel, D, own + i, present),
+            input_row(past_dt + channel, D, own + i, present),
         )
-        state = scan_update(state, x_row, dt_row, input_row(past_b + value, N, entry + i, real), rate, bias)
-        state = state.to(pool.dtype.element_ty).to(tl.float32)
-        if i + 1 == position:
-            marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
-            tl.store(marked, state.to(pool.dtype.element_ty), mask=in_state)
+        b_row = input_row(past_b + value, N, shared + i, real)
+        state = scan_update(state, x_row, dt_row, b_row, rate, bias).to(pool.dtype.element_ty).to(tl.float32)
+        tl.store(marked, state.to(pool.dtype.element_ty), mask=in_state & (i + 1 == position))
     target_at, in_target = slot_at + target * slot_stride, in_state & (target >= 0)
     if not COMPUTES:
         tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
@@ -86,24 +86,23 @@ def _verify_kernel(
         if length > 1:
             tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
         through = tl.load(skip + channel, mask=present, other=0.0)
-        line = tl.load(write + row).to(tl.int64) * MOST
-        for t in range(length):
+        shared = tl.load(write + row).to(tl.int64) * MOST
+        drafting = present & (length > 1)
+        tl.debug_barrier()  # what is read of the line above is written over
+        for t in tl.range(0, length, num_stages=AHEAD):
             token = first + t
-            x_row, dt_row = (
-                input_row(x + channel, x_stride, token, present),
-                input_row(dt + channel, dt_stride, token, present),
-            )
+            x_row = input_row(x + channel, x_stride, token, present)
+            dt_row = input_row(dt + channel, dt_stride, token, present)
             b_row, c_row = input_row(b + value, b_stride, token, real), input_row(c + value, c_stride, token, real)
             z_row = input_row(z + channel, z_stride, token, present)
             state = scan_update(state, x_row, dt_row, b_row, rate, bias)
             y = scan_answer(state, x_row, c_row, z_row, through)
             state = state.to(pool.dtype.element_ty).to(tl.float32)
             tl.store(out + token * D + channel, y.to(out.dtype.element_ty), mask=present)
-            if length > 1:
-                tl.store(past_x + (line + t) * D + channel, x_row.to(past_x.dtype.element_ty), mask=present)
-                tl.store(past_dt + (line + t) * D + channel, dt_row.to(past_dt.dtype.element_ty), mask=present)
-                if piece == 0:
-                    tl.store(past_b + (line + t) * N + value, b_row.to(past_b.dtype.element_ty), mask=real)
+            tl.store(past_x + (own + t) * D + channel, x_row.to(past_x.dtype.element_ty), mask=drafting)
+            tl.store(past_dt + (own + t) * D + channel, dt_row.to(past_dt.dtype.element_ty), mask=drafting)
+            here = real & (piece == 0) & (length > 1)
+            tl.store(past_b + (shared + t) * N + value, b_row.to(past_b.dtype.element_ty), mask=here)
         if length == 1:
             tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
@@ -150,6 +149,7 @@ def _launch(
         out,
         *records,
         *index.columns,
+        index.line,
         *(value.stride(0) for value in inputs),
         pool.stride(0),
         len(index),
