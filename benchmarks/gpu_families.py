@@ -25,7 +25,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_ops import DEVICE, DTYPE, OPS, Call, Case, ceilings, ints, median_seconds, randn, segments, turns
+from benchmarks.gpu_ops import (
+    DEVICE,
+    DTYPE,
+    OPS,
+    Call,
+    Case,
+    ceilings,
+    ints,
+    median_seconds,
+    randn,
+    segments,
+    turns,
+    verify_indices,
+)
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams, ScanInputs, ScanParams
@@ -39,6 +52,7 @@ HEADS, RANK, SHARED = 32, 512, 64  # of Kimi-Linear's latent attention
 OWN, VALUE = 128, 128  # dims of a head's key and value before they are moved to latents
 WIDTH, TOKENS = 4, 8192
 ROWS = (1, 32, 128)
+DRAFTED, WINDOW = (1, 8, 32, 128), 4  # rows, and their tokens, three of which are folded
 LATENTS = ((1, 16384), (32, 4096), (128, 1024), (128, 4096))
 QUERIES = ((128, 16384), (512, 16384), (8192, 8192), (8192, 16384))
 SPLITS = KeySplits(wanted=DeviceTraits().num_decode_programs)
@@ -97,6 +111,38 @@ def scan_step(rows: int) -> Case:
         return [lambda i=i: OPS.scan_decode(inputs, params, pool, i) for i in slots(count, rows)]  # type: ignore[misc]
 
     return Case(f"Mamba-1 step, {rows} rows", rows * (2 * slot + token), 0, make)
+
+
+def key_window(rows: int) -> Case:
+    """A step of rows with drafts, by layers of KDA."""
+    total, size = rows * WINDOW, (KDA.num_v_heads, KDA.value_dim)
+    slot, record = 4 * KDA.key_dim * size[0] * size[1], 4 * 3 * size[0] * size[1]
+
+    def make() -> list[Call]:
+        count = turns(rows * slot)
+        pool = torch.randn(count * rows, *size, KDA.key_dim, device=DEVICE)
+        mixed, a, b = (randn(total, n) for n in (KDA.mixed_dim, KDA.num_decays, KDA.num_v_heads))
+        params, records = params_of(KDA), [torch.zeros(2 * rows, WINDOW, *size, device=DEVICE) for _ in range(3)]
+        indices = verify_indices(count, rows, WINDOW)
+        return [lambda i=i: OPS.recurrence_verify(mixed, a, b, params, pool, i, records) for i in indices]  # type: ignore[misc]
+
+    return Case(f"KDA with drafts, {rows} rows", rows * (2 * slot + (2 * WINDOW - 1) * record), 0, make)
+
+
+def scan_window(rows: int) -> Case:
+    """The same by layers of Mamba-1."""
+    slot, record, token = 4 * CHANNELS * VALUES, 2 * (2 * CHANNELS + VALUES), 2 * (4 * CHANNELS + 2 * VALUES)
+
+    def make() -> list[Call]:
+        count = turns(rows * slot)
+        inputs, params = scan_inputs(rows * WINDOW), scan_params()
+        pool = torch.randn(count * rows, CHANNELS, VALUES, device=DEVICE)
+        records = [randn(2 * rows, WINDOW, size) for size in (CHANNELS, CHANNELS, VALUES)]
+        indices = verify_indices(count, rows, WINDOW)
+        return [lambda i=i: OPS.scan_verify(inputs, params, pool, i, records) for i in indices]  # type: ignore[misc]
+
+    moved = rows * (2 * slot + (2 * WINDOW - 1) * record + WINDOW * token)
+    return Case(f"Mamba-1 with drafts, {rows} rows", moved, 0, make)
 
 
 def conv_step(name: str, dim: int, rows: int) -> Case:
@@ -162,6 +208,9 @@ def steps() -> Iterator[Case]:
         yield conv_step("its window, KDA", KDA.mixed_dim, rows)
         yield scan_step(rows)
         yield conv_step("its window, Mamba-1", CHANNELS, rows)
+    for rows in DRAFTED:
+        yield key_window(rows)
+        yield scan_window(rows)
     yield from (latents(rows, 1, length) for rows, length in LATENTS)
     for queries, length in QUERIES:
         yield latents(1, queries, length)

@@ -11,7 +11,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -187,6 +186,14 @@ def conv_cases() -> Iterator[Case]:
         yield Case(f"conv_update, {rows} rows", 2 * rows * dim * 2 * WIDTH, 0, update)
 
 
+def verify_indices(count: int, rows: int, tokens: int) -> list[VerifyIndex]:
+    """Steps of other slots, each of rows of so many tokens that have one less to fold."""
+    own, offsets = ints(list(range(rows))), ints(list(range(0, rows * tokens + 1, tokens)))
+    pending, mark, marked = (ints([value] * rows) for value in (tokens - 1, 0, -1))
+    slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
+    return [VerifyIndex(at, at, offsets, pending, mark, marked, own, own + rows, own) for at in slots]
+
+
 def verify_cases() -> Iterator[Case]:
     """Rows with drafts, all tokens but one of whose last step are to be folded."""
     heads, dim, shapes = SHAPE.num_v_heads, SHAPE.mixed_dim, record_shapes()
@@ -195,26 +202,19 @@ def verify_cases() -> Iterator[Case]:
         for tokens in (1, 2, 3, 4):
             folded = tokens - 1
 
-            def indices(count: int, rows: int = rows, tokens: int = tokens, folded: int = folded) -> list[VerifyIndex]:
-                lines = ints(list(range(0, 2 * rows, 2)))
-                pending, mark, marked = (ints([value] * rows) for value in (folded, 0, -1))
-                slots = [ints(list(range(i * rows, (i + 1) * rows))) for i in range(count)]
-                offsets = ints(list(range(0, rows * tokens + 1, tokens)))
-                return [VerifyIndex(at, at, offsets, pending, mark, marked, lines, lines + 1, lines) for at in slots]
-
-            def recurrence(rows: int = rows, tokens: int = tokens, indices: Any = indices) -> list[Call]:
+            def recurrence(rows: int = rows, tokens: int = tokens) -> list[Call]:
                 count, total = turns(rows * SLOT), rows * tokens
                 pool = torch.randn(count * rows, heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
                 mixed, a, b, params = randn(total, dim), randn(total, heads), randn(total, heads), recurrence_params()
                 records = [torch.zeros(2 * rows, 4, *shape, device=DEVICE) for shape in shapes]
                 return [
                     lambda i=i: OPS.recurrence_verify(mixed, a, b, params, pool, i, records)  # type: ignore[misc]
-                    for i in indices(count)
+                    for i in verify_indices(count, rows, tokens)
                 ]
 
-            def conv(rows: int = rows, tokens: int = tokens, indices: Any = indices) -> list[Call]:
+            def conv(rows: int = rows, tokens: int = tokens) -> list[Call]:
                 x, weight, pool = randn(rows * tokens, dim), randn(WIDTH, dim).t(), randn(rows, WIDTH - 1, dim)
-                (index,), records = indices(1), [randn(2 * rows, 4, dim)]
+                (index,), records = verify_indices(1, rows, tokens), [randn(rows, 4, dim)]
                 return [lambda: OPS.conv_verify(x, weight, None, pool, index, records, True)]
 
             moved = rows * (2 * SLOT + (folded + (tokens > 1) * tokens) * record)
