@@ -22,6 +22,8 @@ SHAPES = {
     "down": (4096, 12288),
     "attention_in": (10240, 4096),
     "half_of_down": (2048, 12288),
+    "half_of_gate_up": (12288, 4096),
+    "half_of_recurrent_in": (6176, 4096),
     "head": (151936, 4096),
     "router": (257, 2048),
 }
@@ -58,9 +60,10 @@ def test_rows_do_not_depend_on_the_batch(name: str, fixed: OpTable) -> None:
             assert torch.equal(fixed.linear(x[start : start + rows], packed), whole[start : start + rows]), rows
 
 
-def test_gated_rows_do_not_depend_on_the_batch(fixed: OpTable) -> None:
+@pytest.mark.parametrize("name", ["gate_up", "half_of_gate_up"])
+def test_gated_rows_do_not_depend_on_the_batch(name: str, fixed: OpTable) -> None:
     torch.manual_seed(1)
-    x, packed = cancelling(max(ROWS), *SHAPES["gate_up"])
+    x, packed = cancelling(max(ROWS), *SHAPES[name])
     weight = packed.weight * 16  # gates of every slope
     whole = fixed.linear_silu_mul(x, PackedLinear(weight, None))
     for rows in (*ROWS, 16, 17, 32, 33, 128, 129):

@@ -88,7 +88,7 @@ class DeviceLinear:
         if tile is None or (isinstance(tile, GatedTile) and not traits_of(x.device).masks_gathers):
             return self.silu_mul(self.linear(x, packed))
         if isinstance(tile, GatedTile):
-            return multiply_gated(x, packed.weight, tile)
+            return multiply_gated(x, packed.weight, tile.among(packed.weight.shape[0] // 2))
         return multiply(x, packed.weight, None, within(tile, x.device), gated=True)
 
     def prepare_heads(self, weight: Tensor) -> Tensor:

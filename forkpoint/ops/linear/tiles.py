@@ -56,10 +56,15 @@ class GatedTile:
     wide: int = 64
     narrow: int = 32
 
+    def among(self, num_outputs: int) -> GatedTile:
+        """With half of its rows where few outputs would leave half of the processors idle."""
+        few = self.rows == LARGEST and num_outputs <= FEW_OUTPUTS
+        return replace(self, rows=self.rows // 2, num_warps=self.num_warps // 2) if few else self
+
 
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
-NARROW = 2048  # up to here tiles of 64 rows are faster for 65 to 128 rows
+NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
@@ -83,7 +88,7 @@ _FEW: Final[Choices[Tile]] = Choices(
             32: Tile(32, 64, 128, 4, 6, turned=True),
         }
     ),
-    MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(128, 32, 128, 8, 5)}),
+    MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(64, 64, 64, 4, 6)}),
 )
 _FEWEST: Final[Choices[Tile]] = Choices(
     MappingProxyType(
@@ -158,8 +163,8 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     """A tile that gives a row the same bits, whatever the number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
-    few = num_outputs <= NARROW and num_rows <= LARGEST
-    tile = _fixed(_choices(num_outputs, width), min(num_rows, 64) if few else num_rows)
+    few = num_outputs <= NARROW and 64 < num_rows <= LARGEST
+    tile = _fixed(_choices(num_outputs, width), 32 if few else num_rows)
     if tile is not None:
         return replace(tile, splits=1)
     if num_rows <= 512:
