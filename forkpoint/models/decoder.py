@@ -96,8 +96,8 @@ class Model(ABC):
         else:
             own = self._embedding[start:end]
             head = F.pad(own, (0, 0, 0, end - start - len(own)))
-        self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size)
         self._drafts = self.draft_head(build) if config.draft_layer and self.draft_head is not None else None
+        self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 
     @classmethod
     @abstractmethod

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from forkpoint.models.cuts import padded_span
 from forkpoint.models.layers import Projection
+from forkpoint.ops.linear.scaled import narrowed
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
@@ -15,9 +16,11 @@ class OutputHead:
     """From hidden states to logits. Ranks share what little says which id is the likeliest, and all logits only where
     somebody asks for them."""
 
-    def __init__(self, ops: OpTable, ranks: Ranks, weight: Tensor, vocab_size: int) -> None:
-        """`weight[padded ids of this rank, H]`."""
+    def __init__(self, ops: OpTable, ranks: Ranks, weight: Tensor, vocab_size: int, guesses: bool = False) -> None:
+        """`weight[padded ids of this rank, H]`; `guesses`: somebody asks for some."""
         self._own, self._ops, self._ranks, self._vocab_size = Projection(ops, weight), ops, ranks, vocab_size
+        narrow = narrowed(weight) if guesses else None
+        self._quick = self._own if narrow is None else Projection(ops, narrow)
         self._first, end = padded_span(vocab_size, ranks)
         self._count = min(end, vocab_size) - self._first  # the rest is padding
 
@@ -28,6 +31,11 @@ class OutputHead:
     def whole(self, own: Tensor) -> Tensor:
         """Those of all ranks `[R, vocab_size]`."""
         return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self._vocab_size].contiguous()
+
+    def guess(self, hidden: Tensor) -> Tensor:
+        """The likeliest ids `[R]` of `hidden[R, H]`, by weights in FP8 where that is less to read: all of the head is
+        read for each draft of a row, and whether that is right is said by the head itself."""
+        return self.likeliest(self._quick(hidden))[0]
 
     def likeliest(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """What `greedy` says of the logits of all ranks."""

@@ -182,5 +182,5 @@ class DraftGraphs:
             )
             ctx = ForwardContext(positions[i], shape.num_rows, index, {}, {}, self._records.layers)
             hidden = self._model.draft(ids, hidden, ctx)
-            ids = self._model.head.likeliest(self._model.head.own(hidden))[0]
+            ids = self._model.head.guess(hidden)
             self.drafted[:, i].index_copy_(0, t["rows"], ids)

@@ -67,4 +67,4 @@ class ModelDrafts:
         )
         at = self._platform.upload(position.astype(np.int64) - 1)
         hidden = self._model.draft(ids, hidden, ForwardContext(at, count, index, {}, {}, self._records.layers))
-        return self._model.head.likeliest(self._model.head.own(hidden))[0], hidden
+        return self._model.head.guess(hidden), hidden

@@ -7,8 +7,10 @@ import torch
 
 from forkpoint.models.cuts import padded_span
 from forkpoint.models.head import OutputHead
+from forkpoint.ops.linear import scaled
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import torch_table
+from forkpoint.platforms.platform import DeviceTraits
 from tests.thread_ranks import on_each
 
 VOCAB, HIDDEN = 100, 8  # with several ranks the first has 64 ids; of three the third has none
@@ -34,3 +36,27 @@ def test_the_likeliest_id_is_that_of_all_logits(size: int) -> None:
     for ids, finite, whole in on_each(size, False, run):
         assert torch.equal(finite, want_finite) and torch.equal(ids[finite], want_ids[finite])
         assert torch.equal(whole.nan_to_num(), logits.nan_to_num())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_guesses_are_made_by_weights_in_fp8_where_a_device_multiplies_it(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else is: logits stay those of the weights as loaded."""
+    vocab, weight = 4224, torch.randn(4224, 128).to(torch.bfloat16)
+    hidden = weight[torch.randperm(vocab)[:50]]  # each row's own id is the likeliest by far
+    monkeypatch.setattr(scaled, "traits_of", lambda device: DeviceTraits(multiplies_fp8=True))
+    narrow, whole = scaled.narrowed(weight), scaled.quantise(weight)
+    assert narrow is not None and torch.equal(narrow.scales, whole.scales)
+    assert torch.equal(narrow.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+    assert scaled.narrowed(weight.float()) is None
+
+    def run(ranks: Ranks) -> tuple[torch.Tensor, ...]:
+        first, end = padded_span(vocab, ranks)
+        heads = [OutputHead(torch_table(), ranks, weight[first:end], vocab, guesses) for guesses in (False, True)]
+        plain, head = heads
+        assert torch.equal(head.own(hidden), plain.own(hidden)) and torch.equal(plain.guess(hidden), head.guess(hidden))
+        return head.guess(hidden), head.likeliest(head.own(hidden))[0]
+
+    for guessed, ids in on_each(size, False, run):
+        assert torch.equal(guessed, ids)
