@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FIRST_RATE = 0.7  # of drafts that are right, before anything is known of them
 FIRST_WEIGHT, MOST_WEIGHT = 8, 256  # drafts that what all rows' come to is the mean of, at first and later
 ROW_MEMORY = 1 / 24  # weight of the newest draft in what a row's are apart from that
+SAME = 0.2  # up to which that is chance: rows with as many drafts as others fill a recorded step
 TIME_MEMORY = 0.97  # weight of what was known before each step
 SLOWEST, FIRST_SLOWEST = 1.5, 4.0  # times what the line says, or before it the mean: what takes longer was held up
 APART = 0.05  # deviation of steps' tokens, as a share of their mean, that says what one costs
@@ -121,7 +122,7 @@ class DraftLength:
     def _rate(self, row: _Row, i: int) -> float:
         """How likely the row's i-th draft is right, if those before it are."""
         usual = self._rates[min(i, len(self._rates) - 1)] if self._rates else FIRST_RATE
-        return min(1.0, max(0.0, usual + row.apart))
+        return min(1.0, max(0.0, usual + row.apart * (abs(row.apart) > SAME)))
 
     def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
         self._num_steps += 1
