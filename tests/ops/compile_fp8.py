@@ -101,7 +101,7 @@ def main() -> None:
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}
     compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, BLOCK_D=4096, ROWS=1, **flags)
     compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), BLOCK=1024, ROUNDS=True)
-    into, out_of = moe.SCALED_PAIR_IN, moe.PAIR_OUT
+    into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)
     sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}

@@ -19,13 +19,14 @@ from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
 from forkpoint.ops.attention.latent_kernel import latent_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
-from forkpoint.ops.launch import overlap, straight
+from forkpoint.ops.launch import capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table, turns
 from forkpoint.ops.metadata import TILE, AttentionIndex
 from forkpoint.ops.parameters import KVScales
 from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
+PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -356,6 +357,9 @@ class PagedAttention:
         at_once = how.programs or traits_of(call.q.device).num_processors
         splits = 1 if self._deterministic else num_splits(programs, at_once)
         scratch = _Scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        # Two such programs share a processor: one multiplies while the other takes exponentials.
+        narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
+        capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
         gate = call.out if call.gate is None else call.gate
         shared = {"QUERIES": queries, "TOKENS": TILE, **call.options}
         each = subs * sizes["HEADS"] * splits
@@ -390,6 +394,7 @@ class PagedAttention:
                 SPLIT=splits > 1,
                 num_warps=how.num_warps if block_m == 128 or wide else 4,
                 num_stages=1 if wide else how.num_stages,
+                **capped,
             )
         if splits > 1:
             _join(call, index, scratch, splits, shared)

@@ -43,13 +43,13 @@ class DeviceExperts:
             into = within(into, x.device, gated_fp8=True)
         else:
             apart = traits_of(x.device).masks_gathers
-            into, out_of = _tiles(x.dtype, mean_rows)
+            into, out_of = _tiles(x.dtype, mean_rows, packed.gated)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids)
         return grouped_experts(x, packed, weights, ids, into, out_of)
 
 
-def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
+def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:
     """For the products into and out of experts that serve `mean_rows` pairs each. All give a row the same bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
@@ -57,7 +57,9 @@ def _tiles(dtype: torch.dtype, mean_rows: float) -> tuple[Tile, Tile]:
         return Tile(16, 64, 128, 4, 3, turned=True), Tile(16, 64, 128, 4, 3, turned=True)
     if mean_rows <= 96:
         return Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)
-    return Tile(128, 128, 64, 8, 4, turned=True), Tile(128, 256, 64, 8, 4)
+    if gated:
+        return Tile(128, 64, 64, 4, 3, turned=True), Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)
 
 
 def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -> tuple[Tile, Tile]:

@@ -33,8 +33,7 @@ from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
 
 BLOCK = 1024
-PAIR_IN = Tile(1, 8, 512, 4, 3)
-SCALED_PAIR_IN = Tile(1, 8, 128, 1, 6)
+PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
@@ -360,8 +359,7 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    into = PAIR_IN if isinstance(packed, PackedExperts) else SCALED_PAIR_IN
-    pieces = triton.cdiv(inner, into.outputs)
+    pieces = triton.cdiv(inner, PAIR_IN.outputs)
     gate_up, gate_up_scales = parts(packed.gate_up)
     down, down_scales = parts(packed.down)
     _pair_in_kernel[(ids.numel() * pieces,)](
@@ -376,11 +374,11 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         pieces,
         gate_up_scales,
         GATED=packed.gated,
-        OUTPUTS=into.outputs,
-        WIDTH=into.width,
-        STAGES=into.num_stages,
+        OUTPUTS=PAIR_IN.outputs,
+        WIDTH=PAIR_IN.width,
+        STAGES=PAIR_IN.num_stages,
         **scale_options(packed.gate_up),
-        num_warps=into.num_warps,
+        num_warps=PAIR_IN.num_warps,
         **overlap(x.device, num_tokens),
     )
     is_wide = down_scales is None and inner > PAIR_OUT.width
