@@ -126,7 +126,7 @@ class Build:
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
     shares: Shares = WHOLE
-    defers: bool = False  # parts leave the sum over ranks of what they give to the norm behind them (`Unsummed`)
+    defers: bool = False  # parts may leave the last sum of what they give to the norm behind them (`ops.unmade`)
 
     @property
     def ranks(self) -> Ranks:

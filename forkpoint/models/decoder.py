@@ -106,7 +106,7 @@ class Model(ABC):
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""
-        blocks = self.blocks(replace(build, defers=build.ranks.defers and self.defers_sums), layer)
+        blocks = self.blocks(replace(build, defers=self.defers_sums), layer)
         names = [f"model.layers.{layer}.{norm}" for norm in self.norms[: len(blocks)]]
         norms = [RMSNorm(build, name, build.config.hidden_size, self.centred_norms) for name in names]
         return PreNormLayer(list(zip(norms, blocks, strict=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -103,7 +103,7 @@ class GatedDeltaNet:
         """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
         shape = self._shape
         sizes = [shape.mixed_dim, self._value_size, shape.num_v_heads, shape.num_v_heads]
-        outputs = [product(x) for product in self._input]
+        outputs = self._products(x)
         if len(outputs) == 1:
             mixed, z, b, a = torch.split(outputs[0], sizes, dim=-1)
         else:
@@ -111,3 +111,11 @@ class GatedDeltaNet:
         gate = torch.unflatten(z, -1, (shape.num_v_heads, shape.value_dim))
         out = self._ops.gated_rmsnorm(self._recurrence(mixed, a, b, ctx), gate, self._norm.weight, self._norm.eps)
         return self._out(out.flatten(1))
+
+    def _products(self, x: Tensor) -> Sequence[Tensor]:
+        """Of one matrix or two."""
+        if len(self._input) == 2 and self._ops.linear_both is not None:
+            both = self._ops.linear_both(x, *(product.packed for product in self._input))
+            if both is not None:
+                return both
+        return [product(x) for product in self._input]

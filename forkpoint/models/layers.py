@@ -15,52 +15,47 @@ from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, multiplied
 from forkpoint.ops.ranks import Ranks
-from forkpoint.ops.table import OpTable
+from forkpoint.ops.table import Linear, OpTable
+from forkpoint.ops.unmade import Unmade
 
 
 class Projection:
-    """A linear layer, packed once."""
+    """A linear layer, packed once; by `linear` if it is not the table's."""
 
-    def __init__(self, ops: OpTable, weight: Matrix, bias: Tensor | None = None) -> None:
-        self._ops = ops
-        self._packed: Any = ops.prepare_linear(weight, bias)
+    def __init__(self, ops: OpTable, weight: Matrix, bias: Tensor | None = None, linear: Linear | None = None) -> None:
+        self._linear, self._wide = linear or ops.linear, ops.wide_linear
+        self.packed: Any = ops.prepare_linear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K] -> [T, N]`."""
-        return self._ops.linear(x, self._packed)
+        return self._linear(x, self.packed)
 
     def wide(self, x: Tensor) -> Tensor:
         """`x[T, K] -> [T, N]` in fp32, as the weights are."""
-        if self._ops.wide_linear is None or x.dtype != torch.bfloat16:
+        if self._wide is None or x.dtype != torch.bfloat16:
             return self(x.float())
-        return self._ops.wide_linear(x, self._packed)
+        return self._wide(x, self.packed)
 
 
 def read_projection(
-    build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
+    build: Build,
+    name: str,
+    rows: int,
+    columns: int,
+    bias: bool = False,
+    scale: float = 1.0,
+    linear: Linear | None = None,
 ) -> Projection:
     """The layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`, its answers multiplied by `scale`."""
     weight = build.weights.get_matrix(f"{name}.weight", (rows, columns))
     shift = build.weights.get(f"{name}.bias", (rows,)) if bias else None
     if scale != 1.0:
         weight, shift = multiplied(weight, scale), None if shift is None else shift * scale
-    return Projection(build.ops, weight, shift)
+    return Projection(build.ops, weight, shift, linear)
 
 
-class Unsummed(Tensor):
-    """What one rank has of a sum over ranks that is still to be made: nothing but `own` can be asked of it."""
-
-    own: Tensor
-
-    @classmethod
-    def of(cls, own: Tensor) -> Unsummed:
-        found = own.as_subclass(cls)
-        found.own = own
-        return found
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError("a sum over ranks was left to a norm, and something else came first")
+class Unsummed(Unmade):
+    """What one rank has of a sum over ranks."""
 
 
 class RowParallel:
@@ -70,14 +65,15 @@ class RowParallel:
         self, build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
     ) -> None:
         """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
-        self._ranks, self._defers, adds_bias = build.ranks, build.defers, bias
+        self._ranks, self._defers, adds_bias = build.ranks, build.defers and build.ranks.defers, bias
         self._cuts_rows = build.ranks.cuts_rows(rows)
         if build.ranks.gathers:
             rows, columns = rows // build.ranks.size if self._cuts_rows else rows, columns * build.ranks.size
         elif build.ranks.rank:
             build.weights.get(f"{name}.bias", (rows,)) if bias else None
             adds_bias = False  # once in the sum
-        self._own = read_projection(build, name, rows, columns, adds_bias, scale)
+        linear = build.ops.linear_parts if build.defers and build.ranks.size == 1 else None
+        self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""

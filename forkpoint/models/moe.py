@@ -89,7 +89,10 @@ class SparseMLP:
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
         self._ops, self._moe, self._ranks, source = build.ops, moe, build.ranks, build.weights
-        self._defers = build.defers and not moe.latent_size
+        defers = build.defers and not moe.latent_size
+        self._defers = defers and build.ranks.defers
+        left = build.ops.experts_parts if defers and build.ranks.size == 1 else None
+        self._apply = left or build.ops.experts
         rows = {f"{name}.gate.weight": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate.weight"] = 1
@@ -100,7 +103,8 @@ class SparseMLP:
             self._router = Projection(build.ops, torch.cat(parts))
         else:
             joined = join_rows(source, list(rows), list(rows.values()), hidden)
-            self._router = Projection(build.ops, joined if isinstance(joined, ScaledMatrix) else _aligned(joined))
+            joined = joined if isinstance(joined, ScaledMatrix) else _aligned(joined)
+            self._router = Projection(build.ops, joined, linear=build.ops.linear_parts)
         self._num_scores = sum(rows.values())
         self._bias = None
         if moe.bias is not None:
@@ -178,9 +182,9 @@ class SparseMLP:
         scores = (self._router.wide(x) if self._is_wide else self._router(x))[:, : self._num_scores]
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
         if not self._down_up:
-            return self._all_ranks(self._ops.experts(x, self._experts, weights, ids))
+            return self._all_ranks(self._apply(x, self._experts, weights, ids))
         narrow, wide = self._down_up
-        return wide(self._all_ranks(self._ops.experts(narrow(x), self._experts, weights, ids)))
+        return wide(self._all_ranks(self._apply(narrow(x), self._experts, weights, ids)))
 
     def _all_ranks(self, own: Tensor) -> Tensor:
         if self._defers:

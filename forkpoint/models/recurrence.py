@@ -43,10 +43,15 @@ class ConvRecurrence:
 
     def _decode(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
-        mixed = self._conv.decode(mixed, ctx)
         if ctx.record is not None:
-            records = [cache[name] for name in SPACED]
-            return self._ops.recurrence_record(mixed, a, b, self._params, cache["matrix"], ctx.record, records, out)
+            state = (self._params, cache["matrix"], ctx.record, [cache[name] for name in SPACED], out)
+            if ctx.verify is None and self._conv.bias is None and self._ops.conv_record is not None:
+                rows = slots["conv_update"]
+                found = self._ops.conv_record(mixed, self._conv.taps, cache["conv"], rows, a, b, *state)
+                if found is not None:
+                    return found
+            return self._ops.recurrence_record(self._conv.decode(mixed, ctx), a, b, *state)
+        mixed = self._conv.decode(mixed, ctx)
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
             found = self._ops.recurrence_verify(mixed, a, b, self._params, cache["matrix"], ctx.verify, records)

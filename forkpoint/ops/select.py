@@ -30,7 +30,8 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-_NOT_OPERATORS = ("redirects", "deterministic", "backends", "latent_prefill", "wide_linear", "rounding")
+_OPTIONAL = ("latent_prefill", "wide_linear", "linear_parts", "experts_parts", "linear_both", "conv_record", "rounding")
+_NOT_OPERATORS = ("redirects", "deterministic", "backends", *_OPTIONAL)
 
 
 def operator_names() -> tuple[str, ...]:

@@ -37,6 +37,11 @@ class Linear(Protocol):
         """`x[T, K] -> y[T, N]` in x's dtype."""
 
 
+class LinearBoth(Protocol):
+    def __call__(self, x: Tensor, packed: Any, beside: Any) -> tuple[Tensor, Tensor] | None:
+        """linear by each of two matrices; None where that is no faster in one."""
+
+
 class PrepareLinearHeads(Protocol):
     def __call__(self, weight: Tensor) -> Any:
         """Pack a weight for each head, `[H, N, K]`, once at load."""
@@ -221,6 +226,25 @@ class RecurrenceRecord(Protocol):
         are in `mixed`, their scales `[H]` and g `[HV]`, both fp32."""
 
 
+class ConvRecord(Protocol):
+    def __call__(
+        self,
+        mixed: Tensor,
+        taps: Tensor,
+        windows: Tensor,
+        rows: DecodeIndex,
+        a: Tensor,
+        b: Tensor | None,
+        params: RecurrenceParams,
+        pool: Tensor,
+        index: RecordIndex,
+        records: Sequence[Tensor],
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """conv_update without a bias and with SiLU, then recurrence_record of what it makes, for rows of one token;
+        None for shapes that it does not take."""
+
+
 class RecurrenceSettle(Protocol):
     def __call__(self, pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
         """What recurrence_record does before the tokens."""
@@ -386,4 +410,8 @@ class OpTable:
     backends: dict[str, str] = field(default_factory=dict)
     latent_prefill: LatentPrefill | None = None  # what is cheaper than paged_attention for many tokens of a row
     wide_linear: Linear | None = None  # `linear` with weights in fp32 of an x in bfloat16, in fp32
+    linear_parts: Linear | None = None  # the same, whose answers may be `unmade.Parts`: for add_rmsnorm and route alone
+    experts_parts: Experts | None = None  # the same, for add_rmsnorm alone
+    linear_both: LinearBoth | None = None  # two operators in one, this and the next
+    conv_record: ConvRecord | None = None
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made

@@ -22,6 +22,7 @@ from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence.decode_kernel import recurrence_decode
 from forkpoint.ops.recurrence.prefill_kernel import recurrence_prefill
 from forkpoint.ops.recurrence.record_kernel import recurrence_record, recurrence_settle
+from forkpoint.ops.recurrence.step_kernel import conv_record
 from forkpoint.ops.recurrence.verify_kernel import recurrence_fold, recurrence_verify
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.sampling.choose_kernel import sample_rows
@@ -78,7 +79,14 @@ def triton_table(base: OpTable) -> OpTable:
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
     # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
     long_latents = None if base.deterministic else latent_prefill
-    table = replace(base, **replaced, latent_prefill=long_latents, backends={**base.backends, **backends})
+    optional: dict[str, Any] = {
+        "latent_prefill": long_latents,
+        "linear_both": product.linear_both,
+        "conv_record": conv_record,
+        "linear_parts": partial(product.linear, parts=True),
+        "experts_parts": partial(experts, parts=True),
+    }
+    table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
     if base.deterministic:
         return table
     table = replace(table, wide_linear=product.wide)

@@ -68,11 +68,12 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def in_turns(table: OpTable) -> OpTable:
-    """The same operators, over at most MOST_ROWS rows at a time. Keys are not made of latents, nor fp32 products of
-    bfloat16: their tiles are a GPU's."""
+    """The same operators, over at most MOST_ROWS rows at a time, without those of a GPU alone."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
     cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, _most(name)) for name, places in own.items()}
-    return replace(table, **cut, latent_prefill=None, wide_linear=None)
+    own_to_gpus = ("latent_prefill", "wide_linear", "linear_parts", "experts_parts", "linear_both", "conv_record")
+    absent = dict.fromkeys(own_to_gpus)
+    return replace(table, **cut, **absent)  # type: ignore[arg-type]
 
 
 def _most(name: str) -> int:

@@ -94,7 +94,7 @@ def main() -> None:
     compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags)
     compiled("key_pairs", key_chunk_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
     compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
-    sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None}
+    sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "BESIDE": 0}
     for mode in (True, AT_ONCE.value):
         ptx = compiled("row", linear._row_kernel, 4, **sizes, GATED=False, BIAS=False, OVERLAP=mode).asm["ptx"]
         wait, start = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")

@@ -40,12 +40,15 @@ POINTERS = {
     "x_scales": "*fp32",
     "out_scales": "*fp32",
     "weights": "*fp32",
+    "shares": "*fp32",
     "pairs": "*i32",
     "tiles": "*i32",
     "ids": "*i32",
     "x": "*bf16",
     "hidden": "*bf16",
     "other": "*bf16",
+    "beside": "*bf16",
+    "beside_out": "*bf16",
     "bias": "*bf16",
     "out": "*bf16",
 }
@@ -99,7 +102,7 @@ def main() -> None:
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}
-    compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, BLOCK_D=4096, ROWS=1, **flags)
+    compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, BLOCK_D=4096, ROWS=1, PARTS=8, **flags)
     compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), BLOCK=1024, ROUNDS=True)
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
@@ -108,7 +111,7 @@ def main() -> None:
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
     alone = one_scaled_tile(4096)
     sizes = {"OUTPUTS": alone.outputs, "WIDTH": alone.width, "STAGES": alone.num_stages}
-    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, BIAS=False)
+    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, BIAS=False, BESIDE=2)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)

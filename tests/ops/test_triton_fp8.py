@@ -272,6 +272,19 @@ def test_what_products_read_is_rounded_as_it_is_made(monkeypatch: pytest.MonkeyP
     assert not isinstance(norm.rmsnorm(x[:16], weight, 1e-6, rounded=True), fp8_kernel.Rounded)
 
 
+@pytest.mark.parametrize("layout", ["block", "channel"])
+def test_two_matrices_in_one_launch(layout: str) -> None:
+    """Of one row: the bits of the first are those of a launch of its own."""
+    torch.manual_seed(0)
+    x, first = torch.randn(1, 256).to(DEVICE, torch.bfloat16), scaled(136, 256, layout=layout, dtype=torch.bfloat16)
+    packed, beside = OURS.prepare_linear(first, None), OURS.prepare_linear(torch.randn(7, 256).to(x), None)
+    assert OURS.linear_both is not None
+    both = OURS.linear_both(x, packed, beside)
+    assert both is not None and torch.equal(both[0], OURS.linear(x, packed))
+    close(both[1], x.double() @ beside.weight.double().T, torch.bfloat16)
+    assert OURS.linear_both(x.repeat(2, 1), packed, beside) is None
+
+
 def test_rows_that_are_kept_for_many_outputs() -> None:
     """The product out of experts for many tokens, of tiles that are full and that are not."""
     torch.manual_seed(0)

@@ -44,7 +44,9 @@ class DecodeLaunch:
 
 FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
 FEW, MANY = DecodeLaunch(), DecodeLaunch(num_stages=2)
-MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor; other bits
+SOME_DECODES = 64  # up to which they load as far ahead, of fewer keys; other bits
+SOME_SMALL = DecodeLaunch(keys=32)
+MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,9 @@ class PagedAttention:
             return self._given
         if num_rows <= FEW_DECODES:
             return FEW
-        return MANY if self._deterministic else MANY_SMALL
+        if self._deterministic:
+            return MANY
+        return SOME_SMALL if num_rows <= SOME_DECODES else MANY_SMALL
 
     def __call__(
         self,

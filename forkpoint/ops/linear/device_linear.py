@@ -11,7 +11,7 @@ from torch import Tensor
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
 from forkpoint.ops.linear.gated_kernel import multiply_gated
-from forkpoint.ops.linear.kernel import multiply
+from forkpoint.ops.linear.kernel import multiply, multiply_both
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
@@ -55,13 +55,13 @@ class DeviceLinear:
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
-    def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
-        """`x[T, K] -> y[T, N]` in x's dtype."""
+    def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear, parts: bool = False) -> Tensor:
+        """`x[T, K] -> y[T, N]` in x's dtype; with `parts` perhaps as `Parts`."""
         num_outputs, width = packed.weight.shape
         if isinstance(packed, ScaledLinear):
             tile = self._scaled_tile(x, packed, gated=False)
             if tile is not None:
-                return multiply(x, packed.weight, packed.bias, tile)
+                return multiply(x, packed.weight, packed.bias, tile, parts=parts)
             if packed.library_scales is not None:
                 return multiply_fp8(x, packed.weight, packed.library_scales, packed.bias)
             return F.linear(x, widen(packed.weight), packed.bias)
@@ -69,7 +69,18 @@ class DeviceLinear:
         tile = choose(x.shape[0], num_outputs, width, x.dtype)
         if tile is None:
             return F.linear(x, packed.weight, packed.bias)
-        return multiply(x, packed.weight, packed.bias, within(tile, x.device))
+        return multiply(x, packed.weight, packed.bias, within(tile, x.device), parts=parts)
+
+    def linear_both(
+        self, x: Tensor, packed: PackedLinear | ScaledLinear, beside: PackedLinear | ScaledLinear
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `table.LinearBoth`: of one row, a matrix in FP8 and one beside it that is not."""
+        if not isinstance(packed, ScaledLinear) or isinstance(beside, ScaledLinear) or len(x) != 1:
+            return None
+        tile = self._scaled_tile(x, packed, gated=False)
+        if tile is None or tile.rows != 1 or packed.bias is not None or beside.bias is not None:
+            return None
+        return multiply_both(x, packed.weight, beside.weight, tile)
 
     @staticmethod
     def wide(x: Tensor, packed: PackedLinear) -> Tensor:

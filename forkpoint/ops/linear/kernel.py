@@ -16,15 +16,18 @@ from forkpoint.ops.linear.sums_kernel import (
     accumulate,
     by_bits,
     gate,
-    parts,
+    matrix_parts,
     row_sums,
     scale_columns,
     scale_options,
     shares_scales,
 )
 from forkpoint.ops.linear.tiles import Tile
+from forkpoint.ops.unmade import Parts
 
 BLOCK = 1024  # outputs whose splits one program adds
+BESIDE_OUTPUTS = 2
+BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(1024), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "group"])
@@ -133,11 +136,12 @@ def _linear_kernel(
 
 
 @triton.jit
-def _row_kernel(
+def _row_tile(
     x,
     weight,
     bias,
     out,
+    start,
     num_outputs,
     width,
     scales,
@@ -150,8 +154,7 @@ def _row_kernel(
     BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    await_before(OVERLAP)
-    start = tl.program_id(0) * OUTPUTS
+    """Outputs `[start, start + OUTPUTS)` of one row."""
     outputs = tl.arange(0, OUTPUTS)
     inside = outputs < num_outputs - start
     w_at = weight + start.to(tl.int64) * width
@@ -181,6 +184,49 @@ def _row_kernel(
     if GATED:
         total = gate(total, up, out.dtype.element_ty)
     tl.store(out + start + outputs, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    beside,
+    beside_out,
+    num_outputs,
+    width,
+    x_stride,
+    output_tiles,
+    beside_outputs,
+    scales,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    BESIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BESIDE: of one row, and behind its programs come others, of so many outputs each, for a second matrix, which has
+    no scales."""
+    await_before(OVERLAP)
+    pid = tl.program_id(0)
+    row = (pid // output_tiles).to(tl.int64)
+    if BESIDE and row > 0:
+        start = (pid - output_tiles) * BESIDE
+        _row_tile(
+            x, beside, bias, beside_out, start, beside_outputs, width, scales,
+            BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
+        )  # fmt: skip
+    else:
+        start = pid % output_tiles * OUTPUTS
+        _row_tile(
+            x + row * x_stride, weight, bias, out + row * num_outputs, start, num_outputs, width, scales,
+            OUTPUTS, WIDTH, STAGES, GATED, BIAS, SCALE_ROWS, BLOCKED, OVERLAP,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "pieces"])
@@ -222,8 +268,11 @@ def _options(x: Tensor, tile: Tile, at_once: bool = False) -> dict[str, Any]:
     return overlap(x.device, x.shape[0], at_once) if tile.overlaps else {"OVERLAP": False}
 
 
-def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
-    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride; in fp32 if the weight is.
+def multiply(
+    x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False, parts: bool = False
+) -> Tensor:
+    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride; in fp32 if the weight is. With `parts`, and without
+    a bias, splits of K may be left as `Parts`.
 
     With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
     In FP8 a tile's width divides 128, or, where it has 1 row, is a multiple, and `weight.by_one_row(gated)` holds.
@@ -235,7 +284,6 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     if not num_rows:
         return out
     if tile.rows == 1:
-        assert num_rows == 1
         _multiply_row(x, weight, bias, out, tile, gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
@@ -244,7 +292,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
     target = out
     if splits > 1:
         target = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    codes, scales = parts(weight)
+    codes, scales = matrix_parts(weight)
     given = Activations.of(x, tile.narrows)
     _linear_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
         given.rows,
@@ -280,6 +328,8 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: 
         num_stages=tile.num_stages,
         **_options(x, tile, at_once=scales is None),
     )
+    if splits > 1 and parts and bias is None and not gated:
+        return Parts.of(target[:, 0].transpose(0, 1))
     if splits > 1:
         _add_splits(target, bias, out)
     return out
@@ -304,16 +354,39 @@ def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
     )
 
 
-def _multiply_row(x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
-    num_outputs, width = out.shape[1], x.shape[1]
-    codes, scales = parts(weight)
-    _row_kernel[(triton.cdiv(num_outputs, tile.outputs),)](
+def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """`x[1, K] W^T` for two matrices, of which the second is in x's dtype, in one launch; the tile has one row."""
+    out, second = (x.new_empty(1, len(codes)) for codes in (matrix_parts(weight)[0], beside))
+    _multiply_row(x.contiguous(), weight, None, out, tile, False, (beside, second))
+    return out, second
+
+
+def _multiply_row(
+    x: Tensor,
+    weight: Matrix,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    gated: bool,
+    both: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    beside, second = both or (None, None)
+    beside_outputs = 0 if beside is None else len(beside)
+    (num_rows, num_outputs), width = out.shape, x.shape[1]
+    codes, scales = matrix_parts(weight)
+    tiles = triton.cdiv(num_outputs, tile.outputs)
+    _row_kernel[(num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS),)](
         x,
         codes,
         bias,
         out,
+        beside,
+        second,
         num_outputs,
         width,
+        x.stride(0),
+        tiles,
+        beside_outputs,
         scales,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
@@ -321,6 +394,7 @@ def _multiply_row(x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor, t
         GATED=gated,
         BIAS=bias is not None,
         **scale_options(weight),
+        BESIDE=BESIDE_OUTPUTS if beside_outputs else 0,
         num_warps=tile.num_warps,
         **_options(x, tile, at_once=scales is None),
     )

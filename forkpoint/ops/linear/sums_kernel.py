@@ -273,7 +273,7 @@ def row_sums(
     return total, total_up
 
 
-def parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+def matrix_parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     """The elements, and, in FP8, the scales."""
     return (weight.codes, weight.scales) if isinstance(weight, ScaledMatrix) else (weight, None)
 

@@ -20,7 +20,8 @@ class Tile:
     """How a product `y[M, N] = x[M, K] W[N, K]^T` is cut into programs.
 
     Each program computes `rows x outputs` elements over K in steps of `width`, or over one of `splits` parts of K,
-    whose fp32 sums a second launch adds in their order. A tile of 1 row does without the matrix units. With `turned`
+    whose fp32 sums a second launch adds in their order. A tile of 1 row does without the matrix units, and takes
+    several rows one by one. With `turned`
     the weights are the left operand of the matrix instruction, which has at least 64 rows on its left: few rows of x
     then waste no work. Programs of `group` row tiles take turns over the same weights before the next group's do.
 
@@ -62,6 +63,7 @@ class GatedTile:
         return replace(self, rows=self.rows // 2, num_warps=self.num_warps // 2) if few else self
 
 
+SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without the matrix units, is the fastest
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
@@ -151,6 +153,8 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
     """The tile for a product of this shape; None for the vendor's library."""
     if dtype != torch.bfloat16:
         return None
+    if num_outputs <= SINGLE_OUTPUTS and num_rows <= SINGLE_ROWS:
+        return Tile(1, 2, 1024, 2, 2, overlaps=True)
     return _of_bucket(_choices(num_outputs, width).fast, num_rows)
 
 

@@ -32,8 +32,10 @@ class DeviceExperts:
             return packed if masks or packed.by_pairs else packed._replace(gate_up=gate_up.by_row())
         return PackedExperts(dense(gate_up), dense(down))
 
-    def __call__(self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `table.Experts`."""
+    def __call__(
+        self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, parts: bool = False
+    ) -> Tensor:
+        """See `table.Experts`; with `parts` perhaps as `Parts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
@@ -46,7 +48,7 @@ class DeviceExperts:
             into, out_of = _tiles(x.dtype, mean_rows, packed.gated)
         if not self.deterministic and ids.numel() <= MAX_PAIRED and apart:
             return paired_experts(x, packed, weights, ids)
-        return grouped_experts(x, packed, weights, ids, into, out_of)
+        return grouped_experts(x, packed, weights, ids, into, out_of, parts)
 
 
 def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from forkpoint.ops.linear.sums_kernel import (
     accumulate,
     by_bits,
     gate,
-    parts,
+    matrix_parts,
     row_sums,
     scale_columns,
     scale_options,
@@ -30,6 +30,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
+from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
 BLOCK = 1024
@@ -273,9 +274,16 @@ def _pair_out_kernel(
 
 
 def grouped_experts(
-    x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, into: Tile, out_of: Tile
+    x: Tensor,
+    packed: PackedExperts | ScaledExperts,
+    weights: Tensor,
+    ids: Tensor,
+    into: Tile,
+    out_of: Tile,
+    parts: bool = False,
 ) -> Tensor:
-    """As `experts`: pairs in the order of their experts, each product in tiles of one expert's rows.
+    """As `experts`: pairs in the order of their experts, each product in tiles of one expert's rows. With `parts` the
+    answers of a token's experts are left as `Parts`.
 
     `into.rows` and `out_of.rows` are the same. A row's bits depend on the tiles alone, which may say that activations
     are rounded to FP8 too.
@@ -288,13 +296,17 @@ def grouped_experts(
     kind: Literal["gated", "squared"] = "gated" if packed.gated else "squared"
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
     answers = Activations.empty(ids.numel(), size, x, False)
-    _grouped_product(Activations.of(x, into.narrows), packed.gate_up, hidden, order, top_k, into, kind)
+    near = overlap(x.device, num_tokens, at_once=True)
+    _grouped_product(Activations.of(x, into.narrows), packed.gate_up, hidden, order, top_k, into, kind, near)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
     if out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
         multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
     else:
-        _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain")
+        near = overlap(x.device, num_tokens)
+        _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain", near)
+    if parts:
+        return Parts.weighed(answers.rows.view(num_tokens, top_k, size), weights)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(size, BLOCK)
     _combine_kernel[(num_tokens * pieces,)](
@@ -311,8 +323,9 @@ def _grouped_product(
     top_k: int,
     tile: Tile,
     kind: Literal["gated", "squared", "plain"],
+    options: dict[str, Any],
 ) -> None:
-    codes, scales = parts(weight)
+    codes, scales = matrix_parts(weight)
     num_outputs, width = out.rows.shape[1], weight.shape[2]
     num_tiles, output_tiles = order.tiles.shape[1], triton.cdiv(num_outputs, tile.outputs)
     _grouped_kernel[(num_tiles * output_tiles,)](
@@ -349,7 +362,7 @@ def _grouped_product(
         BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **overlap(x.rows.device, x.rows.shape[0]),
+        **options,
     )
 
 
@@ -360,8 +373,8 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     pieces = triton.cdiv(inner, PAIR_IN.outputs)
-    gate_up, gate_up_scales = parts(packed.gate_up)
-    down, down_scales = parts(packed.down)
+    gate_up, gate_up_scales = matrix_parts(packed.gate_up)
+    down, down_scales = matrix_parts(packed.down)
     _pair_in_kernel[(ids.numel() * pieces,)](
         x,
         gate_up,

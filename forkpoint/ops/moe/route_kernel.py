@@ -9,7 +9,9 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
 from forkpoint.ops.launch import await_inputs, overlap, straight
+from forkpoint.ops.norm.kernel import sum_of_parts
 from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.unmade import Parts
 
 
 @triton.jit
@@ -20,14 +22,39 @@ def _one_of(best, count, STRAIGHT: tl.constexpr):
 
 
 @triton.jit
+def _scores(row, part_stride, experts, num_experts, PARTS: tl.constexpr):
+    """Of all experts, fp32; behind the last one none is larger."""
+    there = experts < num_experts
+    if PARTS:  # of bfloat16
+        score = sum_of_parts(row + experts, None, part_stride, there, tl.bfloat16, PARTS)
+        return tl.where(there, score, float("-inf"))
+    else:
+        return tl.load(row + experts, mask=there, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _gate(at, part_stride, PARTS: tl.constexpr):
+    """The shared experts' score."""
+    if PARTS:
+        total = tl.load(at)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(at + part * part_stride)
+        return total.to(tl.bfloat16).to(tl.float32)
+    else:
+        return tl.load(at).to(tl.float32)
+
+
+@triton.jit
 def _route_kernel(
     scores,
     weights,
     ids,
     stride,
+    part_stride,
     num_experts,
     top_k,
     num_choices,
+    PARTS: tl.constexpr,
     NORMALISE: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
@@ -37,7 +64,7 @@ def _route_kernel(
     await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
-    score = tl.load(scores + row * stride + experts, mask=experts < num_experts, other=float("-inf")).to(tl.float32)
+    score = _scores(scores + row * stride, part_stride, experts, num_experts, PARTS)
     share = tl.exp(score - tl.max(score, 0))
     share = share / tl.sum(share, 0)
     weight = tl.zeros((CHOICES,), tl.float32)
@@ -50,7 +77,7 @@ def _route_kernel(
         share = tl.where(experts == best, -1.0, share)
     if NORMALISE:
         weight = weight / tl.sum(weight, 0)
-    gate = tl.load(scores + row * stride + num_experts).to(tl.float32)
+    gate = _gate(scores + row * stride + num_experts, part_stride, PARTS)
     weight = tl.where(choices < top_k, weight, sigmoid(gate))
     chosen = tl.where(choices < top_k, chosen, num_experts + choices - top_k)
     at = row * num_choices + choices
@@ -65,6 +92,7 @@ def _ruled_kernel(
     weights,
     ids,
     stride,
+    part_stride,
     num_experts,
     top_k,
     num_choices,
@@ -72,6 +100,7 @@ def _ruled_kernel(
     top_groups,
     eps,
     scale,
+    PARTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -87,7 +116,7 @@ def _ruled_kernel(
     nothing = float("-inf")
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     there = experts < num_experts
-    score = tl.load(scores + row * stride + experts, mask=there, other=nothing).to(tl.float32)
+    score = _scores(scores + row * stride, part_stride, experts, num_experts, PARTS)
     if SIGMOID:
         share = sigmoid(score)
     else:
@@ -123,7 +152,7 @@ def _ruled_kernel(
     weight = weight * scale
     weight = tl.where(choices < top_k, weight, 1.0)
     if GATED:
-        gate = tl.load(scores + row * stride + num_experts).to(tl.float32)
+        gate = _gate(scores + row * stride + num_experts, part_stride, PARTS)
         weight = tl.where(choices < top_k, weight, sigmoid(gate))
     chosen = tl.where(choices < top_k, chosen, num_experts + choices - top_k)
     at = row * num_choices + choices
@@ -132,8 +161,10 @@ def _ruled_kernel(
 
 
 def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `table.Route`."""
-    gated = rule.shared == "gated"
+    """See `table.Route`; scores may be `Parts`."""
+    gated, part_stride, num_parts = rule.shared == "gated", 0, 0
+    if isinstance(scores, Parts):
+        num_parts, part_stride, scores = scores.own.shape[1], scores.own.stride(1), scores.own[:, 0]
     num_tokens, num_experts = scores.shape[0], scores.shape[1] - gated
     num_choices = rule.top_k + rule.num_shared
     weights = torch.empty(num_tokens, num_choices, dtype=torch.float32, device=scores.device)
@@ -141,6 +172,7 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
     if not num_tokens:
         return weights, ids
     sizes = {
+        "PARTS": num_parts,
         "NORMALISE": rule.normalise,
         "EXPERTS": triton.next_power_of_2(num_experts),
         "CHOICES": triton.next_power_of_2(num_choices),
@@ -148,7 +180,7 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
         **straight(scores.device),
         **overlap(scores.device, num_tokens),
     }
-    shape = (scores.stride(0), num_experts, rule.top_k, num_choices)
+    shape = (scores.stride(0), part_stride, num_experts, rule.top_k, num_choices)
     plain = RouteRule(top_k=rule.top_k, normalise=rule.normalise, num_shared=rule.num_shared, shared="gated")
     if rule == plain and bias is None:
         _route_kernel[(num_tokens,)](scores, weights, ids, *shape, **sizes)

@@ -12,14 +12,27 @@ from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
 from forkpoint.ops.linear.scaled import BLOCK
+from forkpoint.ops.unmade import Parts
 
 TILE = 1024  # elements of a program, unless one row is wider
 PIECE = tl.constexpr(BLOCK)  # of a row that is rounded to FP8
 
 
+@triton.jit
+def sum_of_parts(own, shares, part_stride, inside, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """fp32 of PARTS tensors at `own`, `own + part_stride`, .., each times one of `shares` if there are any; rounded to
+    `dtype`, as it would be, were it stored."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(PARTS):  # no loop, so that all loads are under way together
+        value = tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        total += value if shares is None else tl.load(shares + part) * value
+    return total.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x,
+    shares,
     other,
     weight,
     out,
@@ -30,6 +43,7 @@ def _norm_kernel(
     heads,
     x_token,
     x_head,
+    x_part,
     other_token,
     other_head,
     eps,
@@ -41,12 +55,14 @@ def _norm_kernel(
     SIGMOID: tl.constexpr,
     OWN_WEIGHTS: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
-    than x, so that they can be read while the launch that writes x is still at work. ROUNDS: all heads of a token, side
+    than x, so that they can be read while the launch that writes x is still at work. PARTS: x is the sum of so many, of
+    one row to a program; 0: it is as it is. ROUNDS: all heads of a token, side
     by side, are written in FP8 too."""
     if STRAIGHT:  # rows of one token
         parts = tl.cdiv(heads, ROWS)
@@ -67,7 +83,13 @@ def _norm_kernel(
     if ADD or GATED:
         side = tl.load(beside, mask=inside, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
-    wide = tl.load(x + (token * x_token + head * x_head)[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    x_at = x + (token * x_token + head * x_head)[:, None] + at[None, :]
+    if PARTS:
+        if shares is not None:
+            shares += tl.program_id(0).to(tl.int64) * PARTS
+        wide = sum_of_parts(x_at, shares, x_part, inside, other.dtype.element_ty, PARTS)
+    else:
+        wide = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         total = (wide + side).to(other.dtype.element_ty)
         tl.store(beside, total, mask=inside)
@@ -106,10 +128,16 @@ def _norm(
     sigmoid: bool = False,
     rounded: bool = False,
 ) -> Tensor:
-    if rounded and takes_rounded(x, x.shape[-1]):
-        out: Tensor = Rounded.empty(*x.shape, like=x)
+    shares, num_parts, part_stride = None, 0, 0
+    like = x
+    if isinstance(x, Parts):
+        assert other is not None and add, "a norm takes parts if it adds"
+        shares, like, (_, num_parts, _), part_stride = x.shares, other, x.own.shape, x.own.stride(1)
+        x = x.own[:, 0]
+    if rounded and takes_rounded(like, like.shape[-1]):
+        out: Tensor = Rounded.empty(*like.shape, like=like)
     else:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     form = straight(x.device)
     if form["STRAIGHT"] and x.dim() == 2:  # the rows of a matrix are heads of one token
         x, other = x[None], None if other is None else other[None]
@@ -117,10 +145,11 @@ def _norm(
     num_rows = x.shape[0] * heads
     if num_rows:
         block = triton.next_power_of_2(size)
-        rows = max(1, TILE // block)
+        rows = max(1, TILE // block) if num_parts == 0 else 1
         programs = x.shape[0] * triton.cdiv(heads, rows) if form["STRAIGHT"] else triton.cdiv(num_rows, rows)
         _norm_kernel[(programs,)](
             x,
+            shares,
             x if other is None else other,
             weight,
             out,
@@ -128,6 +157,7 @@ def _norm(
             num_rows,
             heads,
             *_strides(x),
+            part_stride,
             *_strides(x if other is None else other),
             eps,
             D=size,
@@ -138,6 +168,7 @@ def _norm(
             SIGMOID=sigmoid,
             OWN_WEIGHTS=weight.dim() == 2,
             ADD=add,
+            PARTS=num_parts,
             ROUNDS=isinstance(out, Rounded),
             **form,
             **overlap(x.device, x.shape[0]),
@@ -155,7 +186,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Ten
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm of `residual + x`, `residual`), after `residual += x` in place."""
+    """(norm of `residual + x`, `residual`), after `residual += x` in place; x may be `Parts`."""
     return _norm(x, residual, weight, eps, False, True, rounded=rounded), residual
 
 

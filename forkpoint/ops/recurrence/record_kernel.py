@@ -183,6 +183,7 @@ def _fold(
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FOLDS: tl.constexpr,
+    SIDE: tl.constexpr = SIDE,
 ):
     """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
     key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
@@ -202,7 +203,7 @@ def _fold(
             ks += (tl.load(key_at, mask=(col < K) & is_one, other=0.0),)  # type: ignore[assignment]
         for j in tl.static_range(FOLDS):
             grown = tl.sum(tl.where(past == i + j, share, 0.0), axis=0)
-            state += (grown * us[j])[:, None, None] * _beside(ks[j].to(tl.float32))
+            state += (grown * us[j])[:, None, None] * _beside(ks[j].to(tl.float32), SIDE)
     return state
 
 
@@ -247,7 +248,8 @@ def _record_kernel(
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
+    """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves. `mixed`
+    begins with the values."""
     pid = tl.program_id(0)
     tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
     key_head = head // (HV // H)
@@ -293,7 +295,7 @@ def _record_kernel(
                 vector_at = vectors + (token * H + key_head) * 2 * K + col
                 ks += (tl.load(vector_at, mask=col < K, other=0.0),)  # type: ignore[assignment]
                 qs += (tl.load(vector_at + K, mask=col < K, other=0.0),)  # type: ignore[assignment]
-                v_at = mixed + token * mixed_stride + 2 * H * K + head * V + at
+                v_at = mixed + token * mixed_stride + head * V + at
                 values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)  # type: ignore[assignment]
                 gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
                 gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2))  # type: ignore[assignment]
@@ -348,7 +350,7 @@ def recurrence_record(
 ) -> Tensor:
     """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
     b, out = checked(params.spec, mixed, a, b, pool, out)
-    _launch(mixed, a, b, params, pool, index, records, out)
+    launch(mixed, a, b, params, pool, index, records, out)
     return out
 
 
@@ -357,10 +359,10 @@ def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor
     (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
     spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim)
     none = pool.new_empty(0, 1)
-    _launch(none, none, none, RecurrenceParams(spec, none, none), pool, index, records, none)
+    launch(none, none, none, RecurrenceParams(spec, none, none), pool, index, records, none)
 
 
-def _launch(
+def launch(
     mixed: Tensor,
     a: Tensor,
     b: Tensor,
@@ -369,21 +371,26 @@ def _launch(
     index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor,
+    made: tuple[Tensor, Tensor] | None = None,
 ) -> None:
+    """Both kernels, or the second alone with what the first would have `made`; then `mixed` are values alone."""
     spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_tokens, num_rows, past = mixed.shape[0], len(index), triton.next_power_of_2(updates.shape[1])
     form = straight(pool.device)
     one_by_one = form["STRAIGHT"]
     chunk = 1 if num_tokens <= num_rows or one_by_one else WINDOW
-    block_v = min(launch_table(pool.device).state_values * chunk, triton.next_power_of_2(spec.value_dim))
+    states = 2 if pool.element_size() == 2 and not one_by_one and chunk == 1 else chunk  # as many bytes of shorter ones
+    block_v = min(launch_table(pool.device).state_values * states, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
-    vectors = updates.new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
-    gates = updates.new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * past)
+    vectors, gates = made or (
+        updates.new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim),
+        updates.new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * past),
+    )
     shapes = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1], "PAST": past}
     shapes["BLOCK_K"] = key_block(spec)
     launch = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
-    if num_tokens:
+    if num_tokens and made is None:
         _heads_kernel[(num_rows * spec.num_k_heads,)](
             mixed,
             a,
@@ -407,12 +414,12 @@ def _launch(
             **launch,
         )
     own = launch | {"CHUNK": chunk, "FOLDS": FOLDS}
-    if chunk > 1:
+    if states > 1:
         own |= capped_registers(pool.device, MOST_REGISTERS)
     if one_by_one:
         own = {"num_warps": 1}
     (straight_record_kernel if one_by_one else _record_kernel)[(num_rows * spec.num_v_heads * tiles_v,)](
-        mixed,
+        mixed if made or one_by_one else mixed[:, 2 * spec.num_k_heads * spec.key_dim :],
         params.D,
         pool,
         out,

@@ -1,0 +1,42 @@
+"""Sums that are left to the operator behind them, which reads what it would be given anyway."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from torch import Tensor
+
+
+class Unmade(Tensor):
+    """A matrix `[M, N]` that is still to be made of `own`: nothing else can be asked of it."""
+
+    own: Tensor
+
+    @classmethod
+    def of(cls, own: Tensor) -> Self:
+        found = own.as_subclass(cls)
+        found.own = own
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("a sum was left to a norm, and something else came first")
+
+
+class Parts(Unmade):
+    """The sum over P of `own[M, P, N]`, each times its share if there are `shares[M, P]` fp32, in their order; rounded
+    once, to the model's dtype."""
+
+    shares: Tensor | None = None
+
+    @classmethod
+    def weighed(cls, own: Tensor, shares: Tensor) -> Parts:
+        found = cls.of(own)
+        found.shares = shares
+        return found
+
+    def __getitem__(self, columns: Any) -> Parts:
+        """`[:, columns]`."""
+        found = Parts.of(self.own[:, :, columns[1]])
+        found.shares = self.shares
+        return found
