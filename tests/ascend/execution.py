@@ -8,6 +8,7 @@ With ORDER=reverse the programs run from the last to the first.
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import os
 import re
@@ -305,6 +306,7 @@ def _run_guarded(
     told = _Guarded(libc, "told", 8)
     child = os.fork()
     if child == 0:
+        gc.disable()  # what it would take down may wait for threads, which a child does not have
         kernel.library.chip_watch(ctypes.c_void_p(told.start))
         kernel(values, grid, programs)
         os._exit(0)
