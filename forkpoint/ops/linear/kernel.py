@@ -215,12 +215,19 @@ def _row_kernel(
     await_before(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // output_tiles).to(tl.int64)
-    if BESIDE and row > 0:
-        start = (pid - output_tiles) * BESIDE
-        _row_tile(
-            x, beside, bias, beside_out, start, beside_outputs, width, scales,
-            BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
-        )  # fmt: skip
+    if BESIDE:  # asked alone: triton-ascend compiles what stands behind `BESIDE and ..`
+        if row > 0:
+            start = (pid - output_tiles) * BESIDE
+            _row_tile(
+                x, beside, bias, beside_out, start, beside_outputs, width, scales,
+                BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
+            )  # fmt: skip
+        else:
+            start = pid % output_tiles * OUTPUTS
+            _row_tile(
+                x + row * x_stride, weight, bias, out + row * num_outputs, start, num_outputs, width, scales,
+                OUTPUTS, WIDTH, STAGES, GATED, BIAS, SCALE_ROWS, BLOCKED, OVERLAP,
+            )  # fmt: skip
     else:
         start = pid % output_tiles * OUTPUTS
         _row_tile(
