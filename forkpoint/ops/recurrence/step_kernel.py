@@ -4,6 +4,7 @@ need the state in one launch, for each key head with the value heads that share 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -365,9 +366,26 @@ def conv_record(
     )
     if num_rows <= FEW_ROWS:
         launch(values.flatten(1), a, b, params, pool, index, records, out, (vectors, gates))
-        return out
+    else:
+        _go_on(values, params, pool, index, records, out, vectors, gates, {**shapes, **options})
+    return out
+
+
+def _go_on(
+    values: Tensor,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: RecordIndex,
+    records: Sequence[Tensor],
+    out: Tensor,
+    vectors: Tensor,
+    gates: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """By what `_step_kernel` has left in `values`, `vectors` and `gates`, of more than FEW_ROWS rows."""
+    spec = params.spec
     block_v = min(VALUES, triton.next_power_of_2(spec.value_dim))
-    _state_kernel[(num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * TURNS),)](
+    _state_kernel[(len(index) * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * TURNS),)](
         values,
         params.D,
         pool,
@@ -377,8 +395,7 @@ def conv_record(
         *records,
         *index.columns,
         pool.stride(0),
-        **shapes,
-        LINE=updates.shape[1],
+        LINE=records[0].shape[1],
         BLOCK_V=block_v,
         TURNS=TURNS,
         DELTA=spec.delta,
@@ -388,4 +405,3 @@ def conv_record(
         **options,
         **capped_registers(pool.device, MOST_REGISTERS),
     )
-    return out
