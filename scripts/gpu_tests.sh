@@ -9,6 +9,7 @@ alone=tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena
 folder=${LOGS:-$(mktemp -d)}
 pytest="python3 -m pytest -o addopts= -p no:cacheprovider"
 devices=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+[ "$devices" -gt 0 ] || { echo "gpu_tests: torch sees no CUDA device here" >&2; exit 1; }
 python3 -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
 files=$(grep -l triton_cases tests/ops/test_*.py)
 $pytest -q --collect-only $files tests/gpu "$@" | grep :: | grep -v "^$alone" > "$folder/all" || exit 1
