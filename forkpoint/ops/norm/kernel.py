@@ -62,8 +62,7 @@ def _norm_kernel(
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
     than x, so that they can be read while the launch that writes x is still at work. PARTS: x is the sum of so many, of
-    one row to a program; 0: it is as it is. ROUNDS: all heads of a token, side
-    by side, are written in FP8 too."""
+    one row to a program; 0: it is as it is. ROUNDS: all heads of a token, side by side, are written in FP8 too."""
     if STRAIGHT:  # rows of one token
         parts = tl.cdiv(heads, ROWS)
         head, at = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
