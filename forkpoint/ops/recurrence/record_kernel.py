@@ -8,6 +8,7 @@ each of many programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -389,31 +390,10 @@ def launch(
     )
     shapes = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1], "PAST": past}
     shapes["BLOCK_K"] = key_block(spec)
-    launch = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
+    options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     if num_tokens and made is None:
-        _heads_kernel[(num_rows * spec.num_k_heads,)](
-            mixed,
-            a,
-            b,
-            params.A_log,
-            params.dt_bias,
-            vectors,
-            gates,
-            *kept,
-            index.cu_tokens,
-            index.line,
-            index.written,
-            index.held,
-            *(x.stride(0) for x in (mixed, a, b)),
-            spec.key_dim**-0.5,
-            **shapes,
-            GROUP=triton.next_power_of_2(spec.num_v_heads // spec.num_k_heads),
-            **modes(spec),
-            SIDE=shapes["BLOCK_K"] if one_by_one else SIDE.value,
-            **form,
-            **launch,
-        )
-    own = launch | {"CHUNK": chunk, "FOLDS": FOLDS}
+        _launch_heads(mixed, a, b, params, index, kept, vectors, gates, {**shapes, **form, **options})
+    own = options | {"CHUNK": chunk, "FOLDS": FOLDS}
     if states > 1:
         own |= capped_registers(pool.device, MOST_REGISTERS)
     if one_by_one:
@@ -438,4 +418,39 @@ def launch(
         DELTA=spec.delta,
         COMPUTES=num_tokens > 0,
         **own,
+    )
+
+
+def _launch_heads(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: RecurrenceParams,
+    index: RecordIndex,
+    kept: Sequence[Tensor],
+    vectors: Tensor,
+    gates: Tensor,
+    options: dict[str, Any],
+) -> None:
+    """The first kernel; `kept` are the records of keys, scales and decays."""
+    spec = params.spec
+    _heads_kernel[(len(index) * spec.num_k_heads,)](
+        mixed,
+        a,
+        b,
+        params.A_log,
+        params.dt_bias,
+        vectors,
+        gates,
+        *kept,
+        index.cu_tokens,
+        index.line,
+        index.written,
+        index.held,
+        *(x.stride(0) for x in (mixed, a, b)),
+        spec.key_dim**-0.5,
+        GROUP=triton.next_power_of_2(spec.num_v_heads // spec.num_k_heads),
+        **modes(spec),
+        SIDE=options["BLOCK_K"] if options["STRAIGHT"] else SIDE.value,
+        **options,
     )

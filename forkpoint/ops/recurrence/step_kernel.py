@@ -16,7 +16,7 @@ from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
-from forkpoint.ops.recurrence.gates import checked, decay, key_block, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.lines import GATES, extent
 from forkpoint.ops.recurrence.record_kernel import FOLDS, MOST_REGISTERS, _fold, _product, _tile, launch
 
@@ -130,7 +130,7 @@ def _step_kernel(
     q, k = query.to(tl.float32), key.to(tl.float32)
     beta, new_scale = step, 1.0
     if DELTA:
-        new_scale = tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+        new_scale = tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
         q, k = normed(q, k, scale)
         beta = weight(raw_b, DOUBLE_BETA)
     since = tl.cumsum(old_g, axis=0)  # of none behind the earlier ones
