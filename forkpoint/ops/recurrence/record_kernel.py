@@ -21,35 +21,12 @@ from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
+from forkpoint.ops.recurrence.state_rows import SIDE, advance, fold, product, state_tile
 from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
 
 FOLDS = 2  # records that are folded together
 WINDOW = 2  # tokens of a row with drafts that read the state together
 MOST_REGISTERS = 128  # of their programs: for the room of three there are four
-SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
-
-
-@triton.jit
-def _tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr = SIDE):
-    """(pointers, which of them there are) of K values at each of `head_at + at`, `[rows, BLOCK_K / SIDE, SIDE]`.
-
-    The compiler gives a warp's lanes to the axes by what it takes to be contiguous: eight to the last, four to the
-    first. A sum over keys is then three exchanges between lanes for every four rows, not five for each.
-    """
-    col = tl.arange(0, BLOCK_K // SIDE)[None, :, None] * SIDE + tl.arange(0, SIDE)[None, None, :]
-    place = tl.max_contiguous(head_at + at[:, None, None] + col, (2, 1, SIDE))
-    return place, present[:, None, None] & (col < K)
-
-
-@triton.jit
-def _beside(key, SIDE: tl.constexpr = SIDE):
-    """A key as it lies beside each row of a tile."""
-    return tl.reshape(key, (key.shape[0] // SIDE, SIDE))[None, :, :]
-
-
-@triton.jit
-def _product(state, key, SIDE: tl.constexpr = SIDE):
-    return tl.sum(tl.sum(state * _beside(key, SIDE), axis=1), axis=1)
 
 
 @triton.jit
@@ -103,7 +80,7 @@ def _heads_kernel(
     kept, fresh = past < rest, (past >= rest) & (past < rest + length)
     near, entry = first + past - rest, own + places(start + folded, past, LENGTH, STRAIGHT)
     end = end_of_line(start + folded, 0, rest, LENGTH)
-    old_at, there = _tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
+    old_at, there = state_tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
     others = read_line(old_at, there, past[:, None, None], end, LENGTH, H * K, STRAIGHT)
     decay_at = decays + entry[:, None] * HV + head[None, :]
     old_g = read_line(decay_at, kept[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
@@ -116,7 +93,7 @@ def _heads_kernel(
     if not STRAIGHT:
         raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
         raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
-    new_at, there = _tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
+    new_at, there = state_tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
     fresh_keys = tl.load(new_at, mask=there, other=0.0)
     raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
@@ -146,7 +123,7 @@ def _heads_kernel(
             key_at, b_at = key_at + mixed_stride, b_at + b_stride
             raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
             raw_b = tl.load(b_at, mask=shared, other=0.0)
-        by_key, by_query = scaled * _product(others, k, SIDE), scaled * _product(others, q, SIDE)
+        by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
         tl.store(keys + (ring * H + key_head) * K + col, key, mask=col < K)
@@ -160,52 +137,6 @@ def _heads_kernel(
         found_at = gate_at[None, :] + GATES + past[:, None]
         tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
         tl.store(found_at + PAST, left * by_query[:, None], mask=shared[None, :])
-
-
-@triton.jit
-def _fold(
-    state,
-    begin,
-    end,
-    start,
-    own,
-    head,
-    at,
-    updates,
-    keys,
-    scales,
-    decays,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    LINE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FOLDS: tl.constexpr,
-    SIDE: tl.constexpr = SIDE,
-):
-    """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
-    key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
-    there, entry = (past >= begin) & (past < end), own * LENGTH + (start + past) % LENGTH
-    since = tl.cumsum(tl.load(decays + entry * HV + head, mask=there, other=0.0), axis=0)
-    total = tl.sum(tl.where(past == end - 1, since, 0.0), axis=0)
-    share = tl.exp(total - since) * tl.load(scales + entry * H + key_head, mask=there, other=0.0)
-    state *= tl.exp(total)
-    share = tl.where(there, share, 0.0)
-    for i in range(begin, end, FOLDS):
-        us, ks = (), ()
-        for j in tl.static_range(FOLDS):  # all is on its way before any of it is waited for
-            place, is_one = start + i + j, i + j < end
-            u_at = updates + ((own * LINE + place % LINE) * HV + head) * V + at
-            us += (tl.load(u_at, mask=(at < V) & is_one, other=0.0),)  # type: ignore[assignment]
-            key_at = keys + ((own * LENGTH + place % LENGTH) * H + key_head) * K + col
-            ks += (tl.load(key_at, mask=(col < K) & is_one, other=0.0),)  # type: ignore[assignment]
-        for j in tl.static_range(FOLDS):
-            grown = tl.sum(tl.where(past == i + j, share, 0.0), axis=0)
-            state += (grown * us[j])[:, None, None] * _beside(ks[j].to(tl.float32), SIDE)
-    return state
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -253,14 +184,13 @@ def _record_kernel(
     begins with the values."""
     pid = tl.program_id(0)
     tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
-    key_head = head // (HV // H)
-    col, at, past = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
+    at, past = tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     start, folded, rest = extent(row, written, held, INTERVAL)
-    slot_at, inside = _tile(pool + head * (V * K), at * K, at < V, K, BLOCK_K)
+    slot_at, inside = state_tile(pool + head * (V * K), at * K, at < V, K, BLOCK_K)
     state = tl.zeros(inside.shape, tl.float32)
     if source >= 0:
         state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
@@ -271,7 +201,7 @@ def _record_kernel(
     position = tl.where(position <= folded, position, 0)
     middle = tl.where(position > 0, position, folded)
     if folded > 0:
-        state = _fold(
+        state = fold(
             state, 0, middle, start, own, head, at, updates, keys, scales, decays,
             H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS,
         )  # fmt: skip
@@ -280,7 +210,7 @@ def _record_kernel(
         marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
         tl.store(marked, state.to(pool.dtype.element_ty), mask=inside)
         if middle < folded:
-            state = _fold(
+            state = fold(
                 state, middle, folded, start, own, head, at, updates, keys, scales, decays,
                 H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS,
             )  # fmt: skip
@@ -288,52 +218,18 @@ def _record_kernel(
         tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
     if COMPUTES:
         tl.debug_barrier()  # what is read of the line above is written over
-        begin = start + folded + rest
-        for t in range(0, length, CHUNK):
-            ks, qs, values, gated, by_keys, by_queries, by_others = (), (), (), (), (), (), ()
-            for j in tl.static_range(CHUNK):  # all is on its way before any of it is waited for
-                token = first + tl.minimum(t + j, length - 1)
-                vector_at = vectors + (token * H + key_head) * 2 * K + col
-                ks += (tl.load(vector_at, mask=col < K, other=0.0),)  # type: ignore[assignment]
-                qs += (tl.load(vector_at + K, mask=col < K, other=0.0),)  # type: ignore[assignment]
-                v_at = mixed + token * mixed_stride + head * V + at
-                values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-                gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-                gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2))  # type: ignore[assignment]
-                by_keys += (tl.load(gate_at + GATES + past),)  # type: ignore[assignment]
-                by_queries += (tl.load(gate_at + GATES + PAST + past),)  # type: ignore[assignment]
-                before_at = gate_at + GATES + rest + t
-                for i in tl.static_range(j):
-                    by_others += (tl.load(before_at + i), tl.load(before_at + PAST + i))  # type: ignore[assignment]
-            found, answers = (), ()
-            for j in tl.static_range(CHUNK):  # what they find in the state and the records
-                grown = gated[3 * j]  # type: ignore[var-annotated]
-                if DELTA:
-                    by = grown * _product(state, ks[j]) + tl.sum(by_keys[j][:, None] * kept, axis=0)
-                    found += (by,)  # type: ignore[assignment]
-                by = grown * _product(state, qs[j]) + tl.sum(by_queries[j][:, None] * kept, axis=0)
-                answers += (by,)  # type: ignore[assignment]
-            fresh = ()
-            for j in tl.static_range(CHUNK):  # and in each other
-                token = first + tl.minimum(t + j, length - 1)
-                answer, update = answers[j], values[j]  # type: ignore[var-annotated]
-                if DELTA:
-                    update -= found[j]
-                    for i in tl.static_range(j):
-                        update -= by_others[j * (j - 1) + 2 * i] * fresh[i]
-                update *= gated[3 * j + 1]
-                for i in tl.static_range(j):
-                    answer += by_others[j * (j - 1) + 2 * i + 1] * fresh[i]
-                answer += gated[3 * j + 2] * update
-                if skip is not None:
-                    answer += tl.load(skip + head) * values[j]
-                fresh += (update,)  # type: ignore[assignment]
-                real = (at < V) & (t + j < length)
-                tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=real)
-                tl.store(update_at + (begin + t + j) % LINE * (HV * V), update, mask=real)
-            if t + CHUNK < length:
-                for j in tl.static_range(CHUNK):
-                    kept = tl.where((past == rest + t + j)[:, None], fresh[j][None, :], kept)
+        begin, whole = start + folded + rest, length - length % CHUNK
+        for t in range(0, whole, CHUNK):
+            kept = advance(
+                state, kept, t, length, first, begin, rest, head, at, mixed, mixed_stride, skip, out, vectors, gates,
+                update_at, H, HV, K, V, LINE, PAST, BLOCK_K, DELTA, CHUNK,
+            )  # fmt: skip
+        if CHUNK > 1:
+            for t in range(whole, length):
+                kept = advance(
+                    state, kept, t, length, first, begin, rest, head, at, mixed, mixed_stride, skip, out, vectors,
+                    gates, update_at, H, HV, K, V, LINE, PAST, BLOCK_K, DELTA, 1,
+                )  # fmt: skip
         for token in range(last + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
             tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)

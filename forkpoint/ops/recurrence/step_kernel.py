@@ -18,7 +18,8 @@ from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
 from forkpoint.ops.recurrence.lines import GATES, extent
-from forkpoint.ops.recurrence.record_kernel import FOLDS, MOST_REGISTERS, _fold, _product, _tile, launch
+from forkpoint.ops.recurrence.record_kernel import FOLDS, MOST_REGISTERS, launch
+from forkpoint.ops.recurrence.state_rows import fold, product, state_tile
 
 MOST_CHANNELS = 512  # of the value heads of a key head
 FEW_ROWS = 64  # above, a program takes several parts of a state, one after another
@@ -112,7 +113,7 @@ def _step_kernel(
     head = key_head * SHARE + tl.arange(0, GROUP)
     shared, earlier = (tl.arange(0, GROUP) < SHARE) & live, (past < rest) & live
     entry = own + (start + folded + past) % LENGTH
-    old_at, there = _tile(keys, (entry * H + key_head) * K, earlier, K, BLOCK_K)
+    old_at, there = state_tile(keys, (entry * H + key_head) * K, earlier, K, BLOCK_K)
     others = tl.load(old_at, mask=there, other=0.0).to(tl.float32)
     both = earlier[:, None] & shared[None, :]
     old_g = tl.load(decays + entry[:, None] * HV + head[None, :], mask=both, other=0.0)
@@ -136,7 +137,7 @@ def _step_kernel(
     since = tl.cumsum(old_g, axis=0)  # of none behind the earlier ones
     total = tl.sum(old_g, axis=0) + g
     left = tl.where(earlier[:, None], tl.exp(total[None, :] - since), 0.0)
-    by_key, by_query = old_scale * _product(others, k), old_scale * _product(others, q)
+    by_key, by_query = old_scale * product(others, k), old_scale * product(others, q)
     ring = own + (start + folded + rest) % LENGTH
     tl.store(keys + (ring * H + key_head) * K + col, key, mask=is_key)
     tl.store(scales + ring * H + key_head, new_scale, mask=live)
@@ -178,9 +179,9 @@ def _token(
     value = tl.load(value_at + at, mask=at < V, other=0.0).to(tl.float32)
     update = value
     if DELTA:
-        update -= grown * _product(state, k, SIDE) + tl.sum(by_key * kept, axis=0)
+        update -= grown * product(state, k, SIDE) + tl.sum(by_key * kept, axis=0)
     update *= beta
-    answer = grown * _product(state, q, SIDE) + tl.sum(by_query * kept, axis=0) + both * update + passed * value
+    answer = grown * product(state, q, SIDE) + tl.sum(by_query * kept, axis=0) + both * update + passed * value
     answer = tl.where(live, answer, 0.0)  # padding's
     tl.store(out_at + at, answer.to(out_at.dtype.element_ty), mask=at < V)
     tl.store(new_at + at, update, mask=(at < V) & live)
@@ -239,7 +240,7 @@ def _state_kernel(
     ring = (((start + folded + past) % LINE) * (HV * V))[:, None]
     line_at = updates + (own * LINE * HV + head) * V
     here = (past < rest)[:, None]
-    place, inside = _tile(heads + source * slot_stride, at * K, (at < V) & (source >= 0), K, BLOCK_K, SIDE)
+    place, inside = state_tile(heads + source * slot_stride, at * K, (at < V) & (source >= 0), K, BLOCK_K, SIDE)
     state = tl.load(place, mask=inside, other=0.0)
     kept = tl.load(line_at + ring + at[None, :], mask=here & (at < V)[None, :], other=0.0)
     position = tl.where(position <= folded, position, 0)
@@ -262,20 +263,20 @@ def _state_kernel(
             if turn > 0:
                 at += BLOCK_V
                 there = (at < V) & (source >= 0)
-                place, inside = _tile(heads + source * slot_stride, at * K, there, K, BLOCK_K, SIDE)
+                place, inside = state_tile(heads + source * slot_stride, at * K, there, K, BLOCK_K, SIDE)
                 state = tl.load(place, mask=inside, other=0.0)
                 kept = tl.load(line_at + ring + at[None, :], mask=here & (at < V)[None, :], other=0.0)
             wide = state.to(tl.float32)
-            place, inside = _tile(heads, at * K, at < V, K, BLOCK_K, SIDE)
+            place, inside = state_tile(heads, at * K, at < V, K, BLOCK_K, SIDE)
             if folded > 0:
-                wide = _fold(
+                wide = fold(
                     wide, 0, middle, start, own, head, at, updates, keys, scales, decays,
                     H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS, SIDE,
                 )  # fmt: skip
             if position > 0:
                 tl.store(place + marked * slot_stride, wide.to(pool.dtype.element_ty), mask=inside)
                 if middle < folded:
-                    wide = _fold(
+                    wide = fold(
                         wide, middle, folded, start, own, head, at, updates, keys, scales, decays,
                         H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS, SIDE,
                     )  # fmt: skip
@@ -293,7 +294,7 @@ def _state_kernel(
         )  # fmt: skip
         for turn in tl.range(1, TURNS, num_stages=STAGES):
             later = at + turn * BLOCK_V
-            place, inside = _tile(
+            place, inside = state_tile(
                 heads + source * slot_stride, later * K, (later < V) & (source >= 0), K, BLOCK_K, SIDE
             )
             state = tl.load(place, mask=inside, other=0.0)
