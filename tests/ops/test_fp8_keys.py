@@ -19,7 +19,7 @@ from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.runtime.buffers import ArenaBuffer
 from tests.ops.cpu_table import build
-from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops
+from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, sized, triton_ops
 
 DTYPES = [torch.float32, torch.bfloat16]
 # The interpreter cuts bfloat16 off instead of rounding it.
@@ -144,12 +144,15 @@ def test_what_is_kept_is_torchs_float8(backend: Callable[[bool], OpTable], dtype
 
 @pytest.mark.parametrize(
     ("heads", "window", "dtype"),
-    [
-        (SMALL, None, torch.bfloat16),
-        (SMALL, 70, torch.float32),
-        (WIDE, None, torch.float32),
-        (WIDE, 70, torch.bfloat16),
-    ],
+    sized(
+        [
+            (SMALL, None, torch.bfloat16),
+            (SMALL, 70, torch.float32),
+            (WIDE, None, torch.float32),
+            (WIDE, 70, torch.bfloat16),
+        ],
+        [(Heads(10, 1, 128, 32), None, torch.bfloat16), (Heads(16, 4, 256, 256), 70, torch.bfloat16)],
+    ),
 )
 def test_attention_is_softmax_over_what_is_kept(
     backend: Callable[[bool], OpTable], heads: Heads, window: int | None, dtype: torch.dtype

@@ -27,6 +27,7 @@ from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
 PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
+FEWEST_WIDENED = 64  # columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -104,7 +105,7 @@ class _Call:
             "DV": value_dim,
             "BLOCK": block,
             "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-            "BLOCK_DV": max(16, triton.next_power_of_2(value_dim)),
+            "BLOCK_DV": max(FEWEST_WIDENED if self.scales else 16, triton.next_power_of_2(value_dim)),
             "HAS_WINDOW": self.window is not None,
         }
 
