@@ -14,7 +14,7 @@ from forkpoint.ops.linear.widen_kernel import widen
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.select import torch_table
 from tests.ops.fp8_cases import LAYOUTS, scaled, widened
-from tests.ops.triton_cases import DEVICE, triton_ops
+from tests.ops.triton_cases import DEVICE, ON_GPU, relative_error, triton_ops
 
 OURS, TORCH = triton_ops(), torch_table()
 WIDTH = 160  # the last step of K is not whole
@@ -64,4 +64,8 @@ def test_experts(tokens: int, inner: int) -> None:
     packed = OURS.prepare_experts(*map(as_bytes, matrices))
     assert isinstance(packed, ScaledExperts)
     want = TORCH.experts(x.double(), TORCH.prepare_experts(*map(widened, matrices)), weights, ids)
-    close(OURS.experts(x, packed, weights, ids), want)
+    got = OURS.experts(x, packed, weights, ids)
+    if ON_GPU:  # which rounds activations to FP8 too
+        assert relative_error(got, want) <= 8e-2
+    else:
+        close(got, want)
