@@ -12,11 +12,13 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.linear.scaled import take_rows
 from forkpoint.ops.parameters import KVScales, QKNorm
+from forkpoint.ops.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,13 @@ class AttentionConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         spec = KVSpec.of(self.num_kv_heads, self.head_dim, self.head_dim, dtype, takes_fp8=True)
         return (replace(spec, window=self.window),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[AttentionConfig, Cuts]:
+        dim, heads = self.head_dim, share(self.num_heads, "query heads", ranks)
+        kv_heads = share(self.num_kv_heads, "KV heads", ranks, shared=self.qk_norm != "all")
+        keys = rows((self.num_kv_heads, dim))
+        cuts = {"q_proj": rows((self.num_heads, dim * (1 + self.gated))), "k_proj": keys, "v_proj": keys}
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads), cuts | inward("o_proj", hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, keys_in_fp8
+from forkpoint.errors import ConfigError
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import WHOLE, Shares
+from forkpoint.models.cuts import WHOLE, Cut, Cuts, Shares
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
@@ -39,6 +40,11 @@ class PartConfig(ABC):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         """What it keeps of tokens and sequences; `dtype` is the model's, `state_dtype` that of recurrent matrices."""
         return ()
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[PartConfig, Cuts]:
+        """A rank's own part of a layer, by heads, channels or inner features, and how its weights are cut for it.
+        Raises ConfigError."""
+        raise ConfigError(f"tensor_parallel_size={ranks.size}: {type(self).__name__} layers cannot be cut; give 1")
 
     def flops_per_pair(self) -> int:
         """Operations for one query that attends to one key."""
@@ -90,6 +96,23 @@ class ModelConfig:
             rotary=rotary,
         )
         return replace(config, **more)
+
+    def shared_by(self, ranks: Ranks) -> tuple[ModelConfig, Shares]:
+        """What one rank builds, and out of which parts of the weights. Raises ConfigError for what cannot be cut."""
+        if ranks.size == 1:
+            return self, WHOLE
+        cuts = dict[str, Cuts]()
+
+        def cut_layer(parts: Sequence[PartConfig], name: str) -> tuple[PartConfig, ...]:
+            found = [part.cut(ranks, self.hidden_size) for part in parts]
+            cuts[name] = {leaf: cut for _, own in found for leaf, cut in own.items()}
+            return tuple(part for part, _ in found)
+
+        layers = tuple(cut_layer(parts, f"model.layers.{i}") for i, parts in enumerate(self.layers))
+        kept_hidden, drafting = self.draft_layer[:1], self.draft_layer[1:]  # hidden states are whole on every rank
+        drafts = (*kept_hidden, *cut_layer(drafting, "mtp.layers.0"))
+        head = Cut(0, ((self.vocab_size, 1),), padded=True)
+        return replace(self, layers=layers, draft_layer=drafts), Shares(ranks, cuts, head)
 
     @property
     def parts(self) -> list[PartConfig]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Cut:
     axis: int = 0
     sections: tuple[tuple[int, int], ...] = ()
     padded: bool = False
+
+
+# By the last words of names, or the last one and a number behind it; None: whole on every rank.
+Cuts: TypeAlias = dict[str, Cut | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Shares:
     and then by their last words; what is not there is whole on every rank."""
 
     ranks: Ranks = ALONE
-    layers: Mapping[str, Mapping[str, Cut | None]] = field(default_factory=dict)
+    layers: Mapping[str, Cuts] = field(default_factory=dict)
     head: Cut | None = None
 
     def part(self, name: str, shape: Sequence[int]) -> Part | None:
@@ -126,6 +130,25 @@ class Shares:
 
 
 WHOLE: Final = Shares()
+
+
+def share(count: int, what: str, ranks: Ranks, shared: bool = False) -> int:
+    """How many each rank has; with `shared` fewer than there are ranks belong to several. Raises ConfigError."""
+    if count % ranks.size and not (shared and ranks.size % count == 0):
+        raise ConfigError(f"tensor_parallel_size={ranks.size} does not divide the model's {count} {what}")
+    return max(1, count // ranks.size)
+
+
+def rows(*sections: tuple[int, int]) -> Cut:
+    """Of a tensor whose rows are these sections."""
+    return Cut(0, sections)
+
+
+def inward(name: str, num_rows: int, ranks: Ranks) -> Cuts:
+    """Of a RowParallel layer, which takes in what was cut: by its inputs, or, where ranks gather, its outputs."""
+    if not ranks.gathers:
+        return {name: Cut(-1)}
+    return {name: Cut(0)} if ranks.cuts_rows(num_rows) else {}
 
 
 def unit_span(units: int, ranks: Ranks) -> tuple[int, int]:

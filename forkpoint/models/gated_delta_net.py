@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.ranks import Ranks
 
 ReadInput: TypeAlias = Callable[["Build", str, "GDNConfig"], tuple[Matrix, Matrix]]
 ReadConv: TypeAlias = Callable[["Build", str, "GDNConfig"], Tensor]
@@ -61,6 +63,27 @@ class GDNConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (kept_state(self.shape, self.conv_width, dtype, state_dtype),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[GDNConfig, Cuts]:
+        shape = self.shape
+        group = shape.num_v_heads // shape.num_k_heads
+        keys, values, heads = (
+            (shape.num_k_heads, shape.key_dim),
+            (shape.num_v_heads, shape.value_dim),
+            (shape.num_v_heads, 1),
+        )
+        mixed = rows(keys, keys, values)
+        cuts = {
+            "in_proj_qkvz": rows((shape.num_k_heads, 2 * (shape.key_dim + group * shape.value_dim))),
+            "in_proj_ba": rows((shape.num_k_heads, 2 * group)),
+            **dict.fromkeys(("in_proj_qkv", "conv1d"), mixed),
+            **dict.fromkeys(("q_proj", "k_proj"), rows(keys)),
+            **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), rows(values)),
+            **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), rows(heads)),
+        }
+        num_keys = share(shape.num_k_heads, "linear key heads", ranks)
+        own = replace(self, shape=replace(shape, num_k_heads=num_keys, num_v_heads=num_keys * group))
+        return own, cuts | inward(self.out, hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self.shape.mixed_dim + 2 * self.value_size + 2 * self.shape.num_v_heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cut, Cuts, inward, rows, share
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
@@ -21,6 +22,7 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams, RouteRule
+from forkpoint.ops.ranks import Ranks
 
 KINDS = ("linear_attention", "full_attention")  # of layers
 
@@ -49,6 +51,19 @@ class KDAConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (kept_state(self.spec, self.conv_width, dtype, state_dtype),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[KDAConfig, Cuts]:
+        wide = (self.num_heads, self.head_dim)
+        projections = [f"{name}_proj" for name in ("q", "k", "v", *(("f_b", "g_b") if self.narrow else ("f", "g")))]
+        convolutions = [f"{name}_conv1d" for name in "qkv"]
+        cuts = {
+            **dict.fromkeys([*projections, *convolutions, "dt_bias"], rows(wide)),
+            "conv1d": rows(wide, wide, wide),
+            "b_proj": rows((self.num_heads, 1)),
+            "A_log": Cut(-2, ((self.num_heads, 1),)),
+        }
+        own = replace(self, num_heads=share(self.num_heads, "linear heads", ranks))
+        return own, cuts | inward("o_proj", hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         inner = self.num_heads * self.head_dim

@@ -7,7 +7,7 @@ them, and a table has an operator for it, are keys and values made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,11 +18,13 @@ from forkpoint.cache.layout import KVSpec, LayerSpec, TensorSpec
 from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.linear.scaled import dense
 from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.ranks import Ranks
 
 EXPANDED_FROM = 256  # new tokens of a row for which keys and values are made of its latents
 LATENT_NORM_EPS = 1e-6  # fixed in the architecture, whatever rms_norm_eps says
@@ -66,6 +68,16 @@ class LatentAttentionConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (KVSpec((TensorSpec("latent", (1, self.rank + self.shared_dim), dtype),)),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[LatentAttentionConfig, Cuts]:
+        heads = self.num_heads
+        cuts = {
+            "q_proj": rows((heads, self.key_dim + self.shared_dim)),
+            "kv_b_proj": rows((heads, self.key_dim + self.value_dim)),
+            "g_proj": rows((heads, 1)),
+        }
+        own = replace(self, num_heads=share(heads, "heads", ranks))
+        return own, cuts | inward("o_proj", hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         inner = self.num_heads * (hidden_size * (self.key_dim + self.shared_dim + self.value_dim))

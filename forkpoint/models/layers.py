@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
@@ -140,6 +141,12 @@ class MLPConfig(PartConfig):
 
     def build(self, build: Build, name: str, layer: int) -> Block:
         return MLP(build, name, self) if self.gated else SquaredMLP(build, name, self)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MLPConfig, Cuts]:
+        inner = (self.intermediate_size, 1)
+        cuts = {"gate_up_proj": rows(inner, inner), **dict.fromkeys(("gate_proj", "up_proj"), rows(inner))}
+        own = replace(self, intermediate_size=share(self.intermediate_size, "features of an MLP", ranks))
+        return own, cuts | inward("down_proj", hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         return (3 if self.gated else 2) * hidden_size * self.intermediate_size

@@ -14,11 +14,13 @@ from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.ranks import Ranks
 
 RECORDS: Final = ("values", "steps", "keys")  # in the order of scan_verify
 SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
@@ -71,6 +73,16 @@ class MambaConfig(PartConfig):
             TensorSpec("scan", state, state_dtype, ("scan_decode", "scan_prefill"), "scan_fold", records),
         )
         return (StateSpec(tensors, SCAN_OPERATIONS * math.prod(state)),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MambaConfig, Cuts]:
+        channels = (self.channels, 1)
+        cuts = {
+            "in_proj": rows(channels, channels),
+            **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), rows(channels)),
+            **inward("x_proj", self.rank + 2 * self.values, ranks),
+            **inward("out_proj", hidden_size, ranks),
+        }
+        return replace(self, channels=share(self.channels, "channels", ranks)), cuts
 
     def num_weights(self, hidden_size: int) -> int:
         return self.channels * (3 * hidden_size + 2 * self.rank + 2 * self.values)

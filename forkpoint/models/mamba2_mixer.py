@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.ops.linear.scaled import multiplied, take_rows
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.ranks import Ranks
 
 DUMMY_D = (0.5, 1.5)
 
@@ -73,6 +75,31 @@ class Mamba2Config(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (kept_state(self.spec, self.conv_width, dtype, state_dtype),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Mamba2Config, Cuts]:
+        spec = self.spec
+        keys, values, heads = (
+            (spec.num_k_heads, spec.key_dim),
+            (spec.num_v_heads, spec.value_dim),
+            (spec.num_v_heads, 1),
+        )
+        cuts = {
+            "in_proj": rows(values, values, keys, keys, heads),
+            "conv1d": rows(values, keys, keys),
+            **dict.fromkeys(("A_log", "dt_bias", "D"), rows(heads)),
+            **inward("out_proj", hidden_size, ranks),
+        }
+        num_heads, groups = (
+            share(spec.num_v_heads, "heads", ranks),
+            share(spec.num_k_heads, "groups", ranks, shared=True),
+        )
+        norm_groups = 0
+        if spec.num_k_heads % ranks.size:
+            norm_groups = spec.num_k_heads  # of which each spans several ranks
+        else:
+            cuts[f"{self.name}.norm"] = rows(values)
+        own = replace(spec, num_k_heads=groups, num_v_heads=num_heads)
+        return replace(self, spec=own, norm_groups=norm_groups), cuts
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self.spec.mixed_dim + 2 * self.inner + self.spec.num_v_heads)

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.errors import ModelFolderError
+from forkpoint.errors import ConfigError, ModelFolderError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cut, Cuts, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, Unsummed, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
 from forkpoint.ops.parameters import RouteRule
+from forkpoint.ops.ranks import Ranks
 
 ALIGNED = 8  # rows
 DUMMY_BIAS = (-0.1, 0.1)
@@ -65,6 +67,24 @@ class MoEConfig(PartConfig):
 
     def build(self, build: Build, name: str, layer: int) -> SparseMLP:
         return SparseMLP(build, name, self)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MoEConfig, Cuts]:
+        """Each expert by its inner features; where ranks gather, by what it gives alone, as one operation does the
+        rest."""
+        kinds = {"experts": self.intermediate_size, self.shared_name: self.shared_intermediate_size}
+        cuts = Cuts()
+        for name, size in kinds.items():
+            given = ranks.cuts_rows(self.latent_size or hidden_size)
+            cuts[f"{name}.down_proj"] = (Cut(-2) if given else None) if ranks.gathers else Cut(-1)
+            features = None if ranks.gathers else Cut(-2, ((size, 1),))
+            cuts |= dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), features)
+            cuts[f"{name}.gate_up_proj"] = None if ranks.gathers else Cut(-2, ((size, 1), (size, 1)))
+        if ranks.gathers:
+            return self, cuts
+        inner, shared = (share(size, "features of an expert", ranks) if size else 0 for size in kinds.values())
+        if self.rule.num_shared != -(-shared // inner):
+            raise ConfigError(f"tensor_parallel_size={ranks.size}: the shared expert cannot be cut as the others are")
+        return replace(self, intermediate_size=inner, shared_intermediate_size=shared), cuts
 
     def num_weights(self, hidden_size: int) -> int:
         routed = self._num_matrices * self.top_k * self.intermediate_size * (self.latent_size or hidden_size)

@@ -10,6 +10,8 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts
+from forkpoint.ops.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class ParallelConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return tuple(spec for part in self.parts for spec in part.kept(dtype, state_dtype))
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[ParallelConfig, Cuts]:
+        found = [inner.cut(ranks, hidden_size) for inner in self.parts]
+        cuts = {name: cut for _, own in found for name, cut in own.items()}
+        return replace(self, parts=[inner for inner, _ in found]), cuts
 
     def num_weights(self, hidden_size: int) -> int:
         return sum(part.num_weights(hidden_size) for part in self.parts)

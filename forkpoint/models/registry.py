@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, Final, Literal
 
 import torch
 
+from forkpoint import models
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.bailing_hybrid import BailingHybrid
-from forkpoint.models.bamba import Bamba
 from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.cuts import Shares
 from forkpoint.models.decoder import Model
-from forkpoint.models.falcon_h1 import FalconH1
 from forkpoint.models.fields import Fields, read_json
-from forkpoint.models.granite_hybrid import GraniteHybrid
-from forkpoint.models.jamba import Jamba
-from forkpoint.models.kimi_linear import KimiLinear
-from forkpoint.models.lfm2 import Lfm2, Lfm2Moe
-from forkpoint.models.llama import Llama, Mistral, Qwen3
-from forkpoint.models.mamba import FalconMamba, MambaModel
-from forkpoint.models.mamba2 import Mamba2
-from forkpoint.models.nemotron_h import NemotronH
-from forkpoint.models.olmo_hybrid import OlmoHybrid
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
-from forkpoint.models.qwen3_5 import Qwen35, Qwen35Moe
-from forkpoint.models.qwen3_next import Qwen3Next
-from forkpoint.models.shares import cut_model
 from forkpoint.models.weights import DummyWeights, FileWeights, LoadingProgress, WeightSource
-from forkpoint.models.zamba2 import Zamba2
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-FAMILIES: Final = (
-    BailingHybrid,
-    Bamba,
-    FalconH1,
-    FalconMamba,
-    GraniteHybrid,
-    Jamba,
-    KimiLinear,
-    Lfm2,
-    Lfm2Moe,
-    Llama,
-    Mamba2,
-    MambaModel,
-    Mistral,
-    NemotronH,
-    OlmoHybrid,
-    Qwen3,
-    Qwen3Next,
-    Qwen35,
-    Qwen35Moe,
-    Zamba2,
-)
+
+def _own_families() -> Iterator[type[Model]]:
+    """Those of the modules beside this one."""
+    for module in iter_modules(models.__path__, f"{models.__name__}."):
+        if module.name != __name__:
+            found = vars(import_module(module.name)).values()
+            yield from (kind for kind in found if isinstance(kind, type) and issubclass(kind, Model) and kind != Model)
+
+
+FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
 NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for it"
 MTP_WEIGHT: Final = "mtp.fc.weight"
 MODELS: Final[Registry[type[Model]]] = Registry(
@@ -197,7 +173,7 @@ def load_model(
     )
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
-    config, shares = cut_model(config, ranks)
+    config, shares = config.shared_by(ranks)
     if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
     if load_format == "dummy":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -10,7 +10,9 @@ from forkpoint.cache.layout import LayerSpec, StateSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.layers import RowParallel, read_projection
+from forkpoint.ops.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,12 @@ class ShortConvConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (StateSpec((kept_window(self.channels, self.width, dtype),)),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[ShortConvConfig, Cuts]:
+        channels = (self.channels, 1)
+        cuts = {"in_proj": rows(channels, channels, channels), "conv": rows(channels)}
+        own = replace(self, channels=share(self.channels, "channels", ranks))
+        return own, cuts | inward("out_proj", hidden_size, ranks)
 
     def num_weights(self, hidden_size: int) -> int:
         return 4 * hidden_size * self.channels

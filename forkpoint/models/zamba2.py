@@ -14,12 +14,14 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
+from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
+from forkpoint.ops.ranks import Ranks
 
 KINDS = {"mamba": "linear_attention", "m": "linear_attention", "g": "hybrid"}  # names of other writers
 NORM_EPS = 1e-5  # of the gated norm, whatever rms_norm_eps says
@@ -42,6 +44,14 @@ class SharedConfig(PartConfig):
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return self.attention.kept(dtype, state_dtype)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[SharedConfig, Cuts]:
+        """An adapter's second matrix gives what the layer's own does; the layer of the first use has all of them."""
+        attention, cuts = self.attention.cut(ranks, hidden_size)
+        mlp, inner = MLPConfig(self.intermediate_size).cut(ranks, hidden_size)
+        cuts |= inner | {f"linear_{name}_adapter_list.1": cuts[f"{name}_proj"] for name in "qkv"}
+        cuts["gate_up_proj_adapter_list.1"] = cuts["gate_up_proj"]
+        return replace(self, attention=attention, intermediate_size=mlp.intermediate_size), cuts
 
     def num_weights(self, hidden_size: int) -> int:
         attention, inner = self.attention, self.intermediate_size

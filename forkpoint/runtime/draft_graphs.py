@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,9 @@ from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
+from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.staging import InputRegion, layout_of, upload_all
+from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places, rows_to_draft
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan
 
@@ -28,17 +29,11 @@ class _Shape:
     num_drafts: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    offsets: tuple[int, ...]
-    replay: Callable[[], None]
-
-
 class DraftGraphs:
     """`drafted[row, i]` is the row's i-th draft of the step issued last, as far as its plan left it to the runner.
 
     The layer's keys of the drafts go where the step's own will be written. A row that wants fewer drafts than others
-    stores nothing for the rest. Without `record` the same work is launched kernel by kernel.
+    stores nothing for the rest. Where nothing was recorded the same work is launched kernel by kernel.
     """
 
     def __init__(
@@ -58,36 +53,19 @@ class DraftGraphs:
         steps = [step for step in steps if step.num_verified and not step.num_segments]
         rows = {step.num_verified for step in steps}
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
-        self._shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
-        self._graphs: dict[_Shape, _Graph] = {}
-        self._region: InputRegion | None = None
-
-    def record(self) -> None:
-        """A graph for each number of rows and of drafts that the steps have."""
-        layouts = [layout_of(self._padding(shape)) for shape in self._shapes]
-        sizes = [fields[-1].offset + fields[-1].num_bytes for fields in layouts]
-        self._region = InputRegion(self._platform, max(sizes, default=0))
-        for shape, fields in zip(self._shapes, layouts, strict=True):
-            offsets = tuple(field.offset for field in fields)
-            self._region.fill(self._padding(shape), offsets)
-            tensors = self._region.tensors(fields)
-
-            def run(tensors: Tensors = tensors, shape: _Shape = shape) -> None:
-                self._issue(tensors, shape)
-
-            run()  # compiles what the shape needs
-            self._graphs[shape] = _Graph(offsets, self._platform.record_graph(run))
+        shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
+        self.graphs = Graphs(platform, shapes, self._padding, self._issue)
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
         """Make the drafts that the plan leaves to the runner. Waits for them, and puts them in the plan, only if they
-        must be known on the host."""
+        must be known on the host, or are there."""
         rows = plan.rows
         chosen, first = rows_to_draft(rows)
         if not len(chosen):
             return plan
         columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, self._records.late(rows))
         self._make(*(column[chosen] for column in columns))
-        return self.told(plan) if must_know else plan
+        return self.told(plan) if must_know or self._platform.shares_memory else plan
 
     def told(self, plan: StepPlan) -> StepPlan:
         """The plan with the ids of the drafts that it left to the runner; waits for them."""
@@ -95,43 +73,28 @@ class DraftGraphs:
         tokens[at] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
-    def _make(
-        self,
-        row: IntArray,
-        start: IntArray,
-        counts: IntArray,
-        known: IntArray,
-        slot: IntArray,
-        late: IntArray,
-    ) -> None:
+    def _make(self, *columns: IntArray) -> None:
+        """From the columns that `_arrays` takes."""
+        row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
-        fitting = [s for s in self._graphs if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
-        shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts) if fitting else exact
-        arrays = self._arrays(shape, row, start, counts, known, slot, late)
-        if fitting and self._region is not None:
-            graph = self._graphs[shape]
-            self._region.fill(arrays, graph.offsets)
-            graph.replay()
+        made = self.graphs.shapes
+        fitting = [s for s in made if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
+        if fitting:
+            shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
+            self.graphs.replay(shape, self._arrays(shape, columns))
         else:
-            self._issue(upload_all(self._platform, arrays), shape)
+            self._issue(upload_all(self._platform, self._arrays(exact, columns)), exact)
 
     def _padding(self, shape: _Shape) -> Arrays:
-        none = np.empty(0, np.int32)
-        arrays = self._arrays(shape, none, none, none, none, none, none)
+        arrays = self._arrays(shape, [np.empty(0, np.int32)] * 6)
         most = self._splits.most(shape.num_rows, self._batch.table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 
-    def _arrays(
-        self,
-        shape: _Shape,
-        row: IntArray,
-        start: IntArray,
-        counts: IntArray,
-        known: IntArray,
-        slot: IntArray,
-        late: IntArray,
-    ) -> Arrays:
+    def _arrays(self, shape: _Shape, columns: Sequence[IntArray]) -> Arrays:
+        """Of rows: which, where they start, how many drafts they want, the id of their newest token if it is known, the
+        slot that they read, and their places in `missed`."""
+        row, start, counts, known, slot, late = columns
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]

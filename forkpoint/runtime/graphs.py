@@ -1,19 +1,18 @@
-"""Recorded steps: one graph per padded shape, all reading the same input region."""
+"""Recorded work: one graph per padded shape, all reading the same input region."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from torch import Tensor
+from typing import Any, Generic, TypeVar
 
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.staging import InputRegion, layout_of
-from forkpoint.runtime.step_inputs import Arrays, StepBuilder, StepShape, Tensors
-from forkpoint.sched.plan import NO_ROW, StepPlan
+from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors
+
+Shape = TypeVar("Shape")
+Outputs = TypeVar("Outputs")
 
 MAX_GRAPH_TOKENS = 1024  # steps of more are long enough to hide the launches of their kernels
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -23,15 +22,6 @@ _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # their tokens a row
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
 _TOKENS_PER_SEGMENT = 32
 _MIN_SEGMENTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Of each sampled row, padded: this rank's own logits `[S, its ids]`; the likeliest ids `[S]` int64 and whether
-    their logits are finite `[S]` bool, or None where nobody wants them."""
-
-    own: Tensor
-    likeliest: tuple[Tensor, Tensor] | None
 
 
 def graph_shapes(
@@ -86,61 +76,60 @@ class ShapeTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _Graph(Generic[Outputs]):
     offsets: tuple[int, ...]
     replay: Callable[[], None]
-    outputs: list[StepOutputs]  # of the step issued last
+    outputs: list[Outputs]  # of the work issued last
 
 
-class StepGraphs:
-    """Graphs of a step's forward pass and greedy sampling.
+class Graphs(Generic[Shape, Outputs]):
+    """Graphs of work that has one of several shapes.
 
-    `run(tensors, shape)` issues a step whose inputs are the given tensors.
+    `run(tensors, shape)` issues the work whose inputs are the given tensors; `padding(shape)` are inputs of nothing but
+    padding, each as large as any.
     """
 
     def __init__(
         self,
         platform: Platform,
-        builder: StepBuilder,
-        shapes: Sequence[StepShape],
-        run: Callable[[Tensors, StepShape], StepOutputs],
+        shapes: Sequence[Shape],
+        padding: Callable[[Shape], Arrays],
+        run: Callable[[Tensors, Shape], Outputs],
     ) -> None:
-        self._platform, self._builder, self._run = platform, builder, run
-        self._shapes = shapes
-        self._table = ShapeTable(shapes)
-        self._graphs: dict[StepShape, _Graph] = {}
-        layouts = [layout_of(self._empty(shape)) for shape in shapes]
-        self._region = InputRegion(platform, max(fields[-1].offset + fields[-1].num_bytes for fields in layouts))
+        self._platform, self._shapes, self._padding, self._run = platform, shapes, padding, run
+        self._graphs: dict[Shape, _Graph[Outputs]] = {}
+        layouts = [layout_of(padding(shape)) for shape in shapes]
+        sizes = [fields[-1].offset + fields[-1].num_bytes for fields in layouts]
+        self._region = InputRegion(platform, max(sizes, default=0))
 
-    def record(self, progress: Callable[[Sequence[StepShape]], Any]) -> None:
+    @property
+    def shapes(self) -> Collection[Shape]:
+        """Those that were recorded."""
+        return self._graphs
+
+    def record(self, progress: Callable[[Sequence[Shape]], Any] = lambda shapes: shapes) -> None:
         """Record all shapes; `progress` wraps the sequence that is gone through."""
         for shape in progress(self._shapes):
             self._graphs[shape] = self._record(shape)
 
-    def find(self, exact: StepShape) -> StepShape | None:
-        """The shape whose graph serves a step of this shape."""
-        return self._table.find(exact)
-
-    def replay(self, shape: StepShape, arrays: Arrays) -> StepOutputs:
-        """Issue a step. The outputs are void once the next one is issued."""
+    def replay(self, shape: Shape, arrays: Arrays) -> Outputs:
+        """Issue the work of a recorded shape. The outputs are void once the next one is issued."""
         graph = self._graphs[shape]
         self._region.fill(arrays, graph.offsets)
         graph.replay()
         return graph.outputs[-1]
 
-    def _empty(self, shape: StepShape) -> Arrays:
-        """A step of nothing but padding, with room for all parts."""
-        arrays = self._builder.build(StepPlan(0), shape, recorded=True)
-        arrays["parts"] = np.full((self._builder.most_parts(shape.num_decodes), 3), NO_ROW, np.int32)
-        return arrays
+    def clear(self) -> None:
+        """Drop what was recorded."""
+        self._graphs.clear()
 
-    def _record(self, shape: StepShape) -> _Graph:
-        arrays = self._empty(shape)
+    def _record(self, shape: Shape) -> _Graph[Outputs]:
+        arrays = self._padding(shape)
         fields = layout_of(arrays)
         offsets = tuple(field.offset for field in fields)
         self._region.fill(arrays, offsets)
         tensors = self._region.tensors(fields)
-        found: list[StepOutputs] = []
+        found: list[Outputs] = []
 
         def run() -> None:
             found[:] = [self._run(tensors, shape)]

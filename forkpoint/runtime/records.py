@@ -135,18 +135,13 @@ class TokenRecords:
         before = self._start[row]
         return np.where(before < 0, start, np.maximum(self._whole[row], before // self._interval * self._interval))
 
-    def newest(self, layer: int, name: str, rows: IntArray, slots: IntArray) -> Tensor:
-        """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
-        that of the row's slot."""
-        columns = (slots, *self.newest_lines(rows))
-        return self.newest_of(layer, name, *(self._platform.upload(column).long() for column in columns))
-
     def newest_lines(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """The lines of windows' records that the rows' next step reads, and how many tokens of each are pending."""
         return rows, self._pending[rows]
 
     def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
-        """`newest` from those on the device, `[N]` int64."""
+        """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
+        that of the row's slot; from slots, lines and pending tokens on the device, `[N]` int64."""
         own = next(spec for spec in _tensors(self._specs[layer]) if spec.name == name)
         kept, records = self.layers[layer][name], self.layers[layer][own.records[0].name]
         of_line = records[lines, (pending - 1).clamp(min=0)]

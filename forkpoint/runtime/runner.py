@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,8 @@ from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.draft_graphs import DraftGraphs
-from forkpoint.runtime.graphs import StepGraphs, StepOutputs
+from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
-from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep, Verified
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
@@ -40,6 +39,14 @@ from forkpoint.runtime.step_inputs import (
 )
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepRows
+
+
+class StepOutputs(NamedTuple):
+    """Of each sampled row, padded: this rank's own logits `[S, its ids]`; the likeliest ids `[S]` int64 and whether
+    their logits are finite `[S]` bool, or None where nobody wants them."""
+
+    own: Tensor
+    likeliest: tuple[Tensor, Tensor] | None
 
 
 class ModelRunner:
@@ -77,36 +84,30 @@ class ModelRunner:
         self._sampler = Sampler(ops, self.platform)
         splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic, self.platform.device)
         self._records: TokenRecords | None = None
-        self._drafts: ModelDrafts | DraftGraphs | None = None
+        self._drafts: DraftGraphs | None = None
         self.write_interval = state_write_interval
         if max_num_drafts or state_write_interval > 1:
             tokens = (max_num_rows, 1 + max_num_drafts, state_write_interval)
             self._records = TokenRecords(self.arena, ops, *tokens, self.platform, model.fold_constants)
             if max_num_drafts and model.config.draft_layer:
                 parts = (model, self.batch, self._records, self.platform)
-                self._drafts = (
-                    ModelDrafts(*parts)
-                    if self.platform.shares_memory
-                    else DraftGraphs(*parts, max_num_drafts, graph_shapes)
-                )
-        on_device = max_num_drafts if isinstance(self._drafts, DraftGraphs) else 0
-        kept = (self._states.copies, self._records, on_device)
+                self._drafts = DraftGraphs(*parts, max_num_drafts, graph_shapes)
+        kept = (self._states.copies, self._records, self._drafts.most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
-        self._graphs: StepGraphs | None = None
-        if graph_shapes and self.platform.has_graphs:
-            self._graphs = StepGraphs(self.platform, self._builder, graph_shapes, self._issue)
+        shapes = graph_shapes if self.platform.has_graphs else ()
+        self._shapes = ShapeTable(shapes)
+        self._graphs = Graphs(self.platform, shapes, self._builder.padding, self._issue)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
         """Record the graphs; `progress` wraps the sequence of shapes that is gone through."""
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.record(progress)
-                if isinstance(self._drafts, DraftGraphs):
-                    self._drafts.record()
-                if self._records is not None:
-                    self._records.prepare()
-            self.platform.synchronize()
+        with torch.inference_mode():
+            self._graphs.record(progress)
+            if self._drafts is not None:
+                self._drafts.graphs.record()
+            if self._records is not None:
+                self._records.prepare()
+        self.platform.synchronize()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
@@ -131,7 +132,7 @@ class ModelRunner:
     def close(self) -> None:
         """Wait for the device and drop the graphs; all other memory goes with the runner."""
         self.platform.synchronize()
-        self._graphs = None
+        self._graphs.clear()
 
     def _failure_seen(self) -> None:
         self._failure = None
@@ -153,17 +154,14 @@ class ModelRunner:
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._verifies(plan))
         asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
-        shape = None if self._graphs is None or asking else self._graphs.find(exact)
+        shape = None if asking else self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
         copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
         prompts: tuple[PromptScores, ...] = ()
-        if shape is not None and self._graphs is not None:
+        if shape is not None:
             outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
         else:
-            if self.platform.shares_memory:
-                tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            else:
-                tensors = upload_all(self.platform, arrays)
+            tensors = upload_all(self.platform, arrays)
             lens: HostLens = ((), ())
             if not plan.rows.ahead.any():  # else only the device knows
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
@@ -195,7 +193,7 @@ class ModelRunner:
         """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
         if self._records is None or not self._records.drafts:
             return False
-        return (self._graphs is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
+        return (bool(self._graphs.shapes) and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """A whole step on the device, greedy sampling included; what a graph records."""
@@ -215,7 +213,7 @@ class ModelRunner:
         if count:  # ids that only the device knows are taken from there
             last = self.batch.last_sampled[tensors["token_rows"]]
             own = ids[:count]
-            if "draft_at" in tensors and isinstance(self._drafts, DraftGraphs):
+            if self._drafts is not None and "draft_at" in tensors:
                 own = torch.where(own == TO_DRAFT, self._drafts.drafted.view(-1)[tensors["draft_at"]], own)
             ids = torch.cat([torch.where(own < 0, last, own), ids[count:]])
         return self._model.forward(ids, context)
@@ -269,11 +267,11 @@ class ModelRunner:
         answers and counts are on their way to the host in one copy."""
         assert self._records is not None
         rows, columns = plan.sampled_rows, [windows.drafts, plan.sampled_rows, windows.starts, windows.sizes]
-        if isinstance(self._drafts, DraftGraphs):  # where they are
+        if self._drafts is not None:  # where they are
             columns.append(np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows)))
         packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
         drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
-        if isinstance(self._drafts, DraftGraphs):
+        if self._drafts is not None:
             drafts = torch.where(drafts == TO_DRAFT, self._drafts.drafted.view(-1)[places[0]], drafts)
         counts = windows.confirm(answers, drafts, starts)
         newest = answers[starts + counts - 1].clamp(min=0)  # a row that failed has no id

@@ -67,7 +67,9 @@ def layout_of(arrays: Arrays) -> tuple[Field, ...]:
 
 
 def upload_all(platform: Platform, arrays: Arrays) -> Tensors:
-    """The arrays on a device that has memory of its own."""
+    """The arrays on the device."""
+    if platform.shares_memory:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
     fields = layout_of(arrays)
     packed = np.empty(fields[-1].offset + fields[-1].num_bytes, np.uint8)
     for field, array in zip(fields, arrays.values(), strict=True):

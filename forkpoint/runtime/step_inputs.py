@@ -90,9 +90,12 @@ class StepBuilder:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts = records, most_drafts
 
-    def most_parts(self, num_decodes: int) -> int:
-        """Entries of `parts` that a step of so many decode rows can need."""
-        return 0 if self._splits is None else self._splits.most(num_decodes, self._table.max_entries_per_row)
+    def padding(self, shape: StepShape) -> Arrays:
+        """A step of nothing but padding, with room for all parts."""
+        arrays = self.build(StepPlan(0), shape, recorded=True)
+        most = 0 if self._splits is None else self._splits.most(shape.num_decodes, self._table.max_entries_per_row)
+        arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
+        return arrays
 
     def build(self, plan: StepPlan, shape: StepShape, recorded: bool) -> Arrays:
         """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`.

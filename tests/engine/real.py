@@ -29,9 +29,8 @@ from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
-from forkpoint.runtime.graphs import StepOutputs
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
-from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.runner import ModelRunner, StepOutputs
 from forkpoint.runtime.sampler import Sampler
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import PendingStep, StepPlan, StepResult, TokenMasks

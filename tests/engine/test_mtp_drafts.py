@@ -24,7 +24,6 @@ from forkpoint.models.mtp import MTPHead
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.draft_graphs import DraftGraphs
-from forkpoint.runtime.model_drafts import ModelDrafts
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray, StepPlan
 from forkpoint.sched.request import Request
@@ -60,7 +59,7 @@ class GoingAhead(Always):
 
 
 @contextmanager
-def noting(drafts: ModelDrafts) -> Iterator[dict[tuple[int, int], list[int]]]:
+def noting(drafts: DraftGraphs) -> Iterator[dict[tuple[int, int], list[int]]]:
     """What is drafted, by row and position of the row's newest token."""
     found: dict[tuple[int, int], list[int]] = {}
     fill = drafts.filled
