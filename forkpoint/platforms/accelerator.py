@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import SchedulerConfig
-from forkpoint.platforms.platform import Mark
+from forkpoint.platforms.platform import Mark, Platform
 
 
-class AcceleratorPlatform:
+class AcceleratorPlatform(Platform):
     """One device of `kind`, which is also the name of torch's module for it."""
 
     defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
-    collectives: ClassVar = ""
-    serves_all_ranks: ClassVar = False
+    shares_memory = False
+    has_graphs = True
     kind: ClassVar[str]
     graph_class: ClassVar[str]
     allocator_variable: ClassVar[str]  # read at the first use of the device's memory
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device(self.kind, index)
-        self.shares_memory, self.has_graphs = False, True
         # Without it the pieces that loading leaves behind can hold an eighth of the memory.
         os.environ.setdefault(self.allocator_variable, "expandable_segments:True")
         self._torch: Any = torch.get_device_module(self.device)
@@ -47,9 +46,6 @@ class AcceleratorPlatform:
         event.record()
         mark: Mark = event
         return mark
-
-    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return self.host_buffer(tuple(tensor.shape), tensor.dtype).copy_(tensor, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -39,40 +40,49 @@ class Mark(Protocol):
         """Return once all work issued before the mark is done."""
 
 
+class _PastMark:
+    """Of work that is done when the call which issues it returns."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
 class Platform(Protocol):
-    """One device. Work runs in the order in which it is issued."""
+    """One device. Work runs in the order in which it is issued.
+
+    Methods that a kind of device leaves as they are do what holds on a host: work is done when the call that issues it
+    returns, and the device's memory is the host's.
+    """
 
     defaults: ClassVar[SchedulerConfig]  # where the user says nothing
-    collectives: ClassVar[str]  # torch.distributed's backend for ranks on devices of this kind; "": there is none
-    serves_all_ranks: ClassVar[bool]  # one device is enough for any number of ranks
+    collectives: ClassVar[str] = ""  # torch.distributed's backend for ranks on devices of this kind; "": there is none
+    serves_all_ranks: ClassVar[bool] = False  # one device is enough for any number of ranks
+    device: torch.device
+    shares_memory: bool = True  # the device works on the host's memory: uploads and mirrors are the arrays themselves
+    has_graphs: bool = False  # `record_graph` is of use
 
+    @abstractmethod
     def __init__(self, index: int = 0) -> None:
         """Open the device of that number."""
 
     @classmethod
+    @abstractmethod
     def num_devices(cls) -> int:
         """How many are here."""
 
     @classmethod
     def absence(cls) -> str:
         """Where none is here, why, and what would bring one."""
+        return ""
 
     @classmethod
-    def traits(cls, device: torch.device) -> DeviceTraits: ...
+    def traits(cls, device: torch.device) -> DeviceTraits:
+        """Of a device of this kind."""
+        return DeviceTraits()
 
-    @property
-    def device(self) -> torch.device: ...
-
+    @abstractmethod
     def operators(self, cpu_ops: str) -> str:
         """The name of the operator table (`ops.select`) for this device; `cpu_ops` is what the user wants on a CPU."""
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the device works on the host's memory, so that uploads and mirrors are the arrays themselves."""
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether `record_graph` is possible."""
 
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record the work that `run` issues, which must not wait for the device; the answer issues it again.
@@ -80,33 +90,46 @@ class Platform(Protocol):
         `run` must have been called before, so that everything it needs is compiled. Memory that it allocates
         stays with the graph and is shared among graphs: one's results are void once another was issued.
         """
+        return run
 
     def mark(self) -> Mark:
         """After all work issued so far."""
+        return _PastMark()
 
     def mirror(self, array: npt.NDArray[Any]) -> Tensor:
         """A tensor on the device with the array's contents; it shares them where memory is shared."""
+        return torch.from_numpy(array).to(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy on the host, filled in once a mark made after this call has been waited for."""
+        return tensor.clone()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory from which copies to the device are fastest."""
+        return torch.empty(shape, dtype=dtype)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """The array on the device. On a CPU the tensor shares the array's memory."""
+        return torch.from_numpy(array)
 
+    @abstractmethod
     def free_bytes(self) -> int:
         """Device memory that could be allocated now."""
 
     def arena_bytes(self, utilization: float) -> int | None:
         """What is left for the arena of that share of the device's memory; None where memory is shared with others."""
+        return None
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """What `run` needed of the device's memory at most; all that it did not keep is given back."""
+        """What `run` needed of the device's memory at most, 0 where that is not counted; all that it did not keep is
+        given back."""
+        run()
+        return 0
 
     def release_unused(self) -> None:
         """Give memory that is kept for later use back to the device."""
+        return
 
     def synchronize(self) -> None:
         """Wait for all work issued to the device."""
+        return

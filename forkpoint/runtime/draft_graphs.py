@@ -33,7 +33,7 @@ class DraftGraphs:
     """`drafted[row, i]` is the row's i-th draft of the step issued last, as far as its plan left it to the runner.
 
     The layer's keys of the drafts go where the step's own will be written. A row that wants fewer drafts than others
-    stores nothing for the rest. Where nothing was recorded the same work is launched kernel by kernel.
+    stores nothing for the rest. Without `record` the same work is launched kernel by kernel.
     """
 
     def __init__(
@@ -54,7 +54,15 @@ class DraftGraphs:
         rows = {step.num_verified for step in steps}
         drafts = {step.num_decodes // step.num_verified - 1 for step in steps}
         shapes = [_Shape(count, each) for count in sorted(rows)[::-1] for each in sorted(drafts)[::-1]]
-        self.graphs = Graphs(platform, shapes, self._padding, self._issue)
+        self._graphs: Graphs[_Shape, None] = Graphs(platform, {shape: self._padding(shape) for shape in shapes})
+
+    def record(self) -> None:
+        """A graph for each number of rows and of drafts that the steps have."""
+        self._graphs.record(self._issue)
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        self._graphs.clear()
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
         """Make the drafts that the plan leaves to the runner. Waits for them, and puts them in the plan, only if they
@@ -77,11 +85,11 @@ class DraftGraphs:
         """From the columns that `_arrays` takes."""
         row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
-        made = self.graphs.shapes
+        made = self._graphs.shapes
         fitting = [s for s in made if s.num_rows >= exact.num_rows and s.num_drafts >= exact.num_drafts]
         if fitting:
             shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
-            self.graphs.replay(shape, self._arrays(shape, columns))
+            self._graphs.replay(shape, self._arrays(shape, columns))
         else:
             self._issue(upload_all(self._platform, self._arrays(exact, columns)), exact)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.staging import InputRegion, layout_of
@@ -83,22 +83,12 @@ class _Graph(Generic[Outputs]):
 
 
 class Graphs(Generic[Shape, Outputs]):
-    """Graphs of work that has one of several shapes.
+    """Graphs of work that has one of several shapes; `padding` are inputs of nothing but padding, as large as any."""
 
-    `run(tensors, shape)` issues the work whose inputs are the given tensors; `padding(shape)` are inputs of nothing but
-    padding, each as large as any.
-    """
-
-    def __init__(
-        self,
-        platform: Platform,
-        shapes: Sequence[Shape],
-        padding: Callable[[Shape], Arrays],
-        run: Callable[[Tensors, Shape], Outputs],
-    ) -> None:
-        self._platform, self._shapes, self._padding, self._run = platform, shapes, padding, run
+    def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays]) -> None:
+        self._platform, self._padding = platform, padding
         self._graphs: dict[Shape, _Graph[Outputs]] = {}
-        layouts = [layout_of(padding(shape)) for shape in shapes]
+        layouts = map(layout_of, padding.values())
         sizes = [fields[-1].offset + fields[-1].num_bytes for fields in layouts]
         self._region = InputRegion(platform, max(sizes, default=0))
 
@@ -107,10 +97,15 @@ class Graphs(Generic[Shape, Outputs]):
         """Those that were recorded."""
         return self._graphs
 
-    def record(self, progress: Callable[[Sequence[Shape]], Any] = lambda shapes: shapes) -> None:
-        """Record all shapes; `progress` wraps the sequence that is gone through."""
-        for shape in progress(self._shapes):
-            self._graphs[shape] = self._record(shape)
+    def record(
+        self,
+        run: Callable[[Tensors, Shape], Outputs],
+        progress: Callable[[Sequence[Shape]], Iterable[Shape]] = lambda shapes: shapes,
+    ) -> None:
+        """Record all shapes: `run(tensors, shape)` issues the work whose inputs are the given tensors. `progress` wraps
+        the sequence that is gone through."""
+        for shape in progress(tuple(self._padding)):
+            self._graphs[shape] = self._record(run, shape)
 
     def replay(self, shape: Shape, arrays: Arrays) -> Outputs:
         """Issue the work of a recorded shape. The outputs are void once the next one is issued."""
@@ -120,11 +115,11 @@ class Graphs(Generic[Shape, Outputs]):
         return graph.outputs[-1]
 
     def clear(self) -> None:
-        """Drop what was recorded."""
+        """Drop what was recorded, and with it what recorded it."""
         self._graphs.clear()
 
-    def _record(self, shape: Shape) -> _Graph[Outputs]:
-        arrays = self._padding(shape)
+    def _record(self, issue: Callable[[Tensors, Shape], Outputs], shape: Shape) -> _Graph[Outputs]:
+        arrays = self._padding[shape]
         fields = layout_of(arrays)
         offsets = tuple(field.offset for field in fields)
         self._region.fill(arrays, offsets)
@@ -132,7 +127,7 @@ class Graphs(Generic[Shape, Outputs]):
         found: list[Outputs] = []
 
         def run() -> None:
-            found[:] = [self._run(tensors, shape)]
+            found[:] = [issue(tensors, shape)]
 
         run()  # compiles what the shape needs
         return _Graph(offsets, self._platform.record_graph(run), found)

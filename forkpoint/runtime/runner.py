@@ -96,15 +96,16 @@ class ModelRunner:
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         shapes = graph_shapes if self.platform.has_graphs else ()
         self._shapes = ShapeTable(shapes)
-        self._graphs = Graphs(self.platform, shapes, self._builder.padding, self._issue)
+        padding = {shape: self._builder.padding(shape) for shape in shapes}
+        self._graphs: Graphs[StepShape, StepOutputs] = Graphs(self.platform, padding)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
         """Record the graphs; `progress` wraps the sequence of shapes that is gone through."""
         with torch.inference_mode():
-            self._graphs.record(progress)
+            self._graphs.record(self._issue, progress)
             if self._drafts is not None:
-                self._drafts.graphs.record()
+                self._drafts.record()
             if self._records is not None:
                 self._records.prepare()
         self.platform.synchronize()
@@ -133,6 +134,8 @@ class ModelRunner:
         """Wait for the device and drop the graphs; all other memory goes with the runner."""
         self.platform.synchronize()
         self._graphs.clear()
+        if self._drafts is not None:
+            self._drafts.close()
 
     def _failure_seen(self) -> None:
         self._failure = None
