@@ -116,7 +116,7 @@ class SteadyLoad:
 
 def evictions(sched: Scheduler) -> int:
     """Blocks and checkpoints that gave way so far."""
-    stats = sched.cache.stats()
+    stats = sched.cache.store.stats()
     return stats.blocks_evicted + sum(stats.checkpoints_evicted.values())
 
 

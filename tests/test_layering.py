@@ -139,8 +139,8 @@ def test_only_families_and_their_mixer_know_a_kind_of_layer() -> None:
 
 # Fields of the cache's shared objects, and the only files (of cache/, but for the scheduler's) that write them.
 WRITERS = {
-    "children region pins condemned": "tree",
-    "checkpoint": "tree",
+    "children pins condemned": "tree",
+    "checkpoint": "store",
     "dropped": "tree store",
     "last_used num_hits superseded": "store",
     "num_readers num_expected": "manager",

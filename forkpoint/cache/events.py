@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from forkpoint.cache.tree import Origin
 from forkpoint.outputs import MissReason
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Written by the cache alone; read them through `CacheManager.stats`."""
+    """Written by the cache alone; read them through `PrefixStore.stats`. By reason, and by `Origin`, where there are
+    several."""
 
     query_tokens: int = 0  # prompt tokens that asked
     hit_tokens: int = 0  # of those, tokens that were reused
-    lost_tokens: Counter[MissReason] = field(default_factory=Counter)  # reusable tokens that were not, by reason
-    checkpoints_saved: Counter[Origin] = field(default_factory=Counter)
-    checkpoints_evicted: Counter[Origin] = field(default_factory=Counter)
-    checkpoint_hits: Counter[Origin] = field(default_factory=Counter)
-    checkpoints_skipped: Counter[Origin] = field(default_factory=Counter)  # wanted, but there was no room
+    lost_tokens: dict[str, int] = field(default_factory=Counter)  # reusable tokens that were not, by reason
+    checkpoints_saved: dict[str, int] = field(default_factory=Counter)
+    checkpoints_evicted: dict[str, int] = field(default_factory=Counter)
+    checkpoint_hits: dict[str, int] = field(default_factory=Counter)
+    checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # wanted, but there was no room
     blocks_evicted: int = 0
     moves: int = 0
 
@@ -31,9 +31,9 @@ class CacheCounters:
             self.lost_tokens[miss] += reachable - num_hit
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A reading of the cache: gauges now, counters since the start."""
+@dataclass(slots=True, kw_only=True)
+class CacheStats(CacheCounters):
+    """A reading of the cache: what was counted since the start, and gauges now."""
 
     num_pages: int
     num_free_pages: int
@@ -42,12 +42,3 @@ class CacheStats:
     num_cached_blocks: int
     num_checkpoints: int
     num_ghosts: int
-    query_tokens: int
-    hit_tokens: int
-    lost_tokens: dict[str, int]
-    checkpoints_saved: dict[str, int]
-    checkpoints_evicted: dict[str, int]
-    checkpoint_hits: dict[str, int]
-    checkpoints_skipped: dict[str, int]
-    blocks_evicted: int
-    moves: int

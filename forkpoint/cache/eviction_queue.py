@@ -6,32 +6,23 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
+from forkpoint.cache.tree import Entry
 
-class Queued(Protocol):
-    """An entry of the eviction queue; the queue writes `queue_entry` and reads `dropped`."""
-
-    queue_entry: int
-    dropped: bool
-
-
-Entry = TypeVar("Entry", bound=Queued)
+Queued = TypeVar("Queued", bound=Entry)
 LEAST_COMPACTED: Final = 1024  # places; a queue this short costs less than taking out what is old
 
 
-class EvictionQueue(Generic[Entry]):
+class EvictionQueue(Generic[Queued]):
     """Entries by key. An entry's key may rise unnoticed (an ancestor was dropped): `lowest` looks again. It may
     fall by itself when the clock reaches `due`: the entry is then filed anew."""
 
-    def __init__(
-        self, key: Callable[[Entry], float], evictable: Callable[[Entry], bool], due: Callable[[Entry], float]
-    ) -> None:
+    def __init__(self, key: Callable[[Queued], float], due: Callable[[Queued], float]) -> None:
         self._key = key
-        self._evictable = evictable
         self._due = due
-        self._heap: list[tuple[float, int, Entry]] = []
-        self._dues: list[tuple[float, int, Entry]] = []
+        self._heap: list[tuple[float, int, Queued]] = []
+        self._dues: list[tuple[float, int, Queued]] = []
         self._tickets = itertools.count()
         self._most_filed = LEAST_COMPACTED
 
@@ -40,9 +31,9 @@ class EvictionQueue(Generic[Entry]):
         """Places taken, those that entries had before they were filed anew included."""
         return len(self._heap) + len(self._dues)
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: Queued) -> None:
         """Add an entry, or file it anew after its facts changed; one that cannot go now is to be pushed once it can."""
-        if not self._evictable(entry):
+        if not entry.is_evictable:
             return
         entry.queue_entry = ticket = next(self._tickets)
         heapq.heappush(self._heap, (self._key(entry), ticket, entry))
@@ -59,7 +50,7 @@ class EvictionQueue(Generic[Entry]):
             heapq.heapify(heap)
         self._most_filed = max(2 * self.num_filed, LEAST_COMPACTED)
 
-    def lowest(self, now: float) -> tuple[float, Entry] | None:
+    def lowest(self, now: float) -> tuple[float, Queued] | None:
         """The evictable entry of the smallest key at the time `now`, which stays in the queue; None: there is none.
 
         Entries that cannot go now leave the queue; push them again when they can.
@@ -67,7 +58,7 @@ class EvictionQueue(Generic[Entry]):
         self._file_due(now)
         while self._heap:
             key, ticket, entry = self._heap[0]
-            if entry.queue_entry != ticket or entry.dropped or not self._evictable(entry):
+            if entry.queue_entry != ticket or entry.dropped or not entry.is_evictable:
                 heapq.heappop(self._heap)
                 continue
             current = self._key(entry)
@@ -80,11 +71,7 @@ class EvictionQueue(Generic[Entry]):
         due = []
         while self._dues and self._dues[0][0] <= now:
             _, ticket, entry = heapq.heappop(self._dues)
-            if entry.queue_entry == ticket and not entry.dropped and self._evictable(entry):
+            if entry.queue_entry == ticket and not entry.dropped and entry.is_evictable:
                 due.append(entry)
         for entry in due:
             self.push(entry)
-
-    def clear(self) -> None:
-        self._heap.clear()
-        self._dues.clear()

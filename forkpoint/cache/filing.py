@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forkpoint.cache.holdings import Holdings
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.store import PrefixStore
@@ -15,10 +14,9 @@ class Filing:
     """Files the blocks and saves of leases under their histories, and remembers what the plan under construction
     files."""
 
-    def __init__(self, store: PrefixStore, holdings: Holdings) -> None:
+    def __init__(self, store: PrefixStore) -> None:
         self._store = store
         self._layout = store.layout
-        self._holdings = holdings
         self.filed: list[Node | Checkpoint] = []  # since the last plan was issued
 
     def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> None:
@@ -36,7 +34,7 @@ class Filing:
             if node.depth == depth and (save := saves.pop(depth, None)):
                 self._finish_save(lease, node, save)
         if node is not old:
-            self._store.pin(node)
+            self._store.tree.pin(node)
             self._store.unpin(old)
             lease.node = node
         for save in saves.values():
@@ -57,11 +55,7 @@ class Filing:
         lease.frozen = end < last
         if start == end:
             return node
-        blocks = (
-            self._holdings.pop_own_blocks(lease, range(start, end))
-            if self._layout.has_kv
-            else [NO_BLOCK] * (end - start)
-        )
+        blocks = lease.pop_blocks(range(start, end)) if self._layout.has_kv else [NO_BLOCK] * (end - start)
         chain = lease.chain
         nodes = self._store.add_blocks(node, chain.hashes[start:end], chain.blocks[start:end], blocks, provenance)
         self._note_filed(lease, nodes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from forkpoint.cache.arena import Arena
 from forkpoint.cache.layout import CacheLayout
@@ -15,28 +14,21 @@ from forkpoint.cache.tree import PrefixTree
 class Holdings:
     """Counts blocks and slots that requests hold; what is merely cached is not among them, since it gives way.
 
-    `own_blocks` are those of leases that the tree does not have, `running_slots` those that requests write,
-    `read_slots` those of checkpoints with readers. Of the tree's blocks the pinned ones are held.
+    `running_slots` are those that requests write, `read_slots` those of checkpoints with readers. Of the tree's blocks
+    the pinned ones are held.
     """
 
     def __init__(self, layout: CacheLayout, arena: Arena, tree: PrefixTree) -> None:
         self._layout = layout
         self._arena = arena
         self._tree = tree
-        self.own_blocks = 0
         self.running_slots = 0
         self.read_slots = 0
 
-    def count(self, own_blocks: int = 0, running_slots: int = 0, read_slots: int = 0) -> None:
+    def count(self, running_slots: int = 0, read_slots: int = 0) -> None:
         """So many more are held; fewer where negative."""
-        self.own_blocks += own_blocks
         self.running_slots += running_slots
         self.read_slots += read_slots
-
-    def pop_own_blocks(self, lease: Lease, indices: Sequence[int]) -> list[int]:
-        """Take these blocks of its table from a lease."""
-        self.count(own_blocks=-len(indices))
-        return [lease.own_blocks.pop(index) for index in indices]
 
     @property
     def num_slots(self) -> int:
@@ -44,7 +36,8 @@ class Holdings:
 
     @property
     def num_blocks(self) -> int:
-        return self.own_blocks + (self._tree.num_pinned if self._layout.has_kv else 0)
+        blocks = self._arena.blocks
+        return blocks.num_used - self._tree.num_nodes + self._tree.num_pinned if blocks else 0
 
     @property
     def num_pages(self) -> int:

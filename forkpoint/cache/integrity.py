@@ -42,7 +42,8 @@ def _check_blocks(manager: CacheManager, nodes: list[Node], leases: list[Lease])
         table = lease.block_ids(0, lease.num_blocks)
         assert NO_BLOCK not in table and len(set(table)) == len(table), f"{lease.owner}: holes in its table {table}"
     assert expected == pool.owners, "the arena's block owners disagree with the tree and the leases"
-    assert manager.holdings.own_blocks == sum(len(lease.own_blocks) for lease in leases)
+    own = sum(len(lease.own_blocks) for lease in leases)
+    assert manager.holdings.num_blocks == own + sum(node.pins > 0 for node in nodes)
 
 
 def _check_slots(manager: CacheManager, nodes: list[Node], leases: list[Lease]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from forkpoint.cache.arena import Move, MoveKind
@@ -68,6 +69,10 @@ class Lease:
             return
         index = next(index for index, block in self.own_blocks.items() if block == move.src)
         self.own_blocks[index] = move.dst
+
+    def pop_blocks(self, indices: Iterable[int]) -> list[int]:
+        """Take these of its own blocks from the lease."""
+        return [self.own_blocks.pop(index) for index in indices]
 
     def block_ids(self, start: int, end: int) -> list[int]:
         """The ids of blocks `[start, end)` of the row's table."""

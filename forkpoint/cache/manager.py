@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.arena import Arena, Move
-from forkpoint.cache.events import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.ghosts import GhostTable
@@ -21,7 +20,7 @@ from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.saves import SavePlanner
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, Provenance, nearest_checkpoint
 from forkpoint.config import CacheConfig
 
 TokenIds = npt.NDArray[np.int32]
@@ -51,7 +50,7 @@ class CacheManager:
         policy = policy or EVICTION.find(config.eviction_policy)()
         self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), self.ghosts)
         self.holdings = Holdings(layout, self.arena, self.store.tree)
-        self.filing = Filing(self.store, self.holdings)
+        self.filing = Filing(self.store)
         self.saves = SavePlanner(self.store)
 
     def watch_restorable(self) -> Restorable:
@@ -97,7 +96,7 @@ class CacheManager:
         """Give the lease the hit's blocks and the checkpoint to read first."""
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
-        self.store.pin(lease.node)
+        self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
 
     def continues(self, lease: Lease) -> bool:
@@ -114,7 +113,7 @@ class CacheManager:
         if hit.num_tokens <= lease.num_planned or lease.node is None or lease.frozen:
             return False
         old = lease.node
-        self.store.pin(hit.path[-1])
+        self.store.tree.pin(hit.path[-1])
         self._free_own_blocks(lease)
         lease.node = hit.path[-1]
         self.store.unpin(old)
@@ -156,16 +155,13 @@ class CacheManager:
             blocks = self.store.take_blocks(lease, end - start)
             lease.own_blocks.update(zip(range(start, end), blocks, strict=False))
             lease.num_blocks += len(blocks)
-            self.holdings.count(own_blocks=len(blocks))
         return lease.num_blocks >= end
 
     def drop_duplicates(self, lease: Lease) -> None:
         """Give back blocks of the lease whose contents another request has filed meanwhile; the row's table
         has to name the tree's blocks from the plan under construction on."""
         assert lease.node is not None
-        self.arena.give_blocks(
-            self.holdings.pop_own_blocks(lease, [i for i in lease.own_blocks if i < lease.node.depth])
-        )
+        self.arena.give_blocks(lease.pop_blocks([i for i in lease.own_blocks if i < lease.node.depth]))
         lease.has_duplicates = False
 
     def ensure_slot(self, lease: Lease) -> bool:
@@ -242,8 +238,8 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.transfer_slot(slot, owner)
             return slot
-        above = self.store.tree.nearest(node)  # of a block in reach the hash is not known: that of the one before
-        key = self.store.appraiser.candidate_key(node.hash, save.num_tokens, save.origin, lease.note, above)
+        above = nearest_checkpoint(node)  # of a block in reach the hash is not known: that of the one before
+        key = self.store.candidate_key(node.hash, save.num_tokens, save.origin, lease.note, above)
         return self.store.take_slot(owner, below=key)
 
     # --- plans
@@ -370,7 +366,7 @@ class CacheManager:
 
     def _free_own_blocks(self, lease: Lease) -> None:
         if lease.own_blocks:
-            self.arena.give_blocks(self.holdings.pop_own_blocks(lease, list(lease.own_blocks)))
+            self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
         """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got.
@@ -386,10 +382,6 @@ class CacheManager:
         lease.num_survived_tokens = hit.kv_num_tokens
         end = hit.num_tokens + (gone.index(ended) + 1) * size
         return frozenset(junction for junction in hit.junctions if junction < end)
-
-    def stats(self) -> CacheStats:
-        """Gauges and counters as they are now."""
-        return self.store.stats()
 
 
 def _is_spare(checkpoint: Checkpoint) -> bool:

@@ -8,7 +8,7 @@ from forkpoint.cache.capture import Candidate
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import Origin
+from forkpoint.cache.tree import Origin, nearest_checkpoint
 
 
 class SavePlanner:
@@ -58,8 +58,8 @@ class SavePlanner:
             return self._store.arena.take_slot(save, compact=False)
         assert lease.node is not None
         pending = (other for other in lease.pending if other.num_tokens < save.num_tokens)
-        above = max(pending, key=_num_tokens, default=None) or self._store.tree.nearest(lease.node)
-        key = self._store.appraiser.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
+        above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
+        key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
         return self._store.take_slot(save, below=key)
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:

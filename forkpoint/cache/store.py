@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Protocol
 
-from forkpoint.cache.appraisal import Appraiser
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
-from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
+from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
 from forkpoint.cache.eviction_queue import EvictionQueue
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.tree import (
+    INSIDE_PROMPTS,
     Checkpoint,
     Node,
     Origin,
     PrefixTree,
     Provenance,
+    nearest_checkpoint,
 )
+
+_INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
+
+
+class Above(Protocol):
+    """A state before another one of the same history: a checkpoint, or a state that is about to be stored."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def origin(self) -> Origin: ...
 
 
 class PrefixStore:
@@ -47,14 +62,9 @@ class PrefixStore:
         self.num_checkpoints = 0
         self.restorable: Restorable | None = None  # where somebody wants to know
         self.policy = policy
-        self.appraiser = Appraiser(layout, arena, self.tree, policy, cost)
+        self._cost = cost
         self._dead: OrderedDict[Node, None] = OrderedDict()  # nodes that may be, in the order to go
-        self._checkpoints: EvictionQueue[Checkpoint] = EvictionQueue(
-            self.appraiser.checkpoint_key, lambda c: c.num_readers == 0, self.appraiser.due
-        )
-        self._leaves: EvictionQueue[Node] = EvictionQueue(
-            self.appraiser.leaf_key, lambda node: node.is_free_leaf, self.appraiser.due
-        )
+        self._queue = EvictionQueue[Checkpoint | Node](self.key_of, self._due)
 
     # --- room
 
@@ -85,19 +95,16 @@ class PrefixStore:
     def evict_least(self, below: float | None = None) -> bool:
         """Evict the checkpoint (the leaf, in a layout without states) of the least key, if that is smaller than
         `below`; False: there is none."""
-        if not self.layout.has_states:
-            found_leaf = self._leaves.lowest(self.arena.turnover)
-            if found_leaf is None:
-                return False
-            self._give_blocks(self._evict_leaves(found_leaf[1], 1))
-            return True
-        found = self._checkpoints.lowest(self.arena.turnover)
+        found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
         checkpoint = found[1]
+        if isinstance(checkpoint, Node):
+            self._give_blocks(self._evict_leaves(checkpoint, 1))
+            return True
         self.counters.checkpoints_evicted[checkpoint.origin] += 1
         self.ghosts.add([checkpoint.node.hash], GhostKind.CHECKPOINT)
-        above = self.tree.above(checkpoint.node)
+        above = nearest_checkpoint(checkpoint.node.parent)
         stands_in = self.policy.evicted(checkpoint, above)
         self._remove_checkpoint(checkpoint)
         if above is not None and stands_in:
@@ -111,7 +118,7 @@ class PrefixStore:
         gone: list[Node] = []
         while self._dead and len(gone) < most:
             node, _ = self._dead.popitem(last=False)
-            if node.is_free_leaf:
+            if node.is_evictable:
                 gone += self._evict_leaves(node, most - len(gone))
         return gone
 
@@ -137,8 +144,8 @@ class PrefixStore:
     def _note_leaf(self, node: Node, first: bool = False) -> None:
         """Remember a node that may have become an unpinned leaf."""
         if node.checkpoint is not None and not node.children:
-            self._checkpoints.push(node.checkpoint)  # its keys and values now hang on it alone: it is worth less a byte
-        if node.depth == 0 or node.dropped or not node.is_free_leaf:
+            self._queue.push(node.checkpoint)  # its keys and values now hang on it alone: it is worth less a byte
+        if node.depth == 0 or node.dropped or not node.is_evictable:
             return
         if node.condemned:
             self._sweep(node)
@@ -147,7 +154,54 @@ class PrefixStore:
             if first:
                 self._dead.move_to_end(node, last=False)
         else:
-            self._leaves.push(node)
+            self._queue.push(node)
+
+    # --- what entries are worth
+
+    def key_of(self, entry: Checkpoint | Node) -> float:
+        """The key of an entry of the queue as it is now."""
+        age = self.arena.turnover - entry.last_used
+        if isinstance(entry, Node):
+            size, num_bytes = self.layout.block_size, self.layout.block_bytes
+            saved = self._cost((entry.depth - 1) * size, entry.depth * size)
+            return self.policy.key(
+                EntryFacts(
+                    Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
+                    None, entry.hash,
+                )
+            )  # fmt: skip
+        node, inside = entry.node, bool(entry.node.children)
+        saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
+        num_bytes = self.layout.slot_bytes + (0 if inside else kv_bytes)
+        return self.policy.key(
+            EntryFacts(
+                entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
+                inside, entry.superseded, above, node.hash, entry.note,
+            )
+        )  # fmt: skip
+
+    def candidate_key(
+        self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
+    ) -> float:
+        """The key that a checkpoint after `num_tokens` tokens would get, the last of them those of block `block_hash`,
+        with `above` the nearest one before it."""
+        inside, now = origin in _INSIDE, self.arena.turnover
+        saved, kv_bytes, kind = self._worth(above, num_tokens)
+        num_bytes = self.layout.slot_bytes + (0 if inside else kv_bytes)
+        return self.policy.key(
+            EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
+        )
+
+    def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
+        """What a checkpoint at `end` saves if the nearest one before it is `above`, the bytes of keys and values
+        between, and the kind of that one."""
+        start = above.num_tokens if above else 0
+        kv_bytes = (end - start) // self.layout.block_size * self.layout.block_bytes
+        return self._cost(start, end), kv_bytes, above.origin if above else None
+
+    def _due(self, entry: Checkpoint | Node) -> float:
+        """When the entry's key may fall by itself."""
+        return entry.last_used + self.policy.next_change(self.arena.turnover - entry.last_used)
 
     # --- entries
 
@@ -191,15 +245,15 @@ class PrefixStore:
             self.drop_checkpoint(present)
         checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
         checkpoint.last_used = self.arena.turnover
-        self.tree.set_checkpoint(node, checkpoint)
+        node.checkpoint = checkpoint
         if self.restorable is not None:
             self.restorable.gained(node)
         self.arena.transfer_slot(slot, checkpoint)
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
         self.ghosts.discard(node.hash)
-        self.policy.saved(checkpoint, self.tree.above(node), note)
-        self._checkpoints.push(checkpoint)
+        self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
+        self._queue.push(checkpoint)
         return checkpoint
 
     def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
@@ -210,7 +264,7 @@ class PrefixStore:
     def _remove_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
         assert checkpoint.num_readers == 0 and not checkpoint.dropped
         checkpoint.dropped = True
-        self.tree.set_checkpoint(checkpoint.node, None)
+        checkpoint.node.checkpoint = None
         if self.restorable is not None:
             self.restorable.lost(checkpoint.node)
         self.num_checkpoints -= 1
@@ -225,7 +279,7 @@ class PrefixStore:
         if checkpoint.node.condemned and checkpoint.num_readers == 0:
             self.drop_checkpoint(checkpoint)
         else:
-            self._checkpoints.push(checkpoint)
+            self._queue.push(checkpoint)
 
     def resume(self, checkpoint: Checkpoint, note: object) -> object:
         """A request with that note goes on from a checkpoint; returns the request's note from then on."""
@@ -248,9 +302,6 @@ class PrefixStore:
         checkpoint.superseded = True
         self.policy.superseded(checkpoint)
         self.refile(checkpoint)
-
-    def pin(self, node: Node) -> None:
-        self.tree.pin(node)
 
     def count_hit(self, node: Node) -> None:
         """A request goes on from a node, in a layout without states."""
@@ -278,7 +329,7 @@ class PrefixStore:
 
     def _sweep(self, node: Node) -> None:
         """A condemned node goes as soon as nothing holds it, and with it what is left as a leaf above it."""
-        if node.condemned and not node.dropped and node.is_free_leaf:
+        if node.condemned and not node.dropped and node.is_evictable:
             self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:
@@ -292,8 +343,13 @@ class PrefixStore:
 
     def stats(self) -> CacheStats:
         """Gauges and counters as they are now."""
-        counters, arena = self.counters, self.arena
+        counted = {each.name: getattr(self.counters, each.name) for each in fields(self.counters)}
+        counted |= {
+            name: {str(why): n for why, n in c.items()} for name, c in counted.items() if isinstance(c, Counter)
+        }
+        arena = self.arena
         return CacheStats(
+            **counted,
             num_pages=arena.num_pages,
             num_free_pages=arena.num_free_pages,
             num_blocks_used=arena.blocks.num_used if arena.blocks else 0,
@@ -301,13 +357,4 @@ class PrefixStore:
             num_cached_blocks=self.tree.num_nodes,
             num_checkpoints=self.num_checkpoints,
             num_ghosts=len(self.ghosts),
-            query_tokens=counters.query_tokens,
-            hit_tokens=counters.hit_tokens,
-            lost_tokens={reason.value: n for reason, n in counters.lost_tokens.items()},
-            checkpoints_saved={origin.value: n for origin, n in counters.checkpoints_saved.items()},
-            checkpoints_evicted={origin.value: n for origin, n in counters.checkpoints_evicted.items()},
-            checkpoint_hits={origin.value: n for origin, n in counters.checkpoint_hits.items()},
-            checkpoints_skipped={origin.value: n for origin, n in counters.checkpoints_skipped.items()},
-            blocks_evicted=counters.blocks_evicted,
-            moves=counters.moves,
         )

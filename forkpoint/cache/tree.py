@@ -10,8 +10,6 @@ from forkpoint.cache.arena import Move
 from forkpoint.cache.hashing import BlockHash, HashChain
 from forkpoint.cache.layout import NO_BLOCK
 
-MOST_TOLD = 1024  # nodes that learn at once of a checkpoint that came above them
-
 
 @enum.unique
 class Provenance(enum.Enum):
@@ -22,7 +20,7 @@ class Provenance(enum.Enum):
 
 
 @enum.unique
-class Origin(enum.Enum):
+class Origin(enum.StrEnum):
     """Why something is kept: the first ones, the most valuable first, are why a checkpoint was taken; the others are
     what a policy may learn apart."""
 
@@ -37,7 +35,7 @@ class Origin(enum.Enum):
     SUPERSEDED = "superseded"  # the end of an earlier turn
     BLOCK = "block"  # keys and values alone, of models without states
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, and these are counted a lot
+    __hash__ = str.__hash__  # Enum's own is a Python call, and these are counted a lot
 
 
 TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
@@ -46,21 +44,23 @@ INSIDE_PROMPTS = (Origin.FALLBACK, Origin.BREAKPOINT)  # of use as long as their
 OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly of use once their conversation has gone on
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
+class Entry:
+    """What the eviction queue orders: checkpoints, or the nodes of a layout without states. PrefixStore writes how it
+    was used, the queue which place of it is current."""
+
+    num_hits: int = 0
+    last_used: float = 0.0
+    dropped: bool = False
+    queue_entry: int = -1
+
+    @property
+    def is_evictable(self) -> bool:
+        raise NotImplementedError
+
+
 @dataclass(slots=True, eq=False, repr=False)
-class Region:
-    """Nodes with the same nearest checkpoint before them; only PrefixTree writes it.
-
-    When that checkpoint goes the region becomes part of `outer`. When another one comes between it and some of the
-    nodes the region is `split`: it tells nothing any more, and a new one takes its place.
-    """
-
-    checkpoint: Checkpoint | None  # None: there is none, up to the root
-    outer: Region | None = None
-    split: bool = False
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Node:
+class Node(Entry):
     """One block of the tree. PrefixTree writes where it stands, PrefixStore how it was used, compaction its `block`.
 
     `pins` counts the requests whose deepest node this is plus the pinned children: a node with pins, and so
@@ -74,22 +74,17 @@ class Node:
     depth: int  # blocks from the root, this one included
     block: int
     provenance: Provenance
-    region: Region  # as it was when last looked at
     children: dict[Node, None] = field(default_factory=dict)  # a condemned and a sound one may share a hash
     checkpoint: Checkpoint | None = None
     pins: int = 0
-    last_used: float = 0.0
     condemned: bool = False
-    num_hits: int = 0
-    queue_entry: int = -1  # as in Checkpoint, for layouts without states
-    dropped: bool = False
 
     def rebind(self, move: Move) -> None:
         assert self.block == move.src
         self.block = move.dst
 
     @property
-    def is_free_leaf(self) -> bool:
+    def is_evictable(self) -> bool:
         """Nothing below it, no checkpoint, and no request holds it."""
         return not (self.children or self.pins or self.checkpoint)
 
@@ -105,7 +100,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Checkpoint:
+class Checkpoint(Entry):
     """The state after exactly `num_tokens` tokens, in a slot that nobody writes. PrefixStore writes how it was used,
     CacheManager who waits for it or reads it, the eviction policy its `note`, compaction its `slot`.
 
@@ -118,17 +113,13 @@ class Checkpoint:
     origin: Origin
     provenance: Provenance
     num_readers: int = 0
-    num_hits: int = 0
     num_expected: int = 0  # waiting requests known to resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists
     note: object = None  # the eviction policy's
-    last_used: float = 0.0
-    queue_entry: int = -1  # which entry of the eviction queue is current
-    dropped: bool = False
-    region_below: Region = field(init=False)  # the nodes down to the next checkpoints
 
-    def __post_init__(self) -> None:
-        self.region_below = Region(self)
+    @property
+    def is_evictable(self) -> bool:
+        return self.num_readers == 0
 
     def rebind(self, move: Move) -> None:
         assert self.slot == move.src
@@ -148,7 +139,7 @@ class PrefixTree:
         """The root of a salt, made on first use."""
         node = self._roots.get(root_hash)
         if node is None:
-            node = Node(None, root_hash, b"", 0, NO_BLOCK, Provenance.PREFILL, Region(None))
+            node = Node(None, root_hash, b"", 0, NO_BLOCK, Provenance.PREFILL)
             self._roots[root_hash] = node
         return node
 
@@ -178,10 +169,9 @@ class PrefixTree:
         """A chain of new nodes under `parent`, one for each block; returns them from the top down."""
         assert hashes[0] not in self._by_hash  # nor, then, any that follows it
         nodes: list[Node] = []
-        region = parent.checkpoint.region_below if parent.checkpoint else self._region(parent)
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
         for depth, block_hash, data, block in zip(depths, hashes, tokens, blocks, strict=True):
-            node = Node(parent, block_hash, data, depth, block, provenance, region)
+            node = Node(parent, block_hash, data, depth, block, provenance)
             parent.children[node] = None
             self._by_hash[block_hash] = node
             nodes.append(node)
@@ -194,7 +184,7 @@ class PrefixTree:
 
         Of a condemned leaf condemned ancestors only. Returns what was removed, from the leaf up.
         """
-        assert leaf.is_free_leaf and leaf.parent is not None
+        assert leaf.is_evictable and leaf.parent is not None
         removed = [leaf]
         node = leaf.parent
         del node.children[leaf]
@@ -245,59 +235,6 @@ class PrefixTree:
         if node.depth == 0 and not node.children:
             self._roots.pop(node.hash, None)
 
-    def set_checkpoint(self, node: Node, checkpoint: Checkpoint | None) -> None:
-        """The node has this checkpoint from now on."""
-        region = self._region(node)
-        if node.checkpoint is not None:
-            gone = node.checkpoint.region_below
-            gone.checkpoint, gone.outer = None, region
-        node.checkpoint = checkpoint
-        if checkpoint is not None and node.children and not self._tell(checkpoint):
-            self._split(region, node)
-
-    def _tell(self, checkpoint: Checkpoint) -> bool:
-        """Put the nodes below a new checkpoint into its region; False if they are too many to do that at once."""
-        stack, num_told = list(checkpoint.node.children), 0
-        while stack and num_told < MOST_TOLD:
-            node = stack.pop()
-            node.region = checkpoint.region_below
-            num_told += 1
-            if node.checkpoint is None:
-                stack.extend(node.children)
-        return not stack
-
-    def _split(self, region: Region, node: Node) -> None:
-        region.split = True
-        fresh = Region(region.checkpoint)
-        if fresh.checkpoint is not None:
-            fresh.checkpoint.region_below = fresh
-            return
-        while node.parent is not None:
-            node = node.parent
-        node.region = fresh
-
-    def nearest(self, node: Node) -> Checkpoint | None:
-        """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
-        return node.checkpoint or self.above(node)
-
-    def above(self, node: Node) -> Checkpoint | None:
-        """The nearest checkpoint before `node`."""
-        node.region = self._region(node)
-        return node.region.checkpoint
-
-    def _region(self, node: Node) -> Region:
-        """The region that `node` is in now; the walk up is as short as what is known allows."""
-        while True:
-            region = node.region
-            while region.outer is not None:
-                region = region.outer
-            if not region.split:
-                return region
-            assert node.parent is not None, "the region of a root is new"
-            node = node.parent
-            if node.checkpoint is not None:
-                return node.checkpoint.region_below
-
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
         stack = [child for root in self._roots.values() for child in root.children]
@@ -321,14 +258,14 @@ class PrefixTree:
             assert node.depth == node.parent.depth + 1
             assert node.pins >= sum(child.pins > 0 for child in node.children)
             assert node.condemned == (self._by_hash.get(node.hash) is not node)
-            assert self._region(node).checkpoint is _walk_to_checkpoint(node.parent)
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
 
 
-def _walk_to_checkpoint(node: Node | None) -> Checkpoint | None:
+def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
+    """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
     while node is not None and node.checkpoint is None:
         node = node.parent
     return node.checkpoint if node is not None else None

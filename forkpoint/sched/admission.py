@@ -10,7 +10,6 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import ChunkPlanner
 from forkpoint.sched.entry import Entry
 from forkpoint.sched.queue import WaitingQueue
-from forkpoint.sched.request import RequestStatus
 from forkpoint.sched.running import RunningSet
 
 MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
@@ -109,7 +108,6 @@ class Admission:
         entry.expected = None
         self._running.start(entry)
         entry.start_run(hit, prefill_end, self._cache.count_query(entry.lease, request.num_tokens, hit))
-        request.status = RequestStatus.RUNNING
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(entry)

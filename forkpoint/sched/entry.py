@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,14 +12,6 @@ from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.outputs import CacheReport
 from forkpoint.sched.plan import NO_ROW, IntArray
 from forkpoint.sched.request import Request
-
-
-@enum.unique
-class Leaving(enum.Enum):
-    """Why an entry is on its way out of the batch while a step that carries it is still in flight."""
-
-    FINISHED = "finished"
-    PREEMPTED = "preempted"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +33,8 @@ class Entry:
     last: int = 0
     waits: bool = False
     planned_step: int = -1  # the last step that carries this row
-    leaving: Leaving | None = None
+    leaving: bool = False  # it is planned no more, and keeps its row while a step that carries it is in flight
+    ended: bool = False  # its request has; else it leaves in order to run again
     junctions: frozenset[int] = frozenset()
     expected: Checkpoint | None = None  # where this waiting request is known to resume
     suspect_until: int = 0  # tokens that it had come to in a step that failed; so far it is to be tried alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -12,13 +11,6 @@ from forkpoint.errors import StructuredOutputError
 from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
-
-
-@enum.unique
-class RequestStatus(enum.Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 class Grammar(Protocol):
@@ -58,7 +50,6 @@ class Request:
     grammar: Grammar | None = None
     tool_call_token_ids: frozenset[int] = frozenset()
 
-    status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     cache: CacheReport = field(default_factory=CacheReport)
     first_scheduled_s: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from forkpoint.sched.entry import Entry, IssuedStep, Leaving
+from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import NO_ROW
 
 
@@ -33,10 +33,10 @@ class RunningSet:
         entry.row = self._free_rows.pop()
         bisect.insort(self.entries, entry, key=lambda e: e.order)
 
-    def leave(self, entry: Entry, why: Leaving) -> bool:
+    def leave(self, entry: Entry) -> bool:
         """Plan the entry no more. True if nothing of it is in flight, so that it can `vacate` now."""
         self.entries.remove(entry)
-        entry.leaving = why
+        entry.leaving = True
         if self._in_flight(entry):
             self.leaving.append(entry)
             return False
@@ -51,14 +51,12 @@ class RunningSet:
         self.leaving = [entry for entry in self.leaving if self._in_flight(entry)]
         return ready
 
-    def vacate(self, entry: Entry) -> Leaving:
-        """Free the entry's row; returns why it left."""
-        why, entry.leaving = entry.leaving, None
-        assert why is not None
+    def vacate(self, entry: Entry) -> None:
+        """Free the entry's row."""
+        entry.leaving = False
         self.removed_rows.append(entry.row)
         self._free_rows.append(entry.row)
         entry.row = NO_ROW
-        return why
 
     def drain_removed(self) -> tuple[int, ...]:
         """Rows freed since the last call; the next plan must name them."""

@@ -21,10 +21,10 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import ChunkPlanner
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
-from forkpoint.sched.entry import Entry, IssuedStep, Leaving
+from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import NO_ROW, StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
-from forkpoint.sched.request import Request, RequestStatus, RequestUpdate, follow
+from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.running import RunningSet
 from forkpoint.sched.stats import DraftStats, SchedulerStats
 
@@ -126,7 +126,7 @@ class Scheduler:
             num_slots_held=self.cache.holdings.num_slots,
             blocks_per_page=self.layout.blocks_per_page,
             slots_per_page=self.layout.slots_per_page,
-            cache=self.cache.stats(),
+            cache=self.cache.store.stats(),
             drafts=self._drafting.stats() if self._drafting is not None else DraftStats(),
         )
 
@@ -171,7 +171,7 @@ class Scheduler:
         for entry in self._plan_decodes(builder, list(self._running.entries), ahead):
             if self._waiting.is_more_urgent(entry) and not self._preempted_now:
                 self._admission.admit_waiting(builder, more_urgent_than=entry)
-            if entry.leaving is None and entry.row != NO_ROW:  # a decode may have preempted it
+            if not entry.leaving and entry.row != NO_ROW:  # a decode may have preempted it
                 self._plan_prefill(builder, entry)
         if self._waiting.entries and not self._preempted_now:
             self._admission.admit_waiting(builder)
@@ -180,7 +180,7 @@ class Scheduler:
         """The first request of a failed step of which not all that the step had come to has been planned alone."""
         while self._suspects:
             entry = self._suspects[0]
-            if entry.request.status is not RequestStatus.FINISHED and entry.lease.num_planned < entry.suspect_until:
+            if not entry.ended and entry.lease.num_planned < entry.suspect_until:
                 return entry
             self._suspects.popleft()
         return None
@@ -188,7 +188,7 @@ class Scheduler:
     def _plan_alone(self, builder: PlanBuilder, suspect: Entry) -> None:
         if suspect.row == NO_ROW:
             self._admission.admit_waiting(builder, only=suspect)
-        elif suspect.leaving is None:
+        elif not suspect.leaving:
             for entry in self._plan_decodes(builder, [suspect]):
                 self._plan_prefill(builder, entry)
 
@@ -205,7 +205,7 @@ class Scheduler:
             start = lease.num_planned
             if start < entry.prefill_end:
                 in_prefill.append(entry)
-            elif self._preempted_now and (entry.leaving is not None or entry.row == NO_ROW):
+            elif self._preempted_now and (entry.leaving or entry.row == NO_ROW):
                 continue
             elif start >= entry.last:
                 continue  # its last token is in flight
@@ -291,7 +291,7 @@ class Scheduler:
         self._preempted_now = True
         self._num_preemptions += 1
         entry.request.num_preemptions += 1
-        self._leave(entry, Leaving.PREEMPTED)
+        self._leave(entry)
 
     def _preempt_all(self) -> None:
         for entry in list(self._running.entries):
@@ -302,39 +302,37 @@ class Scheduler:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        entry.request.status = RequestStatus.FINISHED
+        entry.ended = True
         if self._drafting is not None:
             self._drafting.forget(entry.request)
-        if entry.leaving is not None:
-            entry.leaving = Leaving.FINISHED
-        elif entry.row == NO_ROW:
+        if entry.leaving:
+            return entry.request
+        if entry.row == NO_ROW:
             self._waiting.remove(entry)
             self.cache.expect(entry.expected, -1)
             self.cache.forget_private(entry.lease, entry.request.num_prompt_tokens)
         else:
-            self._leave(entry, Leaving.FINISHED)
+            self._leave(entry)
         return entry.request
 
-    def _leave(self, entry: Entry, why: Leaving) -> None:
-        if self._running.leave(entry, why):
+    def _leave(self, entry: Entry) -> None:
+        if self._running.leave(entry):
             self._settle_leaving(entry)
 
     def _settle_leaving(self, entry: Entry) -> None:
         """No plan in flight carries the entry any more: give back what it holds."""
-        why = self._running.vacate(entry)
+        self._running.vacate(entry)
         request, lease = entry.request, entry.lease
         if lease.in_reach:
             self.cache.settle(lease, entry.tokens_beyond_chain(lease.num_planned))
         is_known = lease.num_planned <= request.num_tokens  # not, where it ended before the last tokens computed
         if is_known:
             self.cache.extend(lease, entry.tokens_beyond_chain(lease.num_planned))
-        awaits_tool = why is Leaving.FINISHED and request.awaits_tool
-        self.cache.release(lease, donate=is_known, awaits_tool=awaits_tool)
-        if why is Leaving.FINISHED:
+        self.cache.release(lease, donate=is_known, awaits_tool=entry.ended and request.awaits_tool)
+        if entry.ended:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
         self.cache.extend(lease, entry.tokens_beyond_chain(request.num_tokens))
-        request.status = RequestStatus.WAITING
         entry.junctions = frozenset()
         self._wait(entry)
 
@@ -352,13 +350,13 @@ class Scheduler:
         updates = self._take_prompt_logprobs(issued, result) if result.prompt_logprobs else []
         if result.failed_rows:
             failed = set(result.failed_rows)
-            broken = [e for e in issued.entries if e.row in failed and e.request.status is not RequestStatus.FINISHED]
+            broken = [entry for entry in issued.entries if entry.row in failed and not entry.ended]
             updates += [self._fail_entry(entry) for entry in broken]
-        logprobs, finished = {row: iter(found) for row, found in result.logprobs.items()}, RequestStatus.FINISHED
+        logprobs = {row: iter(found) for row, found in result.logprobs.items()}
         for entry, token, end in zip(sampled, result.token_ids.tolist(), ends, strict=True):
             entry.lease.num_confirmed = end
             request, outputs = entry.request, entry.request.output_token_ids
-            if request.status is finished:
+            if entry.ended:
                 continue
             outputs.append(token)
             found = next(logprobs[entry.row]) if logprobs and entry.row in logprobs else None
@@ -400,7 +398,7 @@ class Scheduler:
         updates = []
         for entry in issued.entries:
             news = result.prompt_logprobs.get(entry.row)
-            if news is None or entry.leaving is Leaving.FINISHED or not entry.request.wants_prompt_logprobs:
+            if news is None or entry.ended or not entry.request.wants_prompt_logprobs:
                 continue
             entry.request.prompt_logprobs_done = news[-1][0] == entry.request.num_prompt_tokens - 1
             updates.append(RequestUpdate(entry.request, prompt_logprobs=news))
@@ -428,7 +426,7 @@ class Scheduler:
             made += issued.made
             for entry in issued.entries:
                 entry.lease.frozen = True
-        alive = [entry for entry in in_step if entry.request.status is not RequestStatus.FINISHED]
+        alive = [entry for entry in in_step if not entry.ended]
         if len(in_step) == 1:
             updates = [RequestUpdate(e.request, finish_reason=FinishReason.ERROR, error=error) for e in alive]
             for entry in alive:

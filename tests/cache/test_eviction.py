@@ -14,7 +14,7 @@ from forkpoint.cache.eviction_queue import LEAST_COMPACTED, EvictionQueue
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.learnt import LearntPolicy, Turn
 from forkpoint.cache.policies import EVICTION
-from forkpoint.cache.tree import Origin
+from forkpoint.cache.tree import Entry, Origin
 
 BASE = EntryFacts(
     kind=Origin.PROMPT_END,
@@ -79,30 +79,32 @@ def test_recompute_cost_counts_attention() -> None:
 
 
 @dataclass(eq=False)
-class Entry:
+class Item(Entry):
     """Its key is `key` until its due time and `later` from then on."""
 
     key: float
     due: float = math.inf
     later: float = 0.0
     evictable: bool = True
-    queue_entry: int = -1
-    dropped: bool = False
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.evictable
 
 
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def key(self, entry: Entry) -> float:
+    def key(self, entry: Item) -> float:
         return entry.key if self.now < entry.due else entry.later
 
-    def due(self, entry: Entry) -> float:
+    def due(self, entry: Item) -> float:
         return entry.due if self.now < entry.due else math.inf
 
 
-def make_queue(clock: Clock) -> EvictionQueue[Entry]:
-    return EvictionQueue(clock.key, lambda entry: entry.evictable, clock.due)
+def make_queue(clock: Clock) -> EvictionQueue[Item]:
+    return EvictionQueue(clock.key, clock.due)
 
 
 @given(
@@ -119,7 +121,7 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
     """Against a plain list. A key may rise without notice, or change at its due time; one that falls otherwise, or an
     entry freed, is pushed again."""
     clock = Clock()
-    queue, entries = make_queue(clock), [Entry(float(index)) for index in range(8)]
+    queue, entries = make_queue(clock), [Item(float(index)) for index in range(8)]
     filed: set[int] = set()
     for op, index, value in ops:
         entry = entries[index]
@@ -155,17 +157,13 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
 
 
 def test_an_empty_queue() -> None:
-    queue = make_queue(Clock())
-    assert queue.lowest(0.0) is None
-    queue.push(Entry(1.0, due=2.0))
-    queue.clear()
-    assert queue.lowest(0.0) is None and queue.lowest(3.0) is None
+    assert make_queue(Clock()).lowest(0.0) is None
 
 
 def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
     """Pinned entries leave the queue; the due time of an older ticket does not bring them back."""
     clock = Clock()
-    queue, entry = make_queue(clock), Entry(1.0, due=2.0, later=0.5, evictable=False)
+    queue, entry = make_queue(clock), Item(1.0, due=2.0, later=0.5, evictable=False)
     queue.push(entry)
     assert queue.lowest(0.0) is None
     clock.now, entry.evictable = 3.0, True
@@ -176,7 +174,7 @@ def test_an_entry_that_leaves_before_its_due_time_stays_away() -> None:
 def test_entries_filed_over_and_over_take_no_more_room() -> None:
     """A shared prefix that every request uses never gives way; its former places in the queue have to go, though."""
     clock = Clock()
-    queue, entries = make_queue(clock), [Entry(float(index)) for index in range(8)]
+    queue, entries = make_queue(clock), [Item(float(index)) for index in range(8)]
     for _ in range(5000):
         for entry in entries:
             entry.key, entry.due = entry.key + 1.0, clock.now + 1e9

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forkpoint.cache.hashing import HashChain, root_hash
-from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, Provenance
+from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, Provenance, nearest_checkpoint
 from tests.sched.harness import tokens
 
 SIZE = 64
@@ -73,7 +71,7 @@ def test_a_pinned_node_cannot_be_removed() -> None:
 def test_a_leaf_goes_with_the_ancestors_that_nothing_else_needs() -> None:
     tree, source = PrefixTree(), chain(1, 6)
     nodes = grow(tree, source, 6)
-    tree.set_checkpoint(nodes[0], Checkpoint(nodes[0], 1, SIZE, Origin.JUNCTION, Provenance.PREFILL))
+    nodes[0].checkpoint = Checkpoint(nodes[0], 1, SIZE, Origin.JUNCTION, Provenance.PREFILL)
     other = chain(2, 1)
     (branch,) = tree.extend(nodes[1], other.hashes, other.blocks, [9], Provenance.PREFILL)
     assert tree.remove(nodes[5], most=2) == [nodes[5], nodes[4]] and all(node.dropped for node in nodes[4:])
@@ -92,65 +90,19 @@ def test_a_condemned_leaf_goes_with_condemned_ancestors() -> None:
     tree.check_integrity()
 
 
-def test_the_nearest_checkpoint_above() -> None:
-    """Checkpoints come, also between others, and go; what was found before is not taken for granted."""
+def test_the_nearest_checkpoint() -> None:
     tree, source = PrefixTree(), chain(1, 8)
     nodes = grow(tree, source, 7)
-
-    def put(index: int) -> Checkpoint:
-        made = Checkpoint(nodes[index], index, nodes[index].depth * SIZE, Origin.JUNCTION, Provenance.PREFILL)
-        tree.set_checkpoint(nodes[index], made)
-        return made
-
-    def drop(checkpoint: Checkpoint) -> None:
-        checkpoint.dropped = True
-        tree.set_checkpoint(checkpoint.node, None)
-
-    assert tree.nearest(nodes[6]) is None
-    first, last = put(1), put(6)
-    (below,) = tree.extend(nodes[6], source.hashes[7:], source.blocks[7:], [9], Provenance.PREFILL)
-    assert tree.above(below) is last and tree.above(nodes[6]) is first and tree.nearest(nodes[6]) is last
-    between = put(4)
-    assert tree.above(nodes[6]) is between and tree.above(nodes[4]) is first
-    drop(last)
-    assert tree.above(below) is between
-    drop(between)
-    drop(first)
-    again = put(1)
-    assert tree.above(below) is again and tree.above(nodes[1]) is None
+    assert nearest_checkpoint(nodes[6]) is None
+    for index in (1, 4):
+        node = nodes[index]
+        node.checkpoint = Checkpoint(node, index, node.depth * SIZE, Origin.JUNCTION, Provenance.PREFILL)
+    assert [nearest_checkpoint(node) for node in nodes] == [
+        None,
+        *[nodes[1].checkpoint] * 3,
+        *[nodes[4].checkpoint] * 3,
+    ]
     tree.check_integrity()
-
-
-@pytest.mark.parametrize("most_told", [0, 2, 1024])
-@given(
-    ops=st.lists(
-        st.tuples(st.sampled_from(["grow", "put", "put", "drop", "drop", "ask", "remove"]), st.integers(0, 99)),
-        max_size=60,
-    )
-)
-def test_the_nearest_checkpoint_is_known_whatever_comes_and_goes(most_told: int, ops: list[tuple[str, int]]) -> None:
-    """`check_integrity` compares with a walk; answers are remembered only where the test asks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forkpoint.cache.tree.MOST_TOLD", most_told)
-        tree = PrefixTree()
-        for seed, (op, pick) in enumerate(ops):
-            nodes = list(tree.nodes())
-            node = nodes[pick % len(nodes)] if nodes else None
-            if op == "grow" or node is None:
-                source = chain(seed, 1 + pick % 4)
-                parent = node or tree.root(source.root)
-                tree.extend(parent, source.hashes, source.blocks, range(source.num_blocks), Provenance.PREFILL)
-            elif op == "put" and node.checkpoint is None:
-                made = Checkpoint(node, seed, node.depth * SIZE, Origin.JUNCTION, Provenance.PREFILL)
-                tree.set_checkpoint(node, made)
-            elif op == "drop" and node.checkpoint is not None:
-                node.checkpoint.dropped = True
-                tree.set_checkpoint(node, None)
-            elif op == "ask":
-                tree.above(node)
-            elif op == "remove" and node.is_free_leaf:
-                tree.remove(node, most=2)
-            tree.check_integrity()
 
 
 def test_condemned_nodes_are_not_found_and_make_way_for_sound_ones() -> None:

@@ -78,9 +78,8 @@ class Traffic:
 
 
 def sweep(scheduler: Scheduler) -> None:
-    """Queues keep old places until there are as many as new ones; where in that cycle they stand is chance."""
-    for queue in (scheduler.cache.store._checkpoints, scheduler.cache.store._leaves):
-        queue._compact()
+    """The queue keeps old places until there are as many as new ones; where in that cycle it stands is chance."""
+    scheduler.cache.store._queue._compact()
 
 
 def check_flat(before: Counter[str], after: Counter[str], num_requests: int) -> None:

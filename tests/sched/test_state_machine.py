@@ -141,7 +141,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10**6))
     def preempt(self, pick: int) -> None:
-        running = [e for e in self.harness.sched._running.entries if e.leaving is None]
+        running = self.harness.sched._running.entries
         if running and not self.harness.in_flight:
             self.harness.sched._preempt(running[pick % len(running)])
 
