@@ -87,7 +87,7 @@ def of_tile(tile: Tile) -> dict[str, Any]:
 def main() -> None:
     bf16 = torch.bfloat16
     for gated in (False, True):
-        flags = {"GATED": gated, "BIAS": not gated, "SPLIT": False}
+        flags = {"GATED": gated, "SPLIT": False, **({"bias": None} if gated else {})}
         narrow = scaled_tile(32, 4096, 4096, gated, bf16, alone=True, narrows=True)
         for tile in (fixed_scaled_tile(128, 4096, gated, bf16), narrow):
             assert tile is not None
@@ -111,7 +111,7 @@ def main() -> None:
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
     alone = one_scaled_tile(4096)
     sizes = {"OUTPUTS": alone.outputs, "WIDTH": alone.width, "STAGES": alone.num_stages}
-    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, BIAS=False, BESIDE=2)
+    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, bias=None, BESIDE=2)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)

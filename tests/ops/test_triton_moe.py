@@ -83,13 +83,6 @@ def test_rules(rule: RouteRule, biased: bool) -> None:
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
 
 
-def test_the_rule_of_today_has_its_kernel_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forkpoint.ops.moe import route_kernel
-
-    monkeypatch.setattr(route_kernel, "_ruled_kernel", None)
-    OURS.route(torch.randn(2, 6).to(DEVICE), RouteRule(top_k=3, num_shared=1, shared="gated"))
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("rule", [RouteRule(top_k=3, num_shared=1, shared="gated"), RULES[0]])
 def test_scores_that_are_not_numbers_name_experts_that_are_there(rule: RouteRule) -> None:

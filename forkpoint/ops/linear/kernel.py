@@ -9,23 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
+from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations
+from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.linear.sums_kernel import (
     accumulate,
     by_bits,
     gate,
     matrix_parts,
-    row_sums,
-    scale_columns,
+    row_tile,
     scale_options,
     shares_scales,
 )
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.unmade import Parts
 
-BLOCK = 1024  # outputs whose splits one program adds
 BESIDE_OUTPUTS = 2
 BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(1024), tl.constexpr(2)
 
@@ -53,7 +52,6 @@ def _linear_kernel(
     TURNED: tl.constexpr,
     TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
@@ -77,33 +75,24 @@ def _linear_kernel(
     output_start = place // here * OUTPUTS
     start = split * split_width
 
-    rows = row_start + tl.arange(0, ROWS)
+    rows = (row_start + tl.arange(0, ROWS)).to(tl.int64)
     outputs = output_start + tl.arange(0, OUTPUTS)
-    rows_inside = rows < num_rows
-    outputs_inside = outputs < num_outputs
-    w_at = weight + output_start.to(tl.int64) * width
-    scale_at, up_scale_at = 0, 0
-    if SCALE_ROWS:
-        scaled_rows = output_start if SHARED else outputs
-        scale_at = scaled_rows // SCALE_ROWS * scale_columns(width, BLOCKED)
-        up_scale_at = (num_outputs + scaled_rows) // SCALE_ROWS * scale_columns(width, BLOCKED)
+    rows_inside, outputs_inside = rows < num_rows, outputs < num_outputs
     acc, up = accumulate(
         x,
-        rows.to(tl.int64) * x_stride,
+        x_stride,
+        rows,
         rows_inside,
         x_scales,
-        rows,
         x_scale_step,
-        w_at,
-        w_at + num_outputs.to(tl.int64) * width,
-        outputs_inside,
+        weight,
+        0,
+        output_start,
+        num_outputs,
         start,
         tl.minimum(start + split_width, width),
         width,
         scales,
-        scale_at,
-        up_scale_at,
-        ROWS,
         OUTPUTS,
         WIDTH,
         TURNED,
@@ -111,7 +100,7 @@ def _linear_kernel(
         GATED,
         MASK_OUTPUTS,
         MASK_WIDTH,
-        SCALE_ROWS > 0,
+        SCALE_ROWS,
         BLOCKED,
         SHARED,
         NARROW,
@@ -119,7 +108,7 @@ def _linear_kernel(
     )
     start_next(OVERLAP)
     inside = rows_inside[:, None] & outputs_inside[None, :]
-    line = rows.to(tl.int64)[:, None] * out_stride + outputs[None, :]
+    line = rows[:, None] * out_stride + outputs[None, :]
     if SPLIT:
         # Sums of [splits, gate and up, num_rows, num_outputs].
         part = num_rows.to(tl.int64) * num_outputs
@@ -128,62 +117,11 @@ def _linear_kernel(
         if GATED:
             tl.store(sums + part, up, mask=inside)
     else:
-        if BIAS:
+        if bias is not None:
             acc += tl.load(bias + outputs, mask=outputs_inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             acc = gate(acc, up, out.dtype.element_ty)
         tl.store(out + line, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _row_tile(
-    x,
-    weight,
-    bias,
-    out,
-    start,
-    num_outputs,
-    width,
-    scales,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Outputs `[start, start + OUTPUTS)` of one row."""
-    outputs = tl.arange(0, OUTPUTS)
-    inside = outputs < num_outputs - start
-    w_at = weight + start.to(tl.int64) * width
-    scale_at, up_scale_at = 0, 0
-    if SCALE_ROWS:
-        scale_at = start // SCALE_ROWS * scale_columns(width, BLOCKED)
-        up_scale_at = (num_outputs + start) // SCALE_ROWS * scale_columns(width, BLOCKED)
-    total, up = row_sums(
-        x,
-        w_at,
-        w_at + num_outputs.to(tl.int64) * width,
-        inside,
-        width,
-        scales,
-        scale_at,
-        up_scale_at,
-        OUTPUTS,
-        WIDTH,
-        STAGES,
-        GATED,
-        SCALE_ROWS > 0,
-        BLOCKED,
-    )
-    start_next(OVERLAP)
-    if BIAS:
-        total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        total = gate(total, up, out.dtype.element_ty)
-    tl.store(out + start + outputs, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -204,7 +142,6 @@ def _row_kernel(
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     BESIDE: tl.constexpr,
@@ -215,60 +152,18 @@ def _row_kernel(
     await_before(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // output_tiles).to(tl.int64)
-    if BESIDE:  # asked alone: triton-ascend compiles what stands behind `BESIDE and ..`
+    if BESIDE:  # noqa: SIM102 (asked alone: triton-ascend compiles what stands behind `BESIDE and ..`)
         if row > 0:
             start = (pid - output_tiles) * BESIDE
-            _row_tile(
-                x, beside, bias, beside_out, start, beside_outputs, width, scales,
+            row_tile(
+                x, beside, None, beside_out, 0, start, beside_outputs, width, None,
                 BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
             )  # fmt: skip
-        else:
-            start = pid % output_tiles * OUTPUTS
-            _row_tile(
-                x + row * x_stride, weight, bias, out + row * num_outputs, start, num_outputs, width, scales,
-                OUTPUTS, WIDTH, STAGES, GATED, BIAS, SCALE_ROWS, BLOCKED, OVERLAP,
-            )  # fmt: skip
-    else:
-        start = pid % output_tiles * OUTPUTS
-        _row_tile(
-            x + row * x_stride, weight, bias, out + row * num_outputs, start, num_outputs, width, scales,
-            OUTPUTS, WIDTH, STAGES, GATED, BIAS, SCALE_ROWS, BLOCKED, OVERLAP,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows", "splits", "pieces"])
-def _add_splits_kernel(
-    sums,
-    bias,
-    out,
-    num_rows,
-    num_outputs,
-    splits,
-    pieces,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    row = (pid // pieces).to(tl.int64) * num_outputs
-    at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_outputs
-    part = num_rows.to(tl.int64) * num_outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    up = total
-    for _ in range(splits):
-        total += tl.load(sums + row + at, mask=inside, other=0.0)
-        sums += part
-        if GATED:
-            up += tl.load(sums + row + at, mask=inside, other=0.0)
-            sums += part
-    if BIAS:
-        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        total = gate(total, up, out.dtype.element_ty)
-    tl.store(out + row + at, total.to(out.dtype.element_ty), mask=inside)
+            return
+    row_tile(
+        x + row * x_stride, weight, bias, out + row * num_outputs, 0, pid % output_tiles * OUTPUTS, num_outputs, width,
+        scales, OUTPUTS, WIDTH, STAGES, GATED, False, SCALE_ROWS, BLOCKED, OVERLAP,
+    )  # fmt: skip
 
 
 def _options(x: Tensor, tile: Tile, at_once: bool = False) -> dict[str, Any]:
@@ -323,7 +218,6 @@ def multiply(
         TURNED=tile.turned,
         TOGETHER=tile.steps_together(width, split_width),
         GATED=gated,
-        BIAS=bias is not None,
         SPLIT=splits > 1,
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
@@ -335,30 +229,10 @@ def multiply(
         num_stages=tile.num_stages,
         **_options(x, tile, at_once=scales is None),
     )
-    if splits > 1 and parts and bias is None and not gated:
-        return Parts.of(target[:, 0].transpose(0, 1))
-    if splits > 1:
-        _add_splits(target, bias, out)
-    return out
-
-
-def _add_splits(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`sums[splits, 1 or 2, M, N]` in their order -> `out[M, N]`; of two sums the second goes up beside a gate."""
-    splits, kinds, num_rows, num_outputs = sums.shape
-    pieces = triton.cdiv(num_outputs, BLOCK)
-    _add_splits_kernel[(num_rows * pieces,)](
-        sums,
-        bias,
-        out,
-        num_rows,
-        num_outputs,
-        splits,
-        pieces,
-        GATED=kinds == 2,
-        BIAS=bias is not None,
-        BLOCK=BLOCK,
-        **overlap(out.device, num_rows),
-    )
+    if splits == 1:
+        return out
+    own, *up = (Parts.of(kind.transpose(0, 1)) for kind in target.unbind(1))
+    return own if parts and bias is None and not gated else make(own, bias, out, *up)
 
 
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -399,7 +273,6 @@ def _multiply_row(
         WIDTH=tile.width,
         STAGES=tile.num_stages,
         GATED=gated,
-        BIAS=bias is not None,
         **scale_options(weight),
         BESIDE=BESIDE_OUTPUTS if beside_outputs else 0,
         num_warps=tile.num_warps,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.launch import start_next
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.platforms.table import traits_of
@@ -124,23 +125,32 @@ def _scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
+def _tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WIDTH: tl.constexpr):
+    """Of x or of weights: rows `[:, None]`, columns `[None, :]`."""
+    if MASK_WIDTH:
+        return tl.load(at, mask=rows_inside[:, None] & columns_inside, other=0.0)
+    elif MASK_ROWS:
+        return tl.load(at, mask=rows_inside[:, None], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def accumulate(
     x,
-    x_offsets,
+    x_stride,
+    rows,
     rows_inside,
     x_scales,
-    x_scale_at,
     x_scale_step,
     weight,
-    up_weight,
-    outputs_inside,
+    matrix,
+    output_start,
+    num_outputs,
     start,
     end,
     width,
     scales,
-    scale_at,
-    up_scale_at,
-    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
@@ -148,54 +158,50 @@ def accumulate(
     GATED: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     SHARED: tl.constexpr,
     NARROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's rows at `x_offsets` with the rows of `weight`, and,
-    if GATED, of `up_weight`. The steps of K are the same whatever the tile; float32 is not cut to tf32.
+    """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's `rows`, int64, with `num_outputs` rows of `weight`
+    from that of `output_start` on, in one of the matrices that lie end to end there, and, if GATED, with those of its
+    second half. The steps of K are the same whatever the tile; float32 is not cut to tf32.
 
-    With SCALED weights are in FP8, and the scales of the outputs' rows start at `scale_at`: one for each SCALE_WIDTH
-    columns if BLOCKED, else one. With SHARED all outputs have the same, and `scale_at` is one place. If NARROW so is x,
-    with a scale for each SCALE_WIDTH columns of a row, `x_scale_step` apart. A step of K lies in a block; TOGETHER of
-    them are loaded as one."""
+    With SCALE_ROWS weights are in FP8, and so many rows share scales: one for each SCALE_WIDTH columns if BLOCKED, else
+    one. With SHARED all outputs have the same. If NARROW so is x, with a scale for each SCALE_WIDTH columns of a row,
+    `x_scale_step` apart. A step of K lies in a block; TOGETHER of them are loaded as one."""
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
-    x_at = x_offsets[:, None] + columns[None, :]
+    outputs_inside = outputs < num_outputs - output_start
+    matrix_rows = num_outputs * (2 if GATED else 1)
+    scale_at, up_scale_at = 0, 0
+    if SCALE_ROWS:
+        above = matrix * tl.cdiv(matrix_rows, SCALE_ROWS)
+        here = output_start if SHARED else output_start + outputs
+        scale_at = (above + here // SCALE_ROWS) * scale_columns(width, BLOCKED)
+        up_scale_at = (above + (num_outputs + here) // SCALE_ROWS) * scale_columns(width, BLOCKED)
+    x_at = (rows * x_stride)[:, None] + columns[None, :]
     w_at = outputs[:, None] * width + columns[None, :]
     x += start
-    weight += start
-    up_weight += start
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32) if TURNED else tl.zeros((ROWS, OUTPUTS), tl.float32)
+    weight += (matrix * matrix_rows + output_start).to(tl.int64) * width + start
+    up_weight = weight + num_outputs.to(tl.int64) * width
+    acc = tl.zeros((OUTPUTS, rows.shape[0]) if TURNED else (rows.shape[0], OUTPUTS), tl.float32)
     up = acc
     for first in range(start, end, WIDTH * TOGETHER):
         for step in tl.static_range(TOGETHER):
             k = first + step * WIDTH
             block = k // SCALE_WIDTH
+            inside = (columns < end - k)[None, :]
             scale = _scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
             x_scale = 0.0
             if NARROW:
-                x_scale = tl.load(x_scales + x_scale_at + block * x_scale_step, mask=rows_inside, other=0.0)
-            if MASK_WIDTH:
-                inside = (columns < end - k)[None, :]
-                x_tile = tl.load(x + x_at, mask=rows_inside[:, None] & inside, other=0.0)
-                w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
-            else:
-                x_tile = tl.load(x + x_at, mask=rows_inside[:, None], other=0.0)
-                if MASK_OUTPUTS:
-                    w_tile = tl.load(weight + w_at, mask=outputs_inside[:, None], other=0.0)
-                else:
-                    w_tile = tl.load(weight + w_at)
+                x_scale = tl.load(x_scales + rows + block * x_scale_step, mask=rows_inside, other=0.0)
+            x_tile = _tile(x + x_at, rows_inside, inside, True, MASK_WIDTH)
+            w_tile = _tile(weight + w_at, outputs_inside, inside, MASK_OUTPUTS, MASK_WIDTH)
             acc = _add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
             if GATED:
-                if MASK_WIDTH:
-                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None] & inside, other=0.0)
-                elif MASK_OUTPUTS:
-                    u_tile = tl.load(up_weight + w_at, mask=outputs_inside[:, None], other=0.0)
-                else:
-                    u_tile = tl.load(up_weight + w_at)
+                u_tile = _tile(up_weight + w_at, outputs_inside, inside, MASK_OUTPUTS, MASK_WIDTH)
                 up_scale = _scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
                 up = _add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
             x += WIDTH
@@ -204,7 +210,7 @@ def accumulate(
     if TURNED:
         acc = tl.trans(acc)
         up = tl.trans(up) if GATED else acc
-    if SCALED and not BLOCKED:
+    if SCALE_ROWS and not BLOCKED:
         acc *= tl.load(scales + scale_at, mask=outputs_inside, other=0.0)[None, :]
         if GATED:
             up *= tl.load(scales + up_scale_at, mask=outputs_inside, other=0.0)[None, :]
@@ -215,6 +221,13 @@ def accumulate(
 def gate(acc, up, dtype: tl.constexpr):
     """`silu(acc) * up` in fp32, rounded before as the two products would be, were they stored."""
     return silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def relu_squared(acc, dtype: tl.constexpr):
+    """`relu(acc) ** 2` in fp32, of `acc` rounded as it would be, were it stored."""
+    up = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
+    return up * up
 
 
 @triton.jit
@@ -233,25 +246,37 @@ def block_scales(scales, start, width, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def row_sums(
+def row_tile(
     x,
     weight,
-    up_weight,
-    inside,
+    bias,
+    out,
+    matrix,
+    start,
+    num_outputs,
     width,
     scales,
-    scale_at,
-    up_scale_at,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """As `accumulate`, of one row of x, without the matrix units: `[OUTPUTS]`. All outputs share the scales of their
-    blocks, and WIDTH is a few times SCALE_WIDTH, if BLOCKED; else outputs have one each."""
+    """Outputs `[start, start + OUTPUTS)` of one row of x by one of the matrices, without the matrix units. All outputs
+    share the scales of their blocks, and WIDTH is a few times SCALE_WIDTH, if BLOCKED; else outputs have one each."""
     outputs, columns = tl.arange(0, OUTPUTS), block_columns(WIDTH, BLOCKED)
+    inside = outputs < num_outputs - start
+    dtype: tl.constexpr = out.dtype.element_ty
+    first = (matrix * num_outputs * (2 if GATED else 1) + start).to(tl.int64)
+    weight += first * width
+    up_weight = weight + num_outputs.to(tl.int64) * width
+    scale_at, up_scale_at = 0, 0
+    if SCALE_ROWS:
+        scale_at = first // SCALE_ROWS * scale_columns(width, BLOCKED)
+        up_scale_at = (num_outputs + first) // SCALE_ROWS * scale_columns(width, BLOCKED)
     at = outputs[:, None, None] * width + columns[None, :, :]
     acc = tl.zeros((OUTPUTS, columns.shape[0], columns.shape[1]), tl.float32)
     up = acc
@@ -266,11 +291,18 @@ def row_sums(
             up += widened(tl.load(up_weight + k + at, mask=valid, other=0.0), tl.float32, False) * own[None, :, :]
     total = tl.sum(tl.sum(acc, 2), 1)
     total_up = tl.sum(tl.sum(up, 2), 1) if GATED else total
-    if SCALED and not BLOCKED:
+    if SCALE_ROWS and not BLOCKED:
         total *= tl.load(scales + scale_at + outputs, mask=inside, other=0.0)
         if GATED:
             total_up *= tl.load(scales + up_scale_at + outputs, mask=inside, other=0.0)
-    return total, total_up
+    start_next(OVERLAP)
+    if bias is not None:
+        total += tl.load(bias + start + outputs, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        total = gate(total, total_up, dtype)
+    if SQUARED:
+        total = relu_squared(total, dtype)
+    tl.store(out + start + outputs, total.to(dtype), mask=inside)
 
 
 def matrix_parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_before, await_inputs, overlap, start_next
+from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
+from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
@@ -20,7 +21,8 @@ from forkpoint.ops.linear.sums_kernel import (
     by_bits,
     gate,
     matrix_parts,
-    row_sums,
+    relu_squared,
+    row_tile,
     scale_columns,
     scale_options,
     shares_scales,
@@ -33,18 +35,10 @@ from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
-BLOCK = 1024
 PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
-
-
-@triton.jit
-def relu_squared(acc, dtype: tl.constexpr):
-    """`relu(acc) ** 2` in fp32, of `acc` rounded as it would be, were it stored."""
-    up = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
-    return up * up
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -102,32 +96,21 @@ def _grouped_kernel(
         else:
             source = rows.to(tl.int64)
             target = pair.to(tl.int64)
-        matrix = tl.load(tiles + tile).to(tl.int64) * (2 if GATED else 1)
-        w_at = weight + (matrix * num_outputs + output_start) * width
-        scale_at, up_scale_at = 0, 0
-        if SCALE_ROWS:
-            rows_of_all = num_outputs * (2 if GATED else 1)
-            first = tl.load(tiles + tile).to(tl.int64) * tl.cdiv(rows_of_all, SCALE_ROWS)
-            here = output_start if SHARED else output_start + outputs
-            scale_at = (first + here // SCALE_ROWS) * scale_columns(width, BLOCKED)
-            up_scale_at = (first + (num_outputs + here) // SCALE_ROWS) * scale_columns(width, BLOCKED)
         acc, up = accumulate(
             x,
-            source * x_stride,
+            x_stride,
+            source,
             rows_inside,
             x_scales,
-            source,
             x_scale_step,
-            w_at,
-            w_at + num_outputs.to(tl.int64) * width,
-            outputs_inside,
+            weight,
+            tl.load(tiles + tile).to(tl.int64),
+            output_start,
+            num_outputs,
             0,
             width,
             width,
             scales,
-            scale_at,
-            up_scale_at,
-            ROWS,
             OUTPUTS,
             WIDTH,
             TURNED,
@@ -135,7 +118,7 @@ def _grouped_kernel(
             GATED,
             MASK_OUTPUTS,
             MASK_WIDTH,
-            SCALE_ROWS > 0,
+            SCALE_ROWS,
             BLOCKED,
             SHARED,
             NARROW,
@@ -152,22 +135,6 @@ def _grouped_kernel(
             tl.store(out_scales + output_start // SCALE_WIDTH * out_scale_step + target, scale, mask=rows_inside)
         at = target[:, None] * out_stride + output_start + outputs[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=rows_inside[:, None] & outputs_inside[None, :])
-
-
-@triton.jit
-def _combine_kernel(
-    answers, weights, out, size, pieces, CHOICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    token = (pid // pieces).to(tl.int64)
-    at = pid % pieces * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(CHOICES):  # no loop, so that all loads are under way together
-        pair = token * CHOICES + choice
-        total += tl.load(weights + pair) * tl.load(answers + pair * size + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -193,35 +160,11 @@ def _pair_in_kernel(
     await_before(OVERLAP)
     pid = tl.program_id(0)
     pair = (pid // pieces).to(tl.int64)
-    start = pid % pieces * OUTPUTS
-    outputs = tl.arange(0, OUTPUTS)
-    inside = outputs < inner - start
-    matrix = tl.load(ids + pair).to(tl.int64)
-    row = matrix * (2 if GATED else 1) * inner + start  # of all matrices, one below another; `by_one_row` holds
-    scale_at, up_scale_at = 0, 0
-    if SCALE_ROWS:
-        scale_at = row // SCALE_ROWS * scale_columns(width, BLOCKED)
-        up_scale_at = (inner + row) // SCALE_ROWS * scale_columns(width, BLOCKED)
-    total, up = row_sums(
-        x + pair // top_k * x_stride,
-        gate_up + row * width,
-        gate_up + (inner + row) * width,
-        inside,
-        width,
-        scales,
-        scale_at,
-        up_scale_at,
-        OUTPUTS,
-        WIDTH,
-        STAGES,
-        GATED,
-        SCALE_ROWS > 0,
-        BLOCKED,
-    )
-    start_next(OVERLAP)
-    dtype: tl.constexpr = out.dtype.element_ty
-    result = gate(total, up, dtype) if GATED else relu_squared(total, dtype)
-    tl.store(out + pair * inner + start + outputs, result.to(dtype), mask=inside)
+    row_tile(
+        x + pair // top_k * x_stride, gate_up, None, out + pair * inner, tl.load(ids + pair).to(tl.int64),
+        pid % pieces * OUTPUTS, inner, width, scales,
+        OUTPUTS, WIDTH, STAGES, GATED, not GATED, SCALE_ROWS, BLOCKED, OVERLAP,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -305,14 +248,8 @@ def grouped_experts(
     else:
         near = overlap(x.device, num_tokens)
         _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain", near)
-    if parts:
-        return Parts.weighed(answers.rows.view(num_tokens, top_k, size), weights)
-    out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    pieces = triton.cdiv(size, BLOCK)
-    _combine_kernel[(num_tokens * pieces,)](
-        answers.rows, weights, out, size, pieces, CHOICES=top_k, BLOCK=BLOCK, **overlap(x.device, num_tokens)
-    )
-    return out
+    left = Parts.weighed(answers.rows.view(num_tokens, top_k, size), weights)
+    return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
 
 
 def _grouped_product(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
 from forkpoint.ops.launch import await_inputs, overlap, straight
-from forkpoint.ops.norm.kernel import sum_of_parts
+from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.unmade import Parts
 
@@ -47,47 +47,6 @@ def _gate(at, part_stride, PARTS: tl.constexpr):
 @triton.jit
 def _route_kernel(
     scores,
-    weights,
-    ids,
-    stride,
-    part_stride,
-    num_experts,
-    top_k,
-    num_choices,
-    PARTS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    STRAIGHT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    await_inputs(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
-    score = _scores(scores + row * stride, part_stride, experts, num_experts, PARTS)
-    share = tl.exp(score - tl.max(score, 0))
-    share = share / tl.sum(share, 0)
-    weight = tl.zeros((CHOICES,), tl.float32)
-    chosen = tl.zeros((CHOICES,), tl.int32)
-    for choice in range(top_k):
-        largest, best = tl.max(share, 0, return_indices=True)
-        weight = tl.where(choices == choice, largest, weight)
-        # Shares that are not numbers must not name an expert that is not there.
-        chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
-        share = tl.where(experts == best, -1.0, share)
-    if NORMALISE:
-        weight = weight / tl.sum(weight, 0)
-    gate = _gate(scores + row * stride + num_experts, part_stride, PARTS)
-    weight = tl.where(choices < top_k, weight, sigmoid(gate))
-    chosen = tl.where(choices < top_k, chosen, num_experts + choices - top_k)
-    at = row * num_choices + choices
-    tl.store(weights + at, weight, mask=choices < num_choices)
-    tl.store(ids + at, chosen, mask=choices < num_choices)
-
-
-@triton.jit
-def _ruled_kernel(
-    scores,
     bias,
     weights,
     ids,
@@ -102,7 +61,6 @@ def _ruled_kernel(
     scale,
     PARTS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
     NORMALISE: tl.constexpr,
     GATED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -123,7 +81,7 @@ def _ruled_kernel(
         share = tl.exp(score - tl.max(score, 0))
         share = share / tl.sum(share, 0)
     rank = share
-    if BIAS:
+    if bias is not None:
         rank += tl.load(bias + experts, mask=there, other=0.0)
     rank = tl.where(there, rank, nothing)
     if GROUPS > 1:
@@ -143,8 +101,11 @@ def _ruled_kernel(
     weight = tl.zeros((CHOICES,), tl.float32)
     chosen = tl.zeros((CHOICES,), tl.int32)
     for choice in range(top_k):
-        best = tl.argmax(rank, 0)
-        weight = tl.where(choices == choice, tl.sum(tl.where(experts == best, share, 0.0), 0), weight)
+        largest, best = tl.max(rank, 0, return_indices=True)
+        if bias is not None or GROUPS > 1:
+            largest = tl.sum(tl.where(experts == best, share, 0.0), 0)
+        weight = tl.where(choices == choice, largest, weight)
+        # Shares that are not numbers must not name an expert that is not there.
         chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
         rank = tl.where(experts == best, nothing, rank)
     if NORMALISE:
@@ -171,34 +132,29 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
     ids = torch.empty(num_tokens, num_choices, dtype=torch.int32, device=scores.device)
     if not num_tokens:
         return weights, ids
-    sizes = {
-        "PARTS": num_parts,
-        "NORMALISE": rule.normalise,
-        "EXPERTS": triton.next_power_of_2(num_experts),
-        "CHOICES": triton.next_power_of_2(num_choices),
-        "num_warps": 1,
-        **straight(scores.device),
-        **overlap(scores.device, num_tokens),
-    }
-    shape = (scores.stride(0), part_stride, num_experts, rule.top_k, num_choices)
-    plain = RouteRule(top_k=rule.top_k, normalise=rule.normalise, num_shared=rule.num_shared, shared="gated")
-    if rule == plain and bias is None:
-        _route_kernel[(num_tokens,)](scores, weights, ids, *shape, **sizes)
-        return weights, ids
-    _ruled_kernel[(num_tokens,)](
+    _route_kernel[(num_tokens,)](
         scores,
-        scores if bias is None else bias,
+        bias,
         weights,
         ids,
-        *shape,
+        scores.stride(0),
+        part_stride,
+        num_experts,
+        rule.top_k,
+        num_choices,
         rule.groups,
         rule.top_groups,
         rule.eps,
         rule.scale,
+        PARTS=num_parts,
         SIGMOID=rule.score == "sigmoid",
-        BIAS=bias is not None,
+        NORMALISE=rule.normalise,
         GATED=gated,
         GROUPS=triton.next_power_of_2(rule.groups),
-        **sizes,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        CHOICES=triton.next_power_of_2(num_choices),
+        num_warps=1,
+        **straight(scores.device),
+        **overlap(scores.device, num_tokens),
     )
     return weights, ids

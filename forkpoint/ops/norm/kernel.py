@@ -11,22 +11,12 @@ from forkpoint.ops.activation.kernel import sigmoid as sigmoid_of
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.unmade import Parts
 
 TILE = 1024  # elements of a program, unless one row is wider
 PIECE = tl.constexpr(BLOCK)  # of a row that is rounded to FP8
-
-
-@triton.jit
-def sum_of_parts(own, shares, part_stride, inside, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """fp32 of PARTS tensors at `own`, `own + part_stride`, .., each times one of `shares` if there are any; rounded to
-    `dtype`, as it would be, were it stored."""
-    total = tl.zeros(inside.shape, tl.float32)
-    for part in tl.static_range(PARTS):  # no loop, so that all loads are under way together
-        value = tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
-        total += value if shares is None else tl.load(shares + part) * value
-    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,0 +1,75 @@
+"""Sums that were left to another operator, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.linear.sums_kernel import gate
+from forkpoint.ops.unmade import Parts
+
+BLOCK = 1024  # outputs of a program
+
+
+@triton.jit
+def sum_of_parts(own, shares, part_stride, inside, dtype: tl.constexpr, PARTS: tl.constexpr):
+    """fp32 of PARTS tensors at `own`, `own + part_stride`, .., each times one of `shares` if there are any; rounded to
+    `dtype`, as it would be, were it stored."""
+    total = tl.zeros(inside.shape, tl.float32)
+    for part in tl.static_range(PARTS):  # no loop, so that all loads are under way together
+        value = tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
+        total += value if shares is None else tl.load(shares + part) * value
+    return total.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _make_kernel(
+    own,
+    up,
+    shares,
+    bias,
+    out,
+    row_stride,
+    part_stride,
+    num_outputs,
+    pieces,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK outputs of one row; `up` goes beside a gate."""
+    await_inputs(OVERLAP)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    at = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_outputs
+    if shares is not None:
+        shares += row * PARTS
+    total = sum_of_parts(own + row * row_stride + at, shares, part_stride, inside, tl.float32, PARTS)
+    if bias is not None:
+        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    if up is not None:
+        beside = sum_of_parts(up + row * row_stride + at, None, part_stride, inside, tl.float32, PARTS)
+        total = gate(total, beside, out.dtype.element_ty)
+    tl.store(out + row * num_outputs + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None) -> Tensor:
+    """`out[M, N]`, with a bias, or as the gate of a second sum."""
+    num_rows, num_outputs = out.shape
+    pieces = triton.cdiv(num_outputs, BLOCK)
+    _make_kernel[(num_rows * pieces,)](
+        parts.own,
+        None if up is None else up.own,
+        parts.shares,
+        bias,
+        out,
+        *parts.own.stride()[:2],
+        num_outputs,
+        pieces,
+        PARTS=parts.own.shape[1],
+        BLOCK=BLOCK,
+        **overlap(out.device, num_rows),
+    )
+    return out
