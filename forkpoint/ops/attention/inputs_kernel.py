@@ -32,6 +32,7 @@ def _normed(x_at, weight_at, mask, inside, scale, NORM: tl.constexpr):
 def _heads(
     x_at,
     out_at,
+    scale_at,
     weight,
     angle,
     eps,
@@ -42,59 +43,47 @@ def _heads(
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """From rows `x_at[rows, 1]` to rows `out_at[rows, 1]`: norm, and rotation of the first 2 * HALF dims."""
-    dtype = out_at.dtype.element_ty
-    at = tl.arange(0, BLOCK_D)
-    mask = present[:, None] & (at < D)[None, :]
+    """From rows `x_at[rows, 1]` to rows `out_at[rows, 1]`: norm, and rotation of the first 2 * HALF dims. With
+    `scale_at` one row alone, divided by the scale that it is given there, as `_fp8_scale` makes it."""
+    dtype: tl.constexpr = out_at.dtype.element_ty
+    given: tl.constexpr = x_at.dtype.element_ty
+    at, low = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_HALF)
+    mask, mask_low = present[:, None] & (at < D)[None, :], present[:, None] & (low < HALF)[None, :]
+    rest = mask & (at >= 2 * HALF)[None, :]
     scale = tl.zeros(present.shape, tl.float32)
+    largest = 0.0
     if NORM:
         wide = tl.load(x_at + at[None, :], mask=mask, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
     if 2 * HALF < D:
         value = _normed(x_at + at[None, :], weight + at, mask, at < D, scale, NORM)
-        rest = (at >= 2 * HALF) & (at < D)
-        tl.store(out_at + at[None, :], value.to(dtype), mask=present[:, None] & rest[None, :])
+        if scale_at is not None:
+            largest = tl.max(tl.where(rest, tl.abs(value), 0.0))
     if HALF > 0:
-        low = tl.arange(0, BLOCK_HALF)
-        inside = low < HALF
-        mask = present[:, None] & inside[None, :]
-        cos = tl.load(angle + low, mask=inside, other=0.0)[None, :]
-        sin = tl.load(angle + HALF + low, mask=inside, other=0.0)[None, :]
-        first = _normed(x_at + low[None, :], weight + low, mask, inside, scale, NORM)
-        second = _normed(x_at + HALF + low[None, :], weight + HALF + low, mask, inside, scale, NORM)
-        tl.store(out_at + low[None, :], (first * cos - second * sin).to(dtype), mask=mask)
-        tl.store(out_at + HALF + low[None, :], (second * cos + first * sin).to(dtype), mask=mask)
+        cos = tl.load(angle + low, mask=low < HALF, other=0.0)[None, :]
+        sin = tl.load(angle + HALF + low, mask=low < HALF, other=0.0)[None, :]
+        first = _normed(x_at + low[None, :], weight + low, mask_low, low < HALF, scale, NORM)
+        second = _normed(x_at + HALF + low[None, :], weight + HALF + low, mask_low, low < HALF, scale, NORM)
+        first, second = first * cos - second * sin, second * cos + first * sin
+        if scale_at is not None:
+            first, second = first.to(given).to(tl.float32), second.to(given).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(first), tl.abs(second))))
+    if scale_at is not None:
+        factor = _fp8_scale(largest)
+        tl.store(scale_at, factor)
+    if 2 * HALF < D:
+        tl.store(out_at + at[None, :], (value if scale_at is None else value / factor).to(dtype), mask=rest)
+    if HALF > 0:
+        if scale_at is not None:
+            first, second = first / factor, second / factor
+        tl.store(out_at + low[None, :], first.to(dtype), mask=mask_low)
+        tl.store(out_at + HALF + low[None, :], second.to(dtype), mask=mask_low)
 
 
 @triton.jit
-def _turned_head(
-    x_at, weight, angle, eps, D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr
-):
-    """What `_heads` would store of one head, in fp32 and in one piece."""
-    at = tl.arange(0, BLOCK_D)
-    x = tl.load(x_at + at, mask=at < D, other=0.0)
-    head = x.to(tl.float32)
-    pair, turned = tl.where(at < HALF, at + HALF, at - HALF), at < 2 * HALF
-    other = tl.load(x_at + pair, mask=turned, other=0.0).to(tl.float32)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(head * head, axis=0) / D + eps)
-        head = (head * factor * tl.load(weight + at, mask=at < D, other=0.0)).to(x.dtype).to(tl.float32)
-        other = (other * factor * tl.load(weight + pair, mask=turned, other=0.0)).to(x.dtype).to(tl.float32)
-    if HALF > 0:
-        cos = tl.load(angle + at % HALF, mask=turned, other=0.0)
-        sin = tl.load(angle + HALF + at % HALF, mask=turned, other=0.0)
-        both = head * cos + tl.where(at < HALF, -other, other) * sin
-        head = tl.where(turned, both.to(x.dtype).to(tl.float32), head)
-    return head
-
-
-@triton.jit
-def _store_fp8(head, out_at, scale_at, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One head, zero behind its D values, divided by a scale that makes its largest magnitude FP8_MAX."""
-    at = tl.arange(0, BLOCK_D)
-    scale = tl.maximum(tl.max(tl.abs(head), axis=0), LEAST_AMAX) / FP8_MAX
-    tl.store(out_at + at, (head / scale).to(out_at.dtype.element_ty), mask=at < D)
-    tl.store(scale_at, scale)
+def _fp8_scale(largest):
+    """With which the largest magnitude becomes FP8_MAX."""
+    return tl.maximum(largest, LEAST_AMAX) / FP8_MAX
 
 
 @triton.jit
@@ -147,31 +136,27 @@ def _inputs_kernel(
         head = unit * GROUP + row
         x_at = q + token * q_token + (head * q_head)[:, None]
         out_at = out + token * (HEADS * GROUP * D) + (head * D)[:, None]
-        _heads(x_at, out_at, q_weight, angle, eps, row < GROUP, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
+        _heads(x_at, out_at, None, q_weight, angle, eps, row < GROUP, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
             head = unit - HEADS
-            block, offset = slot // BLOCK, slot % BLOCK
-            if k_scales is None:
-                row = tl.arange(0, 1)
-                x_at = k + token * k_token + head * k_head + row[:, None]
-                out_at = k_cache + block * k_block + head * kc_head + offset * D + row[:, None]
-                _heads(x_at, out_at, k_weight, angle, eps, row < 1, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
-                at = tl.arange(0, BLOCK_DV)
-                value = tl.load(v + token * v_token + head * v_head + at, mask=at < DV, other=0.0)
-                place = v_cache + block * v_block + head * vc_head + offset * DV + at
-                tl.store(place, value.to(v_cache.dtype.element_ty), mask=at < DV)
-            else:
-                x_at = k + token * k_token + head * k_head
-                out_at = k_cache + block * k_block + head * kc_head + offset * D
-                scale_at = block * scale_block + head * BLOCK + offset
-                key = _turned_head(x_at, k_weight, angle, eps, D, HALF, BLOCK_D, NORM)
-                _store_fp8(key, out_at, k_scales + scale_at, D, BLOCK_D)
-                at = tl.arange(0, BLOCK_DV)
-                value = tl.load(v + token * v_token + head * v_head + at, mask=at < DV, other=0.0).to(tl.float32)
-                place = v_cache + block * v_block + head * vc_head + offset * DV
-                _store_fp8(value, place, v_scales + scale_at, DV, BLOCK_DV)
+            block, offset, row = slot // BLOCK, slot % BLOCK, tl.arange(0, 1)
+            scale_at = k_scales
+            if k_scales is not None:
+                scale_at = k_scales + block * scale_block + head * BLOCK + offset
+            x_at = k + token * k_token + head * k_head + row[:, None]
+            out_at = k_cache + block * k_block + head * kc_head + offset * D + row[:, None]
+            _heads(x_at, out_at, scale_at, k_weight, angle, eps, row < 1, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
+            at = tl.arange(0, BLOCK_DV)
+            value = tl.load(v + token * v_token + head * v_head + at, mask=at < DV, other=0.0)
+            if k_scales is not None:
+                value = value.to(tl.float32)
+                scale = _fp8_scale(tl.max(tl.abs(value), axis=0))
+                tl.store(v_scales + block * scale_block + head * BLOCK + offset, scale)
+                value = value / scale
+            place = v_cache + block * v_block + head * vc_head + offset * DV + at
+            tl.store(place, value.to(v_cache.dtype.element_ty), mask=at < DV)
 
 
 def qk_norm_rope_write(

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 import torch
@@ -74,78 +72,77 @@ FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it 
 
 @dataclass(frozen=True, slots=True)
 class Choices(Generic[T]):
-    """For one kind of shape, bfloat16: rows up to which -> tile. Beyond the last of `fast` the vendor's library is
-    faster; `more` go on to LARGEST where it is no choice."""
+    """For one kind of shape, bfloat16: (rows up to which, tile). Beyond `fast` rows the vendor's library is faster; the
+    rest go on to LARGEST where it is no choice."""
 
-    fast: Mapping[int, T]
-    more: Mapping[int, T]
+    tiles: tuple[tuple[int, T], ...]
+    fast: int
+
+    def fastest(self, num_rows: int) -> T | None:
+        return self.up_to(num_rows) if num_rows <= self.fast else None
+
+    def up_to(self, num_rows: int) -> T | None:
+        return next((tile for most, tile in self.tiles if num_rows <= most), None)
 
 
 _FEW: Final[Choices[Tile]] = Choices(
-    MappingProxyType(
-        {
-            1: Tile(1, 8, 512, 4, 3, overlaps=True),
-            8: Tile(16, 32, 256, 4, 6, overlaps=True),
-            16: Tile(16, 32, 256, 4, 6),
-            32: Tile(32, 64, 128, 4, 6, turned=True),
-        }
+    (
+        (1, Tile(1, 8, 512, 4, 3, overlaps=True)),
+        (8, Tile(16, 32, 256, 4, 6, overlaps=True)),
+        (16, Tile(16, 32, 256, 4, 6)),
+        (32, Tile(32, 64, 128, 4, 6, turned=True)),
+        (64, Tile(64, 32, 256, 4, 4)),
+        (128, Tile(64, 64, 64, 4, 6)),
     ),
-    MappingProxyType({64: Tile(64, 32, 256, 4, 4), 128: Tile(64, 64, 64, 4, 6)}),
+    fast=32,
 )
 _FEWEST: Final[Choices[Tile]] = Choices(
-    MappingProxyType(
-        {
-            1: Tile(1, 1, 1024, 4, 3, overlaps=True),
-            16: Tile(16, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
-            32: Tile(32, 64, 128, 4, 4, splits=4, turned=True, overlaps=True),
-        }
+    (
+        (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
+        (16, Tile(16, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)),
+        (32, Tile(32, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)),
+        *_FEW.tiles[-2:],
     ),
-    _FEW.more,
+    fast=32,
 )
 _FEW_WIDE: Final[Choices[Tile]] = Choices(
-    MappingProxyType(
-        {
-            1: Tile(1, 8, 512, 4, 3, overlaps=True),
-            8: Tile(16, 32, 256, 4, 6, overlaps=True),
-            16: Tile(16, 32, 256, 4, 6),
-            32: Tile(32, 64, 128, 4, 5, splits=2, turned=True),
-            64: Tile(64, 32, 256, 4, 4),
-        }
+    (
+        *_FEW.tiles[:3],
+        (32, Tile(32, 64, 128, 4, 5, splits=2, turned=True)),
+        (64, Tile(64, 32, 256, 4, 4)),
+        (128, Tile(128, 32, 128, 8, 5)),
     ),
-    MappingProxyType({128: Tile(128, 32, 128, 8, 5)}),
+    fast=64,
 )
 _MANY: Final[Choices[Tile]] = Choices(
-    MappingProxyType(
-        {
-            1: Tile(1, 16, 256, 4, 3, overlaps=True),
-            8: Tile(16, 64, 128, 4, 4, turned=True, overlaps=True),
-            16: Tile(16, 64, 128, 4, 4, turned=True),
-            32: Tile(32, 128, 128, 8, 4, turned=True),
-            64: Tile(64, 128, 128, 4, 4),
-        }
+    (
+        (1, Tile(1, 16, 256, 4, 3, overlaps=True)),
+        (8, Tile(16, 64, 128, 4, 4, turned=True, overlaps=True)),
+        (16, Tile(16, 64, 128, 4, 4, turned=True)),
+        (32, Tile(32, 128, 128, 8, 4, turned=True)),
+        (64, Tile(64, 128, 128, 4, 4)),
+        (128, Tile(128, 128, 64, 8, 5)),
     ),
-    MappingProxyType({128: Tile(128, 128, 64, 8, 5)}),
+    fast=64,
 )
 _GATED: Final[Choices[Tile | GatedTile]] = Choices(
-    MappingProxyType(
-        {
-            1: Tile(1, 4, 2048, 4, 3, overlaps=True),
-            8: Tile(16, 32, 128, 4, 3, overlaps=True),
-            16: Tile(16, 32, 128, 4, 3),
-            32: GatedTile(32, 128, 4, 3),
-            64: GatedTile(64, 128, 4, 3),
-        }
+    (
+        (1, Tile(1, 4, 2048, 4, 3, overlaps=True)),
+        (8, Tile(16, 32, 128, 4, 3, overlaps=True)),
+        (16, Tile(16, 32, 128, 4, 3)),
+        (32, GatedTile(32, 128, 4, 3)),
+        (64, GatedTile(64, 128, 4, 3)),
+        (128, GatedTile(128, 64, 8, 5)),
     ),
-    MappingProxyType({128: GatedTile(128, 64, 8, 5)}),
+    fast=64,
 )
-
-
-_WIDE: Final = MappingProxyType(
-    {
-        1: Tile(1, 1, 1024, 4, 3, overlaps=True),
-        32: Tile(16, 64, 64, 4, 3, splits=14, turned=True, overlaps=True),
-        128: Tile(64, 64, 64, 4, 3, splits=14, turned=True, overlaps=True),
-    }
+_WIDE: Final[Choices[Tile]] = Choices(
+    (
+        (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
+        (32, Tile(16, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)),
+        (128, Tile(64, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)),
+    ),
+    fast=128,
 )
 
 
@@ -155,12 +152,12 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
         return None
     if num_outputs <= SINGLE_OUTPUTS and num_rows <= SINGLE_ROWS:
         return Tile(1, 2, 1024, 2, 2, overlaps=True)
-    return _of_bucket(_choices(num_outputs, width).fast, num_rows)
+    return _choices(num_outputs, width).fastest(num_rows)
 
 
 def fastest_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
     """The tile for a gated product; None: take the halves together by the vendor's library."""
-    return _of_bucket(_GATED.fast, num_rows) if dtype == torch.bfloat16 else None
+    return _GATED.fastest(num_rows) if dtype == torch.bfloat16 else None
 
 
 def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
@@ -168,7 +165,8 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
     few = num_outputs <= NARROW and 64 < num_rows <= LARGEST
-    tile = _fixed(_choices(num_outputs, width), 32 if few else num_rows)
+    # A single row goes through the matrix units, as others do.
+    tile = _choices(num_outputs, width).up_to(32 if few else max(num_rows, 2))
     if tile is not None:
         return replace(tile, splits=1)
     if num_rows <= 512:
@@ -178,12 +176,12 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
 
 def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
-    return _fixed(_GATED, num_rows) if dtype == torch.bfloat16 else None
+    return _GATED.up_to(max(num_rows, 2)) if dtype == torch.bfloat16 else None
 
 
 def wide_tile(num_rows: int) -> Tile:
     """The tile for weights in fp32, of a few hundred outputs, and an x in bfloat16."""
-    tile = _of_bucket(_WIDE, num_rows)
+    tile = _WIDE.fastest(num_rows)
     return Tile(128, 64, 64, 4, 3, turned=True) if tile is None else tile
 
 
@@ -239,12 +237,3 @@ def _choices(num_outputs: int, width: int) -> Choices[Tile]:
     if num_outputs <= FEWEST_OUTPUTS:
         return _FEWEST
     return _FEW_WIDE if width > FEW_OUTPUTS else _FEW
-
-
-def _fixed(choices: Choices[T], num_rows: int) -> T | None:
-    """A single row goes through the matrix units, as others do."""
-    return _of_bucket({**choices.fast, **choices.more}, max(num_rows, 2))
-
-
-def _of_bucket(choices: Mapping[int, T], num_rows: int) -> T | None:
-    return next((tile for most, tile in choices.items() if num_rows <= most), None)
