@@ -24,7 +24,7 @@ ON_CHIP = 192 << 10  # bytes
 # loop over rows, whose loads have no mask. What these load is in range by itself.
 ROW_LOOPS = {
     "_order_kernel": [32],
-    "_grouped_kernel": [64],
+    "product_kernel": [64],
     "_choose_kernel": [2048, 2048, 128],
 }
 LOST_MASKS = {"_choose_kernel": 3}  # stores of those loops, which ask before each

@@ -54,13 +54,14 @@ POINTERS = {
 }
 ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
-NARROW: dict[str, str] = {"x": "*fp8e4nv"}
 
 
 def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
-    pointers = {**POINTERS, **(NARROW if constants.get("NARROW") else {})}
     constants = {arg: value for arg, value in {**constants, **FIXED}.items() if arg in function.arg_names}
-    pointers["out"] = "*fp8e4nv" if constants.get("NARROW_OUT") else "*bf16"
+    pointers = dict(POINTERS)
+    for rounded in ("x", "out"):
+        if f"{rounded}_scales" in function.arg_names and f"{rounded}_scales" not in constants:
+            pointers[rounded] = "*fp8e4nv"
     if name == "norm":
         pointers["weight"] = "*fp32"
     signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in function.arg_names}
@@ -79,7 +80,9 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
 
 
 def of_tile(tile: Tile) -> dict[str, Any]:
-    flags = {"MASK_OUTPUTS": False, "MASK_WIDTH": False, "SHARED": True, "NARROW": tile.narrows}
+    flags: dict[str, Any] = {"MASK_OUTPUTS": False, "MASK_WIDTH": False, "SHARED": True, "SPLIT": False}
+    if not tile.narrows:
+        flags["x_scales"] = None
     sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": tile.width}
     return {**sizes, "TURNED": tile.turned, "TOGETHER": tile.together, **flags}
 
@@ -87,18 +90,20 @@ def of_tile(tile: Tile) -> dict[str, Any]:
 def main() -> None:
     bf16 = torch.bfloat16
     for gated in (False, True):
-        flags = {"GATED": gated, "SPLIT": False, **({"bias": None} if gated else {})}
+        alone: dict[str, Any] = dict.fromkeys(("out_scales", "tiles", "pairs", *(("bias",) if gated else ())))
         narrow = scaled_tile(32, 4096, 4096, gated, bf16, alone=True, narrows=True)
         for tile in (fixed_scaled_tile(128, 4096, gated, bf16), narrow):
             assert tile is not None
-            compiled("linear", linear._linear_kernel, tile, **of_tile(tile), **flags)
+            compiled("linear", linear.product_kernel, tile, **of_tile(tile), **alone, GATED=gated)
         for narrows, mean_rows in ((False, 128), (True, 8 if gated else 128)):
             tile = _scaled_tiles(bf16, mean_rows, narrows)[0 if gated else 1]
-            flags = {"GATED": gated, "NARROW_OUT": gated and narrows and tile.outputs == BLOCK}
-            compiled("experts", moe._grouped_kernel, tile, **of_tile(tile), **flags)
+            flags: dict[str, Any] = {"GATED": gated, "bias": None}
+            if not (gated and narrows and tile.outputs == BLOCK):
+                flags["out_scales"] = None
+            compiled("experts", linear.product_kernel, tile, **of_tile(tile), **flags)
     sizes = {"ROWS": 128, "OUTPUTS": kept_kernel.OUTPUTS, "STEPS": 4, "TURNS": kept_kernel.TURNS}
     tile = Tile(1, 1, 1, kept_kernel.NUM_WARPS, kept_kernel.STAGES)
-    compiled("kept", kept_kernel._kept_kernel, tile, **sizes, STAGES=kept_kernel.STAGES, NARROW=True)
+    compiled("kept", kept_kernel._kept_kernel, tile, **sizes, STAGES=kept_kernel.STAGES)
     compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
     flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}
@@ -109,9 +114,9 @@ def main() -> None:
     compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)
     sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
-    alone = one_scaled_tile(4096)
-    sizes = {"OUTPUTS": alone.outputs, "WIDTH": alone.width, "STAGES": alone.num_stages}
-    compiled("row", linear._row_kernel, alone, **sizes, GATED=True, bias=None, BESIDE=2)
+    single = one_scaled_tile(4096)
+    sizes = {"OUTPUTS": single.outputs, "WIDTH": single.width, "STAGES": single.num_stages}
+    compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, BESIDE=2)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)

@@ -10,14 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_before, overlap, start_next
-from forkpoint.ops.linear.fp8_kernel import Activations
+from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
 from forkpoint.ops.linear.parts_kernel import make
-from forkpoint.ops.linear.scaled import Matrix
+from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
+    SCALE_WIDTH,
     accumulate,
     by_bits,
     gate,
     matrix_parts,
+    relu_squared,
     row_tile,
     scale_options,
     shares_scales,
@@ -30,11 +32,13 @@ BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(1024), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "group"])
-def _linear_kernel(
+def product_kernel(
     x,
     weight,
     bias,
     out,
+    pairs,
+    tiles,
     num_rows,
     num_outputs,
     width,
@@ -46,38 +50,52 @@ def _linear_kernel(
     scales,
     x_scales,
     x_scale_step,
+    out_scales,
+    out_scale_step,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
     TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     SPLIT: tl.constexpr,
     MASK_OUTPUTS: tl.constexpr,
     MASK_WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     SHARED: tl.constexpr,
-    NARROW: tl.constexpr,
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """A tile of the product by one matrix, or, with `tiles` (see `ExpertOrder`), of those by several: into experts from
+    tokens, of `group` pairs each, to places in their order, out of them from places to pairs."""
     await_before(OVERLAP)
-    pid = tl.program_id(0)
-    split = pid % splits
-    pid = pid // splits
-    # Programs next to each other share weights while `group` row tiles last, then rows.
-    output_tiles = (num_outputs + OUTPUTS - 1) // OUTPUTS
-    first = pid // (group * output_tiles) * group
-    here = tl.minimum((num_rows + ROWS - 1) // ROWS - first, group)
-    place = pid % (group * output_tiles)
-    row_start = (first + place % here) * ROWS
-    output_start = place // here * OUTPUTS
-    start = split * split_width
-
-    rows = (row_start + tl.arange(0, ROWS)).to(tl.int64)
-    outputs = output_start + tl.arange(0, OUTPUTS)
-    rows_inside, outputs_inside = rows < num_rows, outputs < num_outputs
+    pid, start, end = tl.program_id(0), 0, width
+    output_tiles = tl.cdiv(num_outputs, OUTPUTS)
+    if tiles is not None:
+        tile, output_start = pid // output_tiles, pid % output_tiles * OUTPUTS
+        begin, behind = tl.load(tiles + num_rows + tile), tl.load(tiles + 2 * num_rows + tile)
+        if begin >= behind:
+            return
+        matrix = tl.load(tiles + tile).to(tl.int64)
+        places = begin + tl.arange(0, ROWS)
+        rows_inside = places < behind
+        pair = tl.load(pairs + places, mask=rows_inside, other=0)
+        rows, targets = places.to(tl.int64), pair.to(tl.int64)
+        if GATED or SQUARED:
+            rows, targets = (pair // group).to(tl.int64), places.to(tl.int64)
+    else:
+        split, pid = pid % splits, pid // splits
+        start = split * split_width
+        end = tl.minimum(start + split_width, width)
+        # Programs next to each other share weights while `group` row tiles last, then rows.
+        first = pid // (group * output_tiles) * group
+        here = tl.minimum(tl.cdiv(num_rows, ROWS) - first, group)
+        place = pid % (group * output_tiles)
+        matrix, output_start = 0, place // here * OUTPUTS
+        rows = ((first + place % here) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        targets, rows_inside = rows, rows < num_rows
     acc, up = accumulate(
         x,
         x_stride,
@@ -86,11 +104,11 @@ def _linear_kernel(
         x_scales,
         x_scale_step,
         weight,
-        0,
+        matrix,
         output_start,
         num_outputs,
         start,
-        tl.minimum(start + split_width, width),
+        end,
         width,
         scales,
         OUTPUTS,
@@ -103,12 +121,13 @@ def _linear_kernel(
         SCALE_ROWS,
         BLOCKED,
         SHARED,
-        NARROW,
         BITS,
     )
     start_next(OVERLAP)
+    outputs = output_start + tl.arange(0, OUTPUTS)
+    outputs_inside = outputs < num_outputs
     inside = rows_inside[:, None] & outputs_inside[None, :]
-    line = rows[:, None] * out_stride + outputs[None, :]
+    line = targets[:, None] * out_stride + outputs[None, :]
     if SPLIT:
         # Sums of [splits, gate and up, num_rows, num_outputs].
         part = num_rows.to(tl.int64) * num_outputs
@@ -117,10 +136,16 @@ def _linear_kernel(
         if GATED:
             tl.store(sums + part, up, mask=inside)
     else:
+        dtype: tl.constexpr = out.dtype.element_ty if out_scales is None else tl.bfloat16
         if bias is not None:
             acc += tl.load(bias + outputs, mask=outputs_inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc = gate(acc, up, out.dtype.element_ty)
+            acc = gate(acc, up, dtype)
+        if SQUARED:
+            acc = relu_squared(acc, dtype)
+        if out_scales is not None:  # OUTPUTS is SCALE_WIDTH
+            acc, scale = narrowed(acc)
+            tl.store(out_scales + output_start // SCALE_WIDTH * out_scale_step + targets, scale, mask=rows_inside)
         tl.store(out + line, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -190,49 +215,82 @@ def multiply(
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
-    row_tiles = triton.cdiv(num_rows, tile.rows)
-    target = out
+    sums = out
     if splits > 1:
-        target = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+        sums = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
+    launch_product(
+        Activations.of(x, tile.narrows),
+        weight,
+        Activations(sums.view(-1, num_outputs), None),
+        tile,
+        _options(x, tile, at_once=not isinstance(weight, ScaledMatrix)),
+        (num_rows, min(tile.group, triton.cdiv(num_rows, tile.rows)), splits, split_width),
+        bias=bias,
+        gated=gated,
+    )
+    if splits == 1:
+        return out
+    own, *up = (Parts.of(kind.transpose(0, 1)) for kind in sums.unbind(1))
+    return own if parts and bias is None and not gated else make(own, bias, out, *up)
+
+
+def launch_product(
+    x: Activations,
+    weight: Matrix,
+    out: Activations,
+    tile: Tile,
+    options: dict[str, Any],
+    cut: tuple[int, int, int, int],
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    squared: bool = False,
+    order: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """By `weight[N, K]`, or, with the pairs and tiles of an `ExpertOrder`, by `weight[E, N, K]`. `cut` is the number of
+    rows, or of tiles, the group of `product_kernel`, and the splits of K and their width."""
+    pairs, tiles = order or (None, None)
     codes, scales = matrix_parts(weight)
-    given = Activations.of(x, tile.narrows)
-    _linear_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
-        given.rows,
+    num_rows, group, splits, split_width = cut
+    num_outputs, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
+    row_tiles = triton.cdiv(num_rows, tile.rows) if order is None else num_rows
+    product_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
+        x.rows,
         codes,
         bias,
-        target,
+        out.rows,
+        pairs,
+        tiles,
         num_rows,
         num_outputs,
         width,
-        given.rows.stride(0),
-        num_outputs,
+        x.rows.stride(0),
+        out.rows.stride(0),
         split_width,
         splits,
-        min(tile.group, row_tiles),
+        group,
         scales,
-        given.scales,
-        given.scale_step,
+        x.scales,
+        x.scale_step,
+        out.scales,
+        out.scale_step,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         TURNED=tile.turned,
         TOGETHER=tile.steps_together(width, split_width),
         GATED=gated,
+        SQUARED=squared,
         SPLIT=splits > 1,
         MASK_OUTPUTS=num_outputs % tile.outputs != 0,
         MASK_WIDTH=width % tile.width != 0,
         **scale_options(weight),
         SHARED=shares_scales(weight, tile, gated),
-        NARROW=tile.narrows,
         BITS=by_bits(weight),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **_options(x, tile, at_once=scales is None),
+        **options,
     )
-    if splits == 1:
-        return out
-    own, *up = (Parts.of(kind.transpose(0, 1)) for kind in target.unbind(1))
-    return own if parts and bias is None and not gated else make(own, bias, out, *up)
 
 
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

@@ -161,7 +161,6 @@ def accumulate(
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     SHARED: tl.constexpr,
-    NARROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's `rows`, int64, with `num_outputs` rows of `weight`
@@ -174,6 +173,7 @@ def accumulate(
     outputs = tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     outputs_inside = outputs < num_outputs - output_start
+    NARROW: tl.constexpr = x_scales is not None
     matrix_rows = num_outputs * (2 if GATED else 1)
     scale_at, up_scale_at = 0, 0
     if SCALE_ROWS:

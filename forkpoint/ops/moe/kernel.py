@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -11,26 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_before, overlap, start_next
-from forkpoint.ops.linear.fp8_kernel import Activations, narrowed
+from forkpoint.ops.linear.fp8_kernel import Activations
+from forkpoint.ops.linear.kernel import launch_product
 from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
-from forkpoint.ops.linear.scaled import Matrix, ScaledExperts, ScaledMatrix
+from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
     SCALE_WIDTH,
-    accumulate,
-    by_bits,
-    gate,
     matrix_parts,
-    relu_squared,
     row_tile,
     scale_columns,
     scale_options,
-    shares_scales,
     widened,
 )
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
-from forkpoint.ops.moe.order_kernel import ExpertOrder, order_by_expert
+from forkpoint.ops.moe.order_kernel import order_by_expert
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
@@ -39,102 +33,6 @@ PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _grouped_kernel(
-    x,
-    weight,
-    out,
-    pairs,
-    tiles,
-    num_tiles,
-    output_tiles,
-    num_outputs,
-    width,
-    top_k,
-    x_stride,
-    out_stride,
-    scales,
-    x_scales,
-    x_scale_step,
-    out_scales,
-    out_scale_step,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    GATED: tl.constexpr,
-    SQUARED: tl.constexpr,
-    MASK_OUTPUTS: tl.constexpr,
-    MASK_WIDTH: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    SHARED: tl.constexpr,
-    NARROW: tl.constexpr,
-    NARROW_OUT: tl.constexpr,
-    BITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    await_before(OVERLAP)
-    pid = tl.program_id(0)
-    tile = pid // output_tiles
-    output_start = pid % output_tiles * OUTPUTS
-    begin = tl.load(tiles + num_tiles + tile)
-    end = tl.load(tiles + 2 * num_tiles + tile)
-    if begin < end:
-        rows = begin + tl.arange(0, ROWS)
-        outputs = tl.arange(0, OUTPUTS)
-        rows_inside = rows < end
-        outputs_inside = outputs < num_outputs - output_start
-        pair = tl.load(pairs + rows, mask=rows_inside, other=0)
-        # Into the experts: from tokens to places in their order. Out of them: from places to pairs.
-        if GATED or SQUARED:
-            source = (pair // top_k).to(tl.int64)
-            target = rows.to(tl.int64)
-        else:
-            source = rows.to(tl.int64)
-            target = pair.to(tl.int64)
-        acc, up = accumulate(
-            x,
-            x_stride,
-            source,
-            rows_inside,
-            x_scales,
-            x_scale_step,
-            weight,
-            tl.load(tiles + tile).to(tl.int64),
-            output_start,
-            num_outputs,
-            0,
-            width,
-            width,
-            scales,
-            OUTPUTS,
-            WIDTH,
-            TURNED,
-            TOGETHER,
-            GATED,
-            MASK_OUTPUTS,
-            MASK_WIDTH,
-            SCALE_ROWS,
-            BLOCKED,
-            SHARED,
-            NARROW,
-            BITS,
-        )
-        start_next(OVERLAP)
-        dtype: tl.constexpr = tl.bfloat16 if NARROW else out.dtype.element_ty
-        if GATED:
-            acc = gate(acc, up, dtype)
-        if SQUARED:
-            acc = relu_squared(acc, dtype)
-        if NARROW_OUT:  # OUTPUTS is SCALE_WIDTH
-            acc, scale = narrowed(acc)
-            tl.store(out_scales + output_start // SCALE_WIDTH * out_scale_step + target, scale, mask=rows_inside)
-        at = target[:, None] * out_stride + output_start + outputs[None, :]
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=rows_inside[:, None] & outputs_inside[None, :])
 
 
 @triton.jit
@@ -236,71 +134,20 @@ def grouped_experts(
     order = order_by_expert(ids, num_experts, into.rows)
     if not traits_of(x.device).masks_gathers:  # a row that is gathered must have whole steps of columns
         x = F.pad(x, (0, -size % into.width))
-    kind: Literal["gated", "squared"] = "gated" if packed.gated else "squared"
+    by, cut = (order.pairs, order.tiles), (order.tiles.shape[1], top_k, 1, 0)
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
     answers = Activations.empty(ids.numel(), size, x, False)
-    near = overlap(x.device, num_tokens, at_once=True)
-    _grouped_product(Activations.of(x, into.narrows), packed.gate_up, hidden, order, top_k, into, kind, near)
+    near, gated = overlap(x.device, num_tokens, at_once=True), packed.gated
+    given = Activations.of(x, into.narrows)
+    launch_product(given, packed.gate_up, hidden, into, near, cut, order=by, gated=gated, squared=not gated)
     if out_of.narrows and hidden.scales is None:
         hidden = Activations.of(hidden.rows, True)
     if out_of.rows == KEPT_ROWS and isinstance(packed.down, ScaledMatrix) and keeps(hidden, packed.down):
         multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
     else:
-        near = overlap(x.device, num_tokens)
-        _grouped_product(hidden, packed.down, answers, order, top_k, out_of, "plain", near)
+        launch_product(hidden, packed.down, answers, out_of, overlap(x.device, num_tokens), cut, order=by)
     left = Parts.weighed(answers.rows.view(num_tokens, top_k, size), weights)
     return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
-
-
-def _grouped_product(
-    x: Activations,
-    weight: Matrix,
-    out: Activations,
-    order: ExpertOrder,
-    top_k: int,
-    tile: Tile,
-    kind: Literal["gated", "squared", "plain"],
-    options: dict[str, Any],
-) -> None:
-    codes, scales = matrix_parts(weight)
-    num_outputs, width = out.rows.shape[1], weight.shape[2]
-    num_tiles, output_tiles = order.tiles.shape[1], triton.cdiv(num_outputs, tile.outputs)
-    _grouped_kernel[(num_tiles * output_tiles,)](
-        x.rows,
-        codes,
-        out.rows,
-        order.pairs,
-        order.tiles,
-        num_tiles,
-        output_tiles,
-        num_outputs,
-        width,
-        top_k,
-        x.rows.stride(0),
-        out.rows.stride(0),
-        scales,
-        x.scales,
-        x.scale_step,
-        out.scales,
-        out.scale_step,
-        ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
-        TURNED=tile.turned,
-        TOGETHER=tile.steps_together(width),
-        GATED=kind == "gated",
-        SQUARED=kind == "squared",
-        MASK_OUTPUTS=num_outputs % tile.outputs != 0,
-        MASK_WIDTH=width % tile.width != 0,
-        **scale_options(weight),
-        SHARED=shares_scales(weight, tile, kind == "gated"),
-        NARROW=x.scales is not None,
-        NARROW_OUT=out.scales is not None,
-        BITS=by_bits(weight),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **options,
-    )
 
 
 def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
