@@ -1,14 +1,11 @@
-"""Attention of rows with one query: each part of a row's keys by itself, then the parts put together.
-
-A row with one part has its answer after the first of the two launches.
-"""
+"""Attention of rows with one query: each part of a row's keys by itself. A row with one part has its answer then."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from forkpoint.ops.attention.softmax import LOWEST, attend, gated, join
+from forkpoint.ops.attention.softmax import LOWEST, attend, gated
 from forkpoint.ops.launch import await_inputs
 
 
@@ -125,33 +122,3 @@ def decode_kernel(
             tl.store(l_ptr + entry, l_i, mask=m < GROUP)
             tl.store(m_ptr + entry, m_i, mask=m < GROUP)
     await_inputs(OVERLAP)  # of programs without a turn
-
-
-@triton.jit(do_not_specialize=["gate_token"])
-def combine_kernel(
-    acc_ptr,
-    l_ptr,
-    m_ptr,
-    part_ptr,
-    out,
-    gate,
-    gate_token,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One query head of one row of several parts; a row without parts gives zeros."""
-    pid, at = tl.program_id(0), tl.arange(0, BLOCK_DV)
-    row, head = pid // HEADS, pid % HEADS
-    begin, end = tl.load(part_ptr + row), tl.load(part_ptr + row + 1)
-    await_inputs(OVERLAP)
-    if end - begin != 1:
-        first = begin.to(tl.int64) * HEADS + head
-        answer = join(acc_ptr, l_ptr, m_ptr, first, end - begin, HEADS, at, DV, PARTS)
-        if GATED:
-            gate_at = gate + row.to(tl.int64) * gate_token + head * DV + at
-            answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
-        tl.store(out + pid.to(tl.int64) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)

@@ -8,6 +8,7 @@ device idle. Launches depend on the shapes of tensors alone, so that a recorded 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from forkpoint.ops.attention.decode_kernel import combine_kernel, decode_kernel
+from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.latent_kernel import latent_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
 from forkpoint.ops.attention.softmax import LOG2_E
@@ -28,6 +29,7 @@ from forkpoint.platforms.table import traits_of
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
 PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
 FEWEST_WIDENED = 64  # columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper
+JOINED_PARTS = 8  # of a decode row, that are added at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -39,8 +41,6 @@ class DecodeLaunch:
     keys: int = 64  # that a program takes at a time
     num_warps: int = 4
     num_stages: int = 3
-    parts: int = 8  # that a combining program adds at once
-    combine_warps: int = 2
 
 
 FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
@@ -74,12 +74,10 @@ def num_splits(num_programs: int, at_once: int) -> int:
     return min(range(1, max(1, MAX_WAVES * at_once // num_programs) + 1), key=cost)
 
 
-class _Scratch:
+def _scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(acc, l_i, m_i) of parts: `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers for each."""
-
-    def __init__(self, num_entries: int, value_dim: int, device: torch.device) -> None:
-        self.acc = torch.empty(num_entries, value_dim, dtype=torch.float32, device=device)
-        self.l_i, self.m_i = torch.empty(2, num_entries, dtype=torch.float32, device=device)
+    l_i, m_i = torch.empty(2, num_entries, dtype=torch.float32, device=device)
+    return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,58 +126,31 @@ class _Call:
         return {"GATED": self.gate is not None, **overlap(self.q.device, self.q.shape[0])}
 
 
-def _combine(
-    scratch: _Scratch,
-    part_ptr: Tensor,
-    num_rows: int,
-    out: Tensor,
-    gate: Tensor,
-    gate_token: int,
-    how: DecodeLaunch,
-    options: dict[str, Any],
-) -> None:
-    """Put the parts of `num_rows` decode rows together in `out[T, H, Dv]`."""
-    _, heads, value_dim = out.shape
-    combine_kernel[(num_rows * heads,)](
-        scratch.acc,
-        scratch.l_i,
-        scratch.m_i,
-        part_ptr,
-        out,
-        gate,
-        gate_token,
-        HEADS=heads,
-        DV=value_dim,
-        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
-        PARTS=how.parts,
-        **options,
-        num_warps=how.combine_warps,
-    )
-
-
-def _join(call: _Call, index: AttentionIndex, scratch: _Scratch, splits: int, shared: dict[str, Any]) -> None:
-    """Put together what `splits` programs found of each query tile in `call.out[T, H, Dv]`."""
-    work, sizes = index.work, call.sizes
+def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
+    """Put together in `call.out[T, H, Dv]` the parts of decode rows, or what `splits` programs found of each tile, of
+    `queries` queries to a program."""
+    work, sizes, heads = index.work, call.sizes, call.q.shape[1]
     assert work is not None
-    join_kernel[(work.tiles.shape[0] * TILE * call.q.shape[1],)](
-        scratch.acc,
-        scratch.l_i,
-        scratch.m_i,
+    join_kernel[((work.tiles.shape[0] * TILE if splits else index.num_decodes) * heads,)](
+        *scratch,
         call.out,
         call.out if call.gate is None else call.gate,
-        work.tiles,
+        work.part_ptr,
+        work.tiles if splits else None,
         index.cu_queries,
         index.kv_lens,
         splits,
         call.gate_token,
         call.window or 0,
-        HEADS=call.q.shape[1],
+        HEADS=heads,
         DV=sizes["DV"],
         BLOCK=sizes["BLOCK"],
         BLOCK_DV=sizes["BLOCK_DV"],
-        PARTS=triton.next_power_of_2(splits),
+        QUERIES=queries,
+        TOKENS=TILE,
+        PARTS=triton.next_power_of_2(splits) if splits else JOINED_PARTS,
         HAS_WINDOW=sizes["HAS_WINDOW"],
-        **shared,
+        **call.options,
         num_warps=2,
     )
 
@@ -252,7 +223,7 @@ class PagedAttention:
         if num_tiles and not self._deterministic:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
-        scratch = _Scratch(max(num_parts, shares) * heads, rank, q.device)
+        scratch = _scratch(max(num_parts, shares) * heads, rank, q.device)
         row_block, shared = max(16, wide_heads), {"QUERIES": queries, "TOKENS": TILE}
         in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
         for decode, items, rows in [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in in_turns)]:
@@ -263,9 +234,7 @@ class PagedAttention:
                     q,
                     cache,
                     out,
-                    scratch.acc,
-                    scratch.l_i,
-                    scratch.m_i,
+                    *scratch,
                     items,
                     work.part_ptr,
                     index.cu_queries,
@@ -299,16 +268,16 @@ class PagedAttention:
                 )
             # Parts are put together before shares take their place.
             if decode and index.num_decodes:
-                _combine(scratch, work.part_ptr, index.num_decodes, out, out, 0, FEW, call.options)
+                _join(call, index, scratch)
         if splits > 1:
-            _join(call, index, scratch, splits, {**shared, **call.options})
+            _join(call, index, scratch, splits, queries)
         return out
 
     def _decode(self, call: _Call, index: AttentionIndex) -> None:
         work, sizes, how, heads = index.work, call.sizes, self._decode_launch(index.num_decodes), call.q.shape[1]
         assert work is not None
         num_parts = work.parts.shape[0]
-        scratch = _Scratch(num_parts * heads, sizes["DV"], call.q.device)
+        scratch = _scratch(num_parts * heads, sizes["DV"], call.q.device)
         gate = call.out if call.gate is None else call.gate
         if num_parts:
             most = how.num_programs or WAVES_OF_PARTS * traits_of(call.q.device).num_processors
@@ -319,9 +288,7 @@ class PagedAttention:
                 *call.scale_tensors,
                 call.out,
                 gate,
-                scratch.acc,
-                scratch.l_i,
-                scratch.m_i,
+                *scratch,
                 work.parts,
                 work.part_ptr,
                 index.kv_lens,
@@ -341,7 +308,7 @@ class PagedAttention:
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )
-        _combine(scratch, work.part_ptr, index.num_decodes, call.out, gate, call.gate_token, how, call.options)
+        _join(call, index, scratch)
 
     def _prefill(self, call: _Call, index: AttentionIndex) -> None:
         work, sizes, how, heads = index.work, call.sizes, self._prefill_launch, call.q.shape[1]
@@ -361,7 +328,7 @@ class PagedAttention:
         programs = num_tiles * subs * sizes["HEADS"]
         at_once = how.programs or traits_of(call.q.device).num_processors
         splits = 1 if self._deterministic else num_splits(programs, at_once)
-        scratch = _Scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        scratch = _scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
@@ -376,9 +343,7 @@ class PagedAttention:
                 *call.scale_tensors,
                 call.out,
                 gate,
-                scratch.acc,
-                scratch.l_i,
-                scratch.m_i,
+                *scratch,
                 tiles,
                 index.cu_queries,
                 index.kv_lens,
@@ -402,4 +367,4 @@ class PagedAttention:
                 **capped,
             )
         if splits > 1:
-            _join(call, index, scratch, splits, shared)
+            _join(call, index, scratch, splits, queries)

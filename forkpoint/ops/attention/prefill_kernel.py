@@ -213,6 +213,7 @@ def join_kernel(
     m_ptr,
     out,
     gate,
+    part_ptr,
     tiles,
     cu_queries,
     kv_lens,
@@ -230,21 +231,26 @@ def join_kernel(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One query head of one query, if several programs of `prefill_kernel` shared its keys."""
-    await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    head, within = pid % HEADS, pid // HEADS
-    tile, query = within // TOKENS, within % TOKENS
-    _, first, last, start, _, low, end = _place(
-        tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
-    )
-    size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
-    query = first + query % QUERIES
-    if (query < last) & (end - low > size):
-        entry = within.to(tl.int64) * num_splits * HEADS + head
+    """One query head of one query, of which several programs saw some keys each: a decode row's parts (without `tiles`;
+    no parts give zeros), or the shares of a tile."""
+    within, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    if tiles is None:
+        begin, end = tl.load(part_ptr + within), tl.load(part_ptr + within + 1)
+        await_inputs(OVERLAP)
+        token, entry, count, several = within.to(tl.int64), begin.to(tl.int64), end - begin, end - begin != 1
+    else:
+        await_inputs(OVERLAP)
+        tile, query = within // TOKENS, within % TOKENS
+        _, first, last, start, _, low, end = _place(
+            tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
+        )
+        size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
+        query = first + query % QUERIES
+        token, entry = (start + query).to(tl.int64), within.to(tl.int64) * num_splits
+        count, several = tl.cdiv(end - low, size), (query < last) & (end - low > size)
+    if several:
         at = tl.arange(0, BLOCK_DV)
-        answer = join(acc_ptr, l_ptr, m_ptr, entry, tl.cdiv(end - low, size), HEADS, at, DV, PARTS)
-        token = (start + query).to(tl.int64)
+        answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, HEADS, at, DV, PARTS)
         if GATED:
             gate_at = gate + token * gate_token + head * DV + at
             answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
