@@ -108,61 +108,6 @@ def _gather_candidates(
 
 
 @triton.jit
-def _few_threshold(key, weight, low_key, top_key, total, k, p, CLOSED: tl.constexpr):
-    """The smallest key kept among candidates in registers. `total` is the mass that top_p shares out unless the
-    candidates themselves, or the k largest of them, are what there is to share (CLOSED)."""
-    low = low_key
-    if k > 0:
-        # Where fewer than k are left, none is enough and `low` stays.
-        high = top_key + 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            enough = tl.sum((key >= middle).to(tl.int32)) >= k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-    if p < 1.0:
-        share = p * total
-        if CLOSED:
-            share = p * tl.sum(tl.where(key >= low, weight, 0.0))
-        low -= 1
-        high = top_key
-        while high - low > 1:
-            middle = (low + high) >> 1
-            short = tl.sum(tl.where(key > middle, weight, 0.0)) < share
-            high = tl.where(short, middle, high)
-            low = tl.where(short, low, middle)
-        low = high
-    return low
-
-
-@triton.jit
-def _choose_few(
-    line, tile_top, low, closed, top, scale, k, p, share, total, list_at, few_x, few_id, vocab,
-    SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
-):  # fmt: skip
-    """A token among those with logits of `low` or more; -1 if they are too many, or do not settle what is kept: what
-    is kept lies among them if `closed`, or if they have the share `p` of the row's weight `total`."""
-    hits = (tile_top >= low).to(tl.int32)
-    count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW, STRAIGHT)
-    chosen = -1
-    if count <= FEW:
-        at = tl.arange(0, FEW)
-        x = tl.load(few_x + at, mask=at < count, other=float("-inf"))
-        weight = tl.where(at < count, _weights(x, top, scale), 0.0)
-        if closed | (tl.sum(weight) >= p * total):
-            key = _key(x, SHIFT)
-            low_key = tl.max(_key(tl.full((1,), low, tl.float32), SHIFT)).to(tl.int64)
-            top_key = tl.max(key).to(tl.int64)
-            if closed:
-                smallest = _few_threshold(key, weight, low_key, top_key, 0.0, k, p, True)
-            else:
-                smallest = _few_threshold(key, weight, low_key, top_key, total, k, p, False)
-            kept = tl.where(key >= smallest, weight, 0.0)
-            chosen = tl.load(few_id + _invert(kept, (share * tl.sum(kept)).to(tl.float32), at))
-    return chosen
-
-
-@triton.jit
 def _row_boundary(
     line, low, high, limit, top, scale, vocab,
     COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -196,26 +141,54 @@ def _row_boundary(
 
 
 @triton.jit
-def _row_threshold(
-    line, floor_key, top_key, top, scale, k, p, vocab,
+def _threshold(
+    line, floor_key, top_key, top, scale, k, p, whole, vocab,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key kept, from passes over the whole row."""
+    """The smallest key kept, from passes over a row, or over its candidates; `whole` is the weight that top_p shares
+    out, or negative: that of what is left by then."""
     low = floor_key
     if k > 0:
         # Where fewer than k are left, `low` stays.
         end = _row_boundary(line, low, top_key + 1, k.to(tl.float32), top, scale, vocab, True, SHIFT, BLOCK, STAGES)
         low = end - 1
     if p < 1.0:
-        mass = tl.zeros((BLOCK,), tl.float32)
-        smallest = low.to(tl.int32)
-        for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-            at = begin + tl.arange(0, BLOCK)
-            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-            mass += tl.where(_key(x, SHIFT) >= smallest, _weights(x, top, scale), 0.0)
-        share = p * tl.sum(mass)
+        share = p * whole
+        if whole < 0:
+            mass = tl.zeros((BLOCK,), tl.float32)
+            smallest = low.to(tl.int32)
+            for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
+                at = begin + tl.arange(0, BLOCK)
+                x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+                mass += tl.where(_key(x, SHIFT) >= smallest, _weights(x, top, scale), 0.0)
+            share = p * tl.sum(mass)
         low = _row_boundary(line, low - 1, top_key, share, top, scale, vocab, False, SHIFT, BLOCK, STAGES)
     return low
+
+
+@triton.jit
+def _choose_few(
+    line, tile_top, low, closed, top, scale, k, p, share, total, list_at, few_x, few_id, vocab,
+    SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
+):  # fmt: skip
+    """A token among those with logits of `low` or more; -1 if they are too many, or do not settle what is kept: what
+    is kept lies among them if `closed`, or if they have the share `p` of the row's weight `total`."""
+    hits = (tile_top >= low).to(tl.int32)
+    count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW, STRAIGHT)
+    chosen = -1
+    if count <= FEW:
+        at = tl.arange(0, FEW)
+        x = tl.load(few_x + at, mask=at < count, other=float("-inf"))
+        weight = tl.where(at < count, _weights(x, top, scale), 0.0)
+        if closed | (tl.sum(weight) >= p * total):
+            key = _key(x, SHIFT)
+            low_key = tl.max(_key(tl.full((1,), low, tl.float32), SHIFT)).to(tl.int64)
+            top_key = tl.max(key).to(tl.int64)
+            whole = tl.where(closed, -1.0, total)
+            smallest = _threshold(few_x, low_key, top_key, top, scale, k, p, whole, count, SHIFT, FEW, 1)
+            kept = tl.where(key >= smallest, weight, 0.0)
+            chosen = tl.load(few_id + _invert(kept, (share * tl.sum(kept)).to(tl.float32), at))
+    return chosen
 
 
 @triton.jit
@@ -261,8 +234,8 @@ def _choose_kernel(
         # The first key whose logits are not below `floor`, which need not be a value of their dtype.
         floor_bits = tl.max(_key(tl.full((1,), floor, tl.float32), 0))
         floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT)
-        threshold = _row_threshold(
-            line, floor_key.to(tl.int64), top_key, top, scale, k, p, vocab, SHIFT, BLOCK, STAGES
+        threshold = _threshold(
+            line, floor_key.to(tl.int64), top_key, top, scale, k, p, -1.0, vocab, SHIFT, BLOCK, STAGES
         )  # fmt: skip
         for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
             tiles = first + tl.arange(0, GROUP)
