@@ -15,7 +15,6 @@ LATER = (
     "jinja2",
     "llguidance",
     "msgspec",
-    "pebble",
     "prometheus_client",
     "pydantic",
     "safetensors",

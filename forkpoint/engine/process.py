@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
@@ -23,15 +24,15 @@ from forkpoint.engine.messages import (
 )
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
-from forkpoint.grammar.starts import GrammarStarts, Starting
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
-from forkpoint.sched.request import Request, RequestUpdate
+from forkpoint.sched.request import Grammar, Request, RequestUpdate
 from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 
 MAX_TAKING_S = 0.01  # for commands between two steps: thousands that come at once are taken over several
 IDLE_POLL_MS = 1000  # how often an idle engine looks whether its worker's processes are there
+NUM_COMPILERS = 16  # threads; what they compile has been compiled once elsewhere
 STARTING_POLL_MS = 2  # how often an idle engine looks whether a grammar has been compiled
 
 
@@ -69,8 +70,9 @@ class EngineLoop:
         self, core: EngineCore, grammars: GrammarCompiler, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
     ) -> None:
         self._core = core
-        self._grammars = GrammarStarts(grammars)
-        self._starting: dict[str, tuple[Request, Starting]] = {}  # sequences whose grammars are compiled, by id
+        self._grammars = grammars
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars")
+        self._starting: dict[str, tuple[Request, Future[Grammar | None]]] = {}  # whose grammars are compiled, by id
         self._inbox = inbox
         self._outbox = outbox
         self._decode = decoder(Command)
@@ -88,7 +90,7 @@ class EngineLoop:
                 elif self._refused:
                     self._report([], 0)
         finally:
-            self._grammars.close()
+            self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it if there is nothing else to do; False: stop."""
@@ -111,10 +113,8 @@ class EngineLoop:
         match command:
             case AddSequence(request):
                 if request.params.restricts_tokens:
-                    self._starting[request.id] = (
-                        request,
-                        self._grammars.start(request.params, request.stop_token_ids),
-                    )
+                    start = self._compilers.submit(self._grammars.start, request.params, request.stop_token_ids)
+                    self._starting[request.id] = (request, start)
                 else:
                     self._queue(request)
             case EndSequences():

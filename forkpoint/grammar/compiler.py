@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from forkpoint.engine.tokenizer import Tokenizer
@@ -15,7 +16,7 @@ from forkpoint.grammar.source import Description, limits, refusal
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Grammar
 
-MAX_KEPT_TEXT = 32 << 20  # characters of descriptions and their grammars that are kept
+MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
 MAX_COPIES = 64  # of a matcher, which share its lexer; that grows with every text, up to a limit
 
@@ -48,7 +49,7 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._llguidance: Any = None  # its LLTokenizer
-        self._grammars: dict[Description, str] = {}  # of what compiles, the oldest first
+        self._grammar = lru_cache(MAX_KEPT_GRAMMARS)(Description.tried)
         self._matchers: dict[Description, _Kept] = {}  # the oldest first
 
     def prepare(self) -> None:
@@ -121,29 +122,10 @@ class GrammarCompiler:
                 raise
         return TokenGrammar(self._matcher(description), **options)  # others had used up what their lexer may hold
 
-    def is_known(self, params: SamplingParams) -> bool:
-        """Whether `start` takes no time to speak of. Quick; raises nothing."""
-        try:
-            return self.untried(params) is None
-        except InvalidParamsError:
-            return True
-
-    def untried(self, params: SamplingParams) -> Description | None:
-        """What has to be tried before `start`, unless it may take as long as it likes. Raises InvalidParamsError."""
-        if params.structured_outputs is None or self._tokenizer is None:
-            return None
-        description = self._description(params.structured_outputs)
-        with self._lock:
-            return None if description.is_simple or description in self._grammars else description
-
-    def learn(self, description: Description, grammar: str) -> None:
-        """Keep what a trial has found."""
-        with self._lock:
-            self._grammars[description] = grammar
-            size = sum(len(key.text) + len(value) for key, value in self._grammars.items())
-            while size > MAX_KEPT_TEXT and len(self._grammars) > 1:
-                key = next(iter(self._grammars))
-                size -= len(key.text) + len(self._grammars.pop(key))
+    def check(self, wanted: StructuredOutputsParams) -> None:
+        """Compile it once. Raises InvalidParamsError; the process may end of it."""
+        if self._tokenizer is not None:
+            self._description(wanted).tried()
 
     def _description(self, wanted: StructuredOutputsParams) -> Description:
         assert self._tokenizer is not None
@@ -154,12 +136,9 @@ class GrammarCompiler:
     def _matcher(self, description: Description) -> Any:
         """An llguidance.LLMatcher that has followed nothing yet."""
         with self._lock:
-            grammar, kept = self._grammars.get(description), self._matchers.get(description)
-        if grammar is None:
-            grammar = description.tried()
-            self.learn(description, grammar)
+            kept = self._matchers.get(description)
         if kept is None:
-            kept = _Kept(self._new_matcher(description, grammar))
+            kept = _Kept(self._new_matcher(description, self._grammar(description)))
         with self._lock:
             kept.num_copies += 1
             self._matchers[description] = kept

@@ -34,7 +34,7 @@ class Description:
     @classmethod
     def of(cls, wanted: StructuredOutputsParams, *, compact: bool, special_ids: Mapping[str, int]) -> Description:
         """Raises InvalidParamsError for what is too long or nested too deep."""
-        name, text = _named(wanted)
+        name, text = named(wanted)
         limit = MAX_REGEX_LENGTH if name == "regex" else MAX_DESCRIPTION_LENGTH
         if len(text) > limit:
             raise InvalidParamsError(f"structured_outputs.{name} has {len(text)} characters; give at most {limit}")
@@ -43,12 +43,6 @@ class Description:
         if name in ("regex", "grammar"):
             check_depth(text, name, _PARENTHESES, "levels of parentheses")
         return cls(name, text, compact, tuple(special_ids.items()) if name == "structural_tag" else ())
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether compiling it is quick whatever it says, so that it needs no trial."""
-        plain = len(self.text) <= MAX_PLAIN_SCHEMA and not _NOT_PLAIN.search(self.text)
-        return self.name in ("choice", "json_object") or (self.name == "json" and plain)
 
     def grammar(self) -> str:
         """What llguidance reads. Raises InvalidParamsError for what it cannot enforce."""
@@ -111,7 +105,15 @@ def limits() -> Any:
     )
 
 
-def _named(wanted: StructuredOutputsParams) -> tuple[str, str]:
+def is_simple(wanted: StructuredOutputsParams) -> bool:
+    """Whether compiling it is quick whatever it says, so that it needs no trial."""
+    name, text = named(wanted)
+    plain = len(text) <= MAX_PLAIN_SCHEMA and not _NOT_PLAIN.search(text)
+    return name in ("choice", "json_object") or (name == "json" and plain)
+
+
+def named(wanted: StructuredOutputsParams) -> tuple[str, str]:
+    """The parameter's name, and its text."""
     if wanted.choice is not None:
         return "choice", "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in wanted.choice)
     if wanted.json_object:

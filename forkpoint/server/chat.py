@@ -81,7 +81,7 @@ async def create_chat_completion(service: Service, request: Request) -> Any:
     """Raises HTTPError or ForkpointError before anything is sent."""
     chat = await service.prepare(prepare_chat, request)
     name = ChatAnswer.prefix + service.new_id()
-    answer = ChatAnswer(name, chat.telling, await service.talk(name, chat.turn), service)
+    answer = ChatAnswer(name, chat.telling, await service.talk(name, chat.turn, request.receive), service)
     return await answer.send(service, request, stream=chat.telling.stream)
 
 

@@ -107,7 +107,7 @@ async def create_completion(service: Service, request: Request) -> Any:
     """Raises HTTPError or ForkpointError before anything is sent."""
     asked = await service.prepare(prepare_completion, request)
     name = TextAnswer.prefix + service.new_id()
-    generation = await service.open(name, asked.prompts, asked.params, asked.priority)
+    generation = await service.open(name, asked.prompts, asked.params, asked.priority, request.receive)
     answer = TextAnswer(name, asked, generation, service.now())
     return await answer.send(service, request, stream=asked.telling.stream)
 

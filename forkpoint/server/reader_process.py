@@ -28,6 +28,7 @@ from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 HEAD: Final = struct.Struct("!QQ")  # bytes of the pickled function, bytes of the data
 LENGTH: Final = struct.Struct("!Q")  # bytes of the pickled answer
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # of a reader's own memory, beyond which its request fails
+MAX_STACK_BYTES: Final = 4 * 2**20  # half of what the engine's threads have: what passes here does not overflow there
 FIRST_TO_GO: Final = "1000"  # for the system that runs out of memory: a reader, rather than the engine
 EXIT_FAILED: Final = 1
 
@@ -140,6 +141,7 @@ def _fork_reader(knowledge: Knowledge, channel: Connection, handle: int, nicenes
 
 
 def _bound_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -48,12 +48,17 @@ class _Reader:
 
 
 @dataclass(slots=True)
-class _Lane:
-    """Requests of one kind, and those who read them: at most so many at once as there are turns."""
+class Lane:
+    """Requests of one kind, and those who read them: at most `width` at once, each for `timeout_s` at most."""
 
     niceness: int
-    turns: asyncio.Semaphore
+    width: int
+    timeout_s: float = TIMEOUT_S
+    turns: asyncio.Semaphore = field(init=False)
     idle: list[_Reader] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = asyncio.Semaphore(self.width)
 
 
 class Readers:
@@ -64,8 +69,7 @@ class Readers:
         self._pid = pid
         self._numbers = itertools.count()
         width = max(2, (os.cpu_count() or 2) // 2)
-        self._small = _Lane(0, asyncio.Semaphore(width))
-        self._large = _Lane(NICENESS, asyncio.Semaphore(width))
+        self._small, self._large = Lane(0, width), Lane(NICENESS, width)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: asyncio.Future[Any] | None = None
         self._is_loading = True
@@ -107,10 +111,10 @@ class Readers:
         finally:
             self.num_open -= 1
 
-    async def run(self, function: Callable[[Any, bytes], T], data: bytes) -> T:
-        """What `function` makes of `data`. Raises what it raises; RequestTooLargeError where it takes too long, and
+    async def run(self, function: Callable[[Any, bytes], T], data: bytes, lane: Lane | None = None) -> T:
+        """What `function` makes of `data`, without a `lane` in that of its size. Raises what it raises; RequestTooLargeError where it takes too long, and
         RequestFailedError where the process dies of it."""
-        lane = self._small if len(data) <= SMALL_BYTES else self._large
+        lane = lane or (self._small if len(data) <= SMALL_BYTES else self._large)
         async with lane.turns:
             answer = await self._run(lane, pickle.dumps(function), data)
         if isinstance(answer, Failed):
@@ -128,16 +132,18 @@ class Readers:
         self._channel.close()
         os.waitpid(self._pid, 0)
 
-    async def _run(self, lane: _Lane, function: bytes, data: bytes) -> Any:
+    async def _run(self, lane: Lane, function: bytes, data: bytes) -> Any:
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(lane.timeout_s):
                 answer = await reader.ask(function, data)
             keep = len(data) < RETIRE_BYTES
             return answer
         except TimeoutError:
-            raise RequestTooLargeError(f"the request took longer than {TIMEOUT_S:g} s to read; send less") from None
+            raise RequestTooLargeError(
+                f"the request took longer than {lane.timeout_s:g} s to read; send less"
+            ) from None
         except (asyncio.IncompleteReadError, OSError):
             self._check_open()
             raise RequestFailedError(
@@ -149,7 +155,7 @@ class Readers:
             else:
                 self._end(reader)
 
-    async def _start(self, lane: _Lane) -> _Reader:
+    async def _start(self, lane: Lane) -> _Reader:
         self._check_open()
         ours, theirs = socket.socketpair()
         number = next(self._numbers)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.engine.inputs import Prompt
@@ -28,6 +29,7 @@ from forkpoint.server.readers import Readers
 from forkpoint.server.sse import unless_left
 from forkpoint.server.talk import Talk, Turn
 from forkpoint.server.texts import Texts, guarded
+from forkpoint.server.trials import Trials
 
 T = TypeVar("T")
 MAX_BODIES = 16  # of the largest size that may be held at once, and any number of smaller ones in their place
@@ -45,9 +47,11 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
     bodies: Bodies = field(init=False)
+    trials: Trials = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
+        self.trials = Trials(self.readers)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,12 +98,16 @@ class Service:
             async with self.bodies.read(request) as data:
                 yield data
 
-    async def open(self, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int) -> Generation:
+    async def open(
+        self, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int, receive: Receive
+    ) -> Generation:
         """Send all prompts to the engine, or none where one is refused, as the server's options allow the client.
 
-        Raises what `AsyncEngine.add` does, QueueFullError beyond the server's own limit, and HTTPError for a priority
+        Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and HTTPError for a priority
         where clients may name none.
         """
+        with self.readers.counted():
+            await self.trials.check(params.structured_outputs, receive)
         self.check_healthy()
         self._check_room(len(prompts) * params.n)
         config = self.config
@@ -122,9 +130,9 @@ class Service:
                 opened.append(add(f"{name}-{index}", prompt, params))
         return generation
 
-    async def talk(self, name: str, turn: Turn) -> Talk:
+    async def talk(self, name: str, turn: Turn, receive: Receive) -> Talk:
         """Have the engine answer a turn. Raises as `open` does."""
-        return Talk(turn, await self.open(name, [turn.prompt], turn.params, turn.priority))
+        return Talk(turn, await self.open(name, [turn.prompt], turn.params, turn.priority, receive))
 
     def _check_room(self, num_more: int) -> None:
         limit = self.config.max_open_requests

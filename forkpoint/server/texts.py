@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, TypeVar
 
 from forkpoint.config import EngineConfig
@@ -74,6 +75,7 @@ class Texts:
             if "torch" not in sys.modules:  # transformers would load it, for models: half of the time and the memory
                 sys.modules["torch"] = None  # type: ignore[assignment]
                 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it says that there is none
+            import_module("llguidance")  # for all readers, of which some compile grammars
             self.tokenizer = Tokenizer.load(self.engine.tokenizer or self.engine.model)
             form = self.config.chat_template_content_format
             self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form)
@@ -84,7 +86,11 @@ class Texts:
 
     def begin(self, facts: Facts) -> None:
         size, length, ends = facts.vocab_size, facts.max_model_len, facts.eos_token_ids
-        self.inputs = InputProcessor(self.tokenizer, size, length, ends, self.engine.seed, starts_grammars=False)
+        self.inputs = InputProcessor(
+            *(self.tokenizer, size, length, ends, self.engine.seed),
+            starts_grammars=False,
+            structured_outputs=self.engine.structured_outputs_config,
+        )
         if self.tokenizer is not None:
             self._max_characters = length * self.tokenizer.longest_token
 

@@ -83,7 +83,7 @@ async def create_message(service: Service, request: Request) -> Any:
     """Raises HTTPError or ForkpointError before anything is sent."""
     asked = await service.prepare(prepare_message, request)
     name = f"msg_{service.new_id()}"
-    answer = MessageAnswer(name, await service.talk(name, asked.turn))
+    answer = MessageAnswer(name, await service.talk(name, asked.turn, request.receive))
     return await answer.send(service, request, stream=asked.stream)
 
 

@@ -61,7 +61,7 @@ class Responses:
         if asked.background and not self._store.keeps_any:
             raise HTTPError(400, "this server stores no responses, so that none can run in the background")
         key = self._key(f"resp_{service.new_id()}")
-        talk = await service.talk(key.name, asked.turn)
+        talk = await service.talk(key.name, asked.turn, request.receive)
         answer = ResponseAnswer(asked, talk, key, self._store, service.now())
         if asked.background:
             self._store.run(key, asyncio.create_task(answer.run()))

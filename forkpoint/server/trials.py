@@ -1,0 +1,55 @@
+"""Grammars are compiled once in a reader's process, which may be killed, before the engine compiles them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from starlette.types import Receive
+
+from forkpoint.errors import InvalidParamsError, RequestFailedError, RequestTooLargeError
+from forkpoint.grammar.source import is_simple, named
+from forkpoint.params import StructuredOutputsParams
+from forkpoint.server.readers import Lane, Readers
+from forkpoint.server.sse import unless_left
+from forkpoint.server.texts import Texts, guarded
+
+MAX_COMPILE_S: Final = 2.0
+NUM_AT_ONCE: Final = 3
+MAX_KEPT: Final = 256  # of those that were found to compile
+
+
+class Trials:
+    """What was found to compile needs no further trial; what is simple needs none at all."""
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self._lane = Lane(0, NUM_AT_ONCE, MAX_COMPILE_S)
+        self._passed: dict[StructuredOutputsParams, None] = {}  # the oldest first
+
+    async def check(self, wanted: StructuredOutputsParams | None, receive: Receive) -> None:
+        """Raises HTTPError or InvalidParamsError for what cannot be compiled, or takes too long or too much memory."""
+        if wanted is None or wanted in self._passed or is_simple(wanted):
+            return
+        name = named(wanted)[0]
+        trial = self._readers.run(partial(guarded, partial(compile_once, wanted)), b"", self._lane)
+        try:
+            await unless_left(receive, trial)
+        except RequestTooLargeError as error:
+            raise InvalidParamsError(
+                f"structured_outputs.{name} took more than {MAX_COMPILE_S:g} s to compile; make it smaller "
+                "(fewer alternatives, shorter repetitions, less nesting)"
+            ) from error
+        except RequestFailedError as error:
+            raise InvalidParamsError(
+                f"structured_outputs.{name} could not be compiled: its process ended, which may mean that "
+                "it takes too much memory; make it smaller"
+            ) from error
+        self._passed[wanted] = None
+        if len(self._passed) > MAX_KEPT:
+            del self._passed[next(iter(self._passed))]
+
+
+def compile_once(wanted: StructuredOutputsParams, texts: Texts, data: bytes) -> None:
+    """Runs in a reader's process. Raises InvalidParamsError for what cannot be compiled."""
+    texts.inputs.grammars.check(wanted)

@@ -1,0 +1,56 @@
+"""What cannot be compiled is refused, and what is kept of the rest is bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forkpoint.errors import InvalidParamsError
+from forkpoint.grammar.compiler import MAX_KEPT_GRAMMARS, GrammarCompiler
+from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.sched.request import Grammar
+from tests.engine.tokenizers import byte_level
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(byte_level(), 407, {1})
+
+
+def start(compiler: GrammarCompiler, **wanted: Any) -> Grammar | None:
+    return compiler.start(SamplingParams(structured_outputs=StructuredOutputsParams(**wanted)), {1})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"regex": "a^b"}, "regex cannot be compiled: .*lookarounds"),
+        ({"grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(9000))}, "grammar"),
+        ({"regex": "("}, "regex cannot be compiled"),
+        ({"json": {"type": "string", "pattern": "("}}, "uses 'pattern' at /"),
+        ({"json": {"allOf": 3}}, "uses 'allOf' at /"),
+        ({"regex": "(" * 65 + "a" + ")" * 65}, "nested too deep"),
+        ({"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "nested too deep"),
+        ({"structural_tag": "[" * 65 + "]" * 65}, "nested too deep"),
+    ],
+)
+def test_what_is_passed_over_or_wrong_is_refused(
+    compiler: GrammarCompiler, wanted: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidParamsError, match=message) as error:
+        start(compiler, **wanted)
+    assert "/project/cpp" not in str(error.value)
+    assert "Warning" not in capfd.readouterr().err
+
+
+def test_parentheses_that_mean_themselves_are_not_counted(compiler: GrammarCompiler) -> None:
+    assert start(compiler, regex=r"\(" * 70 + "[(((]" * 30)
+    assert start(compiler, grammar='root ::= "' + "(" * 70 + '"')
+
+
+def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
+    for i in range(MAX_KEPT_GRAMMARS + 10):
+        start(compiler, choice=[f"text {i}"])
+    assert compiler._grammar.cache_info().currsize == MAX_KEPT_GRAMMARS
+    assert len(compiler._matchers) <= 16

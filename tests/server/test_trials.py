@@ -1,0 +1,76 @@
+"""Compiling in readers' processes: bounded, ended when nobody waits, and no harm to others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+
+from forkpoint.server.trials import NUM_AT_ONCE
+from tests.server.running import RunningServer
+from tests.server.test_readers import until
+
+# The automaton of their least common multiple has more states than any memory.
+ENDLESS: dict[str, Any] = {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 7919}]}
+# Each leads to the next: following them goes deeper than the stack.
+DEEP = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(2000)}
+
+
+def ask(server: RunningServer, timeout_s: float = 60, **wanted: Any) -> httpx2.Response:
+    body = {"prompt": "x", "max_tokens": 1, "structured_outputs": wanted}
+    with server.client() as http:
+        return http.post("/v1/completions", json=body, timeout=timeout_s)
+
+
+def message(reply: httpx2.Response) -> str:
+    assert reply.status_code == 400
+    return str(reply.json()["error"]["message"])
+
+
+def test_what_takes_too_long_is_refused_and_others_go_on(server: RunningServer) -> None:
+    assert ask(server, regex="warm up").status_code == 200
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        slow = [pool.submit(ask, server, json={**ENDLESS, "title": str(i)}) for i in range(NUM_AT_ONCE)]
+        until(lambda: len(server.reader_pids) >= NUM_AT_ONCE)
+        for known in ({"regex": "warm up"}, {"choice": ["a", "b"]}, {"json": {"type": "boolean"}}):
+            assert ask(server, **known).status_code == 200, "it needs no trial, so it waits for nobody"
+        assert not any(one.done() for one in slow), "these were there before the slow ones were given up"
+        assert all("json took more than 2 s to compile" in message(one.result()) for one in slow)
+
+
+def test_who_leaves_takes_the_work_along(server: RunningServer) -> None:
+    def leave(number: int) -> None:
+        with pytest.raises(httpx2.ReadTimeout):
+            ask(server, 0.3, json={**ENDLESS, "title": f"left {number}"})
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(4 * NUM_AT_ONCE) as pool:
+        list(pool.map(leave, range(4 * NUM_AT_ONCE)))
+    assert ask(server, regex="[a-z]{4}").status_code == 200
+    assert time.monotonic() - started < 60
+
+
+def test_a_killed_process_ends_its_request_alone(server: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        before = set(server.reader_pids)
+        slow = pool.submit(ask, server, json={**ENDLESS, "title": "killed"})
+        until(lambda: bool(set(server.reader_pids) - before) or slow.done())
+        for pid in server.reader_pids:
+            os.kill(pid, signal.SIGKILL)
+        assert slow.result().status_code in (400, 500)  # the one that reads the request may be among them
+    for _ in range(2 * NUM_AT_ONCE):  # one that waits for work and is dead is found by its next request
+        reply = ask(server, regex="[a-z]{5}")
+        if reply.status_code == 200:
+            break
+    assert reply.status_code == 200
+
+
+def test_one_that_overflows_the_stack_ends_its_process_alone(server: RunningServer) -> None:
+    schema = {"$defs": {**DEEP, "d2000": {}}, "$ref": "#/$defs/d0"}
+    assert "its process ended" in message(ask(server, json=schema))
+    assert "regex cannot be compiled" in message(ask(server, regex="("))
