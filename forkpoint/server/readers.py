@@ -112,8 +112,8 @@ class Readers:
             self.num_open -= 1
 
     async def run(self, function: Callable[[Any, bytes], T], data: bytes, lane: Lane | None = None) -> T:
-        """What `function` makes of `data`, without a `lane` in that of its size. Raises what it raises; RequestTooLargeError where it takes too long, and
-        RequestFailedError where the process dies of it."""
+        """What `function` makes of `data`, by default in the lane for its size. Raises what it raises;
+        RequestTooLargeError where it takes too long, and RequestFailedError where the process dies of it."""
         lane = lane or (self._small if len(data) <= SMALL_BYTES else self._large)
         async with lane.turns:
             answer = await self._run(lane, pickle.dumps(function), data)

@@ -103,8 +103,8 @@ class Service:
     ) -> Generation:
         """Send all prompts to the engine, or none where one is refused, as the server's options allow the client.
 
-        Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and HTTPError for a priority
-        where clients may name none.
+        Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and
+        HTTPError for a priority where clients may name none.
         """
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
