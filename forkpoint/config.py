@@ -6,8 +6,8 @@ import json
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from forkpoint.checks import Checker
 from forkpoint.errors import ConfigError
@@ -19,6 +19,7 @@ GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_
 MAX_OPTION_CHARS: Final = 2**20  # a chat template may be given as its text
 MAX_INTEGER: Final = 2**63 - 1
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
+MAX_EVENTS: Final = 2**30 - 1
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
 MAX_RANKS: Final = 64
@@ -32,9 +33,22 @@ _CHECK: Final = Checker(ConfigError)
 Options = TypeVar("Options")
 
 
-def option(default: Any, help: str, **extra: Any) -> Any:
+class Bounds(NamedTuple):
+    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end."""
+
+    low: float
+    high: float
+    above: bool = False
+
+
+def option(default: Any, help: str, bounds: Bounds | None = None, **extra: Any) -> Any:
     """A dataclass field with its command-line help."""
-    return field(default=default, metadata={"help": help, **extra})
+    return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
+
+
+def bounded(low: float, high: float, default: Any = MISSING) -> Any:
+    """A number that is no flag of its own."""
+    return field(default=default, metadata={"bounds": Bounds(low, high)})
 
 
 def mapping_option(help: str, default: Callable[[], Any] = dict) -> Any:
@@ -60,8 +74,11 @@ class CacheConfig:
         CHECKPOINT_INTERVAL,
         "tokens between periodic checkpoints, which take free room only; 64 where a state is as small as a few "
         "tokens' keys; 0 switches them off",
+        bounds=Bounds(0, MAX_POSITIONS),
     )
-    num_ghosts: int = option(65536, "evicted entries remembered for miss reasons and junction detection")
+    num_ghosts: int = option(
+        65536, "evicted entries remembered for miss reasons and junction detection", Bounds(0, MAX_POSITIONS)
+    )
 
     @property
     def checkpoints(self) -> bool:
@@ -73,10 +90,12 @@ class SchedulerConfig:
     """How much runs at once."""
 
     max_num_batched_tokens: int = option(
-        2048, "token budget of one step; a multiple of 64 wastes nothing; default: 2048 on a CPU, 8192 on a GPU"
+        2048,
+        "token budget of one step; a multiple of 64 wastes nothing; default: 2048 on a CPU, 8192 on a GPU",
+        Bounds(MIN_CHUNK, MAX_POSITIONS),
     )
-    max_num_seqs: int = option(64, "requests that run at once; default: 64 on a CPU, 256 on a GPU")
-    max_queue_len: int = option(4096, "waiting requests beyond which new ones are refused")
+    max_num_seqs: int = option(64, "requests that run at once; default: 64 on a CPU, 256 on a GPU", Bounds(1, MAX_ROWS))
+    max_queue_len: int = option(4096, "waiting requests beyond which new ones are refused", Bounds(1, MAX_POSITIONS))
     async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known; default: on a GPU only")
 
     def with_options(self, said: Mapping[str, Any]) -> SchedulerConfig:
@@ -90,128 +109,86 @@ class SchedulerConfig:
         return found
 
 
+class JsonConfig:
+    """Options that are given together: by name, a mapping, or its JSON text. `option_name` is what all are called."""
+
+    __slots__ = ()
+    option_name: ClassVar[str]
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Raises ConfigError for what is none of it, for unknown names, and values of wrong types or out of range."""
+        return given if isinstance(given, cls) else cls.read(json_object(cls.option_name, given))
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ConfigError(f"{cls.option_name}: {unknown[0]!r} is not supported here; fields are {', '.join(known)}")
+        return checked_types(cls(**given), Checker(ConfigError, f"{cls.option_name}: "))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsConfig:
+class StructuredOutputsConfig(JsonConfig):
     """What holds for the structured outputs of all requests. Names are vLLM's; llguidance enforces all of them."""
 
+    option_name = "structured_outputs_config"
     backend: Literal["auto", "guidance", "xgrammar"] = "auto"
     disable_any_whitespace: bool = False
 
-    @classmethod
-    def of(cls, given: Any) -> StructuredOutputsConfig:
-        """From a mapping or its JSON text. Raises ConfigError for anything else and for unknown names."""
-        if isinstance(given, cls):
-            return given
-        found = json_object("structured_outputs_config", given, [item.name for item in fields(cls)])
-        return checked_types(cls(**found))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventsConfig:
+class KVEventsConfig(JsonConfig):
     """Where to publish which blocks can be restored. Names and defaults are vLLM's."""
 
+    option_name = "kv_events_config"
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None  # None: zmq, where events are enabled
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000  # batches kept for replays
-    hwm: int = 100_000  # of the socket, in batches
-    max_queue_size: int = 100_000  # batches
+    buffer_steps: int = bounded(1, MAX_EVENTS, 10_000)  # batches kept for replays
+    hwm: int = bounded(1, MAX_EVENTS, 100_000)  # of the socket, in batches
+    max_queue_size: int = bounded(1, MAX_EVENTS, 100_000)  # batches
     topic: str = ""
-
-    @classmethod
-    def of(cls, given: Any) -> KVEventsConfig:
-        """From a mapping or its JSON text. Raises ConfigError for anything else and for unknown names."""
-        if isinstance(given, cls):
-            return given
-        config = checked_types(cls(**json_object("kv_events_config", given, [item.name for item in fields(cls)])))
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            _CHECK.integer(f"kv_events_config: {name}", getattr(config, name), 1, MAX_POSITIONS // 2 - 1)
-        return config
 
     @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
-# What vLLM takes besides: of drafters that are models, of its rejection sampling, of how its kernels run.
-VLLM_SPECULATIVE_KEYS: Final = (
-    "model",
-    "draft_tensor_parallel_size",
-    "max_model_len",
-    "quantization",
-    "revision",
-    "code_revision",
-    "moe_backend",
-    "attention_backend",
-    "kv_cache_dtype",
-    "enforce_eager",
-    "disable_padded_drafter_batch",
-    "disable_eagle_block_drop",
-    "disable_lookahead_block_hashes",
-    "disable_by_batch_size",
-    "draft_lm_head_quantization",
-    "use_local_argmax_reduction",
-    "parallel_drafting",
-    "num_speculative_tokens_per_batch_size",
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-    "enable_adaptive_verification",
-    "draft_sample_method",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(JsonConfig):
     """How tokens are drafted. Names and defaults are vLLM's; `cache` is a method of ours."""
 
+    option_name = "speculative_config"
     method: Literal["mtp", "ngram", "suffix", "cache"]
-    num_speculative_tokens: int
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
+    num_speculative_tokens: int = bounded(1, MAX_DRAFTS)
+    prompt_lookup_min: int | None = bounded(1, MAX_LOOKUP, None)
+    prompt_lookup_max: int | None = bounded(1, MAX_LOOKUP, None)
+    suffix_decoding_max_tree_depth: int = bounded(LEAST_MATCH + 1, MAX_LOOKUP, 24)
+    suffix_decoding_max_cached_requests: int = bounded(0, MAX_POSITIONS, 10_000)
+    suffix_decoding_max_spec_factor: float = bounded(0, MAX_LOOKUP, 1.0)
+    suffix_decoding_min_token_prob: float = bounded(0, 1, 0.1)
 
     @classmethod
-    def of(cls, given: Any) -> SpeculativeConfig:
-        """From a mapping or its JSON text. Raises ConfigError for anything else, for unknown names and for methods
-        that are not here."""
-        if isinstance(given, cls):
-            return given
-        name, known = "speculative_config", [item.name for item in fields(cls)]
-        found = json_object(name, given)
-        for key in found:
-            if key.startswith("suffix_") and key in known and found.get("method") != "suffix":
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Without a number of tokens, past outputs draft as many as fit."""
+        name, of_suffix = cls.option_name, given.get("method") == "suffix"
+        for key in given:
+            if key.startswith("suffix_") and not of_suffix:
                 raise ConfigError(f"{name}: {key!r} is a field of the method 'suffix' alone; leave it out")
-            if key not in known:
-                why = (
-                    "is a field of vLLM's that is not supported here" if key in VLLM_SPECULATIVE_KEYS else "is unknown"
-                )
-                raise ConfigError(f"{name}: {key!r} {why}; fields are {', '.join(known)}")
-        as_many_as_fit = found.get("method") == "suffix" and found.get("num_speculative_tokens") is None
-        found |= {"num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else {}
+        as_many_as_fit = of_suffix and given.get("num_speculative_tokens") is None
+        found = {**given, "num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else given
         for key in ("method", "num_speculative_tokens"):
             if found.get(key) is None:
                 raise ConfigError(f"{name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
-        config = checked_types(cls(**found))
-        config._check_suffixes(f"{name}: suffix_decoding_")
+        config = super(SpeculativeConfig, cls).read(found)  # slots make another class of this one
         if as_many_as_fit:
-            most = config.suffix_decoding_max_tree_depth - LEAST_MATCH
-            config = replace(config, num_speculative_tokens=most)
-        _CHECK.integer(f"{name}: num_speculative_tokens", config.num_speculative_tokens, 1, MAX_DRAFTS)
+            config = replace(config, num_speculative_tokens=config.suffix_decoding_max_tree_depth - LEAST_MATCH)
         least, most = config.lookup_range
-        _CHECK.integer(f"{name}: prompt_lookup_min", least, 1, MAX_LOOKUP)
         _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
         return config
-
-    def _check_suffixes(self, prefix: str) -> None:
-        _CHECK.integer(f"{prefix}max_tree_depth", self.suffix_decoding_max_tree_depth, LEAST_MATCH + 1, MAX_LOOKUP)
-        _CHECK.integer(f"{prefix}max_cached_requests", self.suffix_decoding_max_cached_requests, 0, MAX_POSITIONS)
-        _CHECK.number(f"{prefix}max_spec_factor", self.suffix_decoding_max_spec_factor, 0, MAX_LOOKUP)
-        _CHECK.number(f"{prefix}min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -265,20 +242,26 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         1,
         "devices that share every layer of the model, a process each; on CPUs processes that share the host",
+        bounds=Bounds(1, MAX_RANKS),
         short="-tp",
     )
     distributed_executor_backend: Literal["uni", "mp"] = option(
         "uni",
         "where the model runs: in the engine's process, or, with 'mp', in one of its own, as several ranks always do",
     )
-    max_model_len: int | None = option(None, "prompt plus output tokens; default: the model's limit")
+    max_model_len: int | None = option(
+        None, "prompt plus output tokens; default: the model's limit", Bounds(1, MAX_POSITIONS)
+    )
     kv_cache_memory_bytes: int | None = option(
         None,
         "size of the arena; default: on a CPU room for 4 requests of max_model_len, at most a quarter of free memory; "
         "on a GPU what gpu_memory_utilization leaves",
+        bounds=Bounds(1, MAX_INTEGER),
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory for everything: weights, activations, graphs and arena"
+        0.9,
+        "share of a GPU's memory for everything: weights, activations, graphs and arena",
+        bounds=Bounds(0, 1, above=True),
     )
     enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying recorded CUDA graphs")
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
@@ -300,7 +283,7 @@ class EngineConfig:
         metavar="auto|torch|cpp|NAME",
     )
     force_state_copy: bool = option(False, "copy states before each step even where an operator can redirect")
-    num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
+    num_threads: int | None = option(None, "CPU threads; default: torch's own choice", Bounds(1, MAX_THREADS))
     log_requests: str | None = option(
         None, "append a JSON line for every request to this file: times, lengths, block hashes; `simulate` replays it"
     )
@@ -337,12 +320,11 @@ class EngineConfig:
             near = difflib.get_close_matches(unknown[0], known, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
-        if (name := "structured_outputs_config") in options:
-            options[name] = StructuredOutputsConfig.of(options[name])
-        if options.get(name := "speculative_config") is not None:
-            options[name] = SpeculativeConfig.of(options[name])
-        if (name := "kv_events_config") in options:
-            options[name] = KVEventsConfig.of(options[name])
+        for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig):
+            if options.get(kind.option_name) is None:
+                options.pop(kind.option_name, None)  # the default
+            else:
+                options[kind.option_name] = kind.of(options[kind.option_name])
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
@@ -356,20 +338,6 @@ class EngineConfig:
         """Raises ConfigError naming the option, what was given, and what is allowed."""
         sched, cache = self.scheduler, self.cache
         budget, rows = sched.get("max_num_batched_tokens"), sched.get("max_num_seqs")
-        _CHECK.number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
-        for name, given, low, high in (
-            ("max_queue_len", sched.get("max_queue_len"), 1, MAX_POSITIONS),
-            ("num_ghosts", cache.num_ghosts, 0, MAX_POSITIONS),
-            ("checkpoint_interval", cache.checkpoint_interval, 0, MAX_POSITIONS),
-            ("max_model_len", self.max_model_len, 1, MAX_POSITIONS),
-            ("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_INTEGER),
-            ("num_threads", self.num_threads, 1, MAX_THREADS),
-            ("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS),
-            ("max_num_batched_tokens", budget, MIN_CHUNK, MAX_POSITIONS),
-            ("max_num_seqs", rows, 1, MAX_ROWS),
-        ):
-            if given is not None:
-                _CHECK.integer(name, given, low, high)
         if cache.checkpoint_interval % BLOCK_SIZE:
             raise ConfigError(
                 f"checkpoint_interval={cache.checkpoint_interval} must be a multiple of {BLOCK_SIZE}, or 0"
@@ -403,31 +371,42 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
     return dict(found)
 
 
-def checked_types(options: Options) -> Options:
-    """The same dataclass of options with plain values of the types that its fields name. Raises ConfigError."""
+def checked_types(options: Options, check: Checker = _CHECK) -> Options:
+    """The same dataclass of options with plain values of the types and bounds that its fields name. Raises
+    ConfigError."""
     hints = get_type_hints(type(options))
-    plain = {name: kind for name, kind in hints.items() if not is_dataclass(kind)}
-    return replace(options, **{name: _of_type(name, getattr(options, name), kind) for name, kind in plain.items()})  # type: ignore[type-var]
+    plain = [item for item in fields(options) if not is_dataclass(hints[item.name])]  # type: ignore[arg-type]
+    values = {
+        item.name: _of_type(
+            check, item.name, getattr(options, item.name), hints[item.name], item.metadata.get("bounds")
+        )
+        for item in plain
+    }
+    return replace(options, **values)  # type: ignore[type-var]
 
 
-def _of_type(name: str, value: Any, kind: Any) -> Any:
+def _of_type(check: Checker, item: Field[Any], value: Any, kind: Any) -> Any:
+    name, bounds = item.name, item.metadata.get("bounds")
     if get_origin(kind) in (Union, types.UnionType):
         if value is None:
             return None
         (kind,) = (arg for arg in get_args(kind) if arg is not types.NoneType)
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
-        _CHECK.require(
+        check.require(
             isinstance(value, str) and value in allowed, name, value, f"one of {', '.join(map(repr, allowed))}"
         )
         return value
     if kind is bool:
-        return _CHECK.flag(name, value)
+        return check.flag(name, value)
     if kind is int:
-        return _CHECK.integer(name, value, -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits")
+        if bounds is None:
+            return check.integer(name, value, -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits")
+        return check.integer(name, value, int(bounds.low), int(bounds.high))
     if kind is float:
-        return _CHECK.number(name, value, -1e300, 1e300)
+        low, high, above = bounds or (-1e300, 1e300, False)
+        return check.number(name, value, low, high, above=above)
     if get_origin(kind) is Mapping or is_dataclass(kind):
         return value  # read by `from_flat`
     assert kind is str, f"no check for options of type {kind}"
-    return _CHECK.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, MAX_OPTION_CHARS)
+    return check.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, MAX_OPTION_CHARS)

@@ -71,8 +71,8 @@ def test_the_speculative_config() -> None:
         assert replace(wanted, prompt_lookup_min=least, prompt_lookup_max=most).lookup_range == found
     good = {"method": "ngram", "num_speculative_tokens": 3}
     for changes, says in (
-        ({"draft_sample_method": "greedy"}, "a field of vLLM's that is not supported here; fields are method, num_"),
-        ({"num_tokens": 3}, "'num_tokens' is unknown"),
+        ({"draft_sample_method": "greedy"}, "'draft_sample_method' is not supported here; fields are method, num_"),
+        ({"num_tokens": 3}, "'num_tokens' is not supported"),
         ({"method": "eagle"}, "one of 'mtp', 'ngram', 'suffix', 'cache'"),
         ({"method": None}, "needs 'method'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
