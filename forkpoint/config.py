@@ -376,12 +376,7 @@ def checked_types(options: Options, check: Checker = _CHECK) -> Options:
     ConfigError."""
     hints = get_type_hints(type(options))
     plain = [item for item in fields(options) if not is_dataclass(hints[item.name])]  # type: ignore[arg-type]
-    values = {
-        item.name: _of_type(
-            check, item.name, getattr(options, item.name), hints[item.name], item.metadata.get("bounds")
-        )
-        for item in plain
-    }
+    values = {item.name: _of_type(check, item, getattr(options, item.name), hints[item.name]) for item in plain}
     return replace(options, **values)  # type: ignore[type-var]
 
 

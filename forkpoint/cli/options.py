@@ -80,7 +80,7 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
         if field.metadata:
             each = {"group": title, **field.metadata}
             name = each.pop("group")
-            each.pop("bounds")
+            each.pop("bounds", None)
             groups[name] = groups.get(name) or parser.add_argument_group(name)
             _add_flag(groups[name], field.name, hints[field.name], field.default, **each)
 

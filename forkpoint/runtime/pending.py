@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,52 +39,37 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on. `answers[i]` was sampled for `rows[i]`, NOT_FINITE where logits were not. Of a
-    step with drafts they are those of all positions."""
+    """A step that the device works on; `known` is its result as far as the host has it. `answers[i]` was sampled for
+    `rows[i]`, NOT_FINITE where logits were not. Of a step with drafts they are those of all positions."""
 
-    step: int
-    done: Mark | None = None
-    rows: IntArray | None = None
+    known: StepResult
+    done: Mark
+    rows: IntArray
     answers: Tensor | None = None
     verified: Verified | None = None
     logprobs: RowScores | None = None
     prompts: tuple[PromptScores, ...] = ()
-    num_tokens: int = 0
-    slot_bytes_copied: int = 0
-    moved_bytes: int = 0
-    replayed: bool = False
 
     def result(self) -> StepResult:
-        assert self.done is not None
         self.done.synchronize()
-        token_ids, failed, logprobs = np.empty(0, np.int32), (), dict[int, tuple[TokenLogprobs, ...]]()
-        counts, rows = None, self.rows
-        if rows is not None and self.answers is not None:
-            token_ids, kept = self.answers.numpy().astype(np.int32), None
-            if self.verified is not None:
-                counts = self.verified.counts.numpy().astype(np.int32)
-                if self.verified.confirm is not None:
-                    self.verified.confirm(counts)
-                kept = self.verified.windows.kept(counts)
-                token_ids, rows = token_ids[kept], np.repeat(rows, counts)
-            failed = tuple(rows[token_ids == NOT_FINITE].tolist())
-            if self.logprobs is not None:
-                scores, positions = self.logprobs.fetch(), range(len(rows)) if kept is None else kept.tolist()
-                for row, position in zip(rows.tolist(), positions, strict=True):
-                    if position in scores:
-                        logprobs[row] = (*logprobs.get(row, ()), scores[position])
-        return StepResult(
-            self.step,
-            token_ids,
-            counts,
-            failed,
-            logprobs,
-            {scores.row: scores.fetch() for scores in self.prompts},
-            self.num_tokens,
-            self.slot_bytes_copied,
-            self.moved_bytes,
-            self.replayed,
-        )
+        known = replace(self.known, prompt_logprobs={scores.row: scores.fetch() for scores in self.prompts})
+        if self.answers is None:
+            return known
+        token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None
+        if self.verified is not None:
+            counts = self.verified.counts.numpy().astype(np.int32)
+            if self.verified.confirm is not None:
+                self.verified.confirm(counts)
+            kept = self.verified.windows.kept(counts)
+            token_ids, rows = token_ids[kept], np.repeat(rows, counts)
+        logprobs = dict[int, tuple[TokenLogprobs, ...]]()
+        if self.logprobs is not None:
+            scores, positions = self.logprobs.fetch(), range(len(rows)) if kept is None else kept.tolist()
+            for row, position in zip(rows.tolist(), positions, strict=True):
+                if position in scores:
+                    logprobs[row] = (*logprobs.get(row, ()), scores[position])
+        failed = tuple(rows[token_ids == NOT_FINITE].tolist())
+        return replace(known, token_ids=token_ids, counts=counts, failed_rows=failed, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)

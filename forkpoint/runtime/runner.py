@@ -38,7 +38,7 @@ from forkpoint.runtime.step_inputs import (
     context_of,
 )
 from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepRows
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepResult, StepRows
 
 
 class StepOutputs(NamedTuple):
@@ -54,8 +54,8 @@ class ModelRunner:
 
     A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
     device with graphs, steps that fit into one of `graph_shapes` replay graphs, which `record_graphs` makes.
-    `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name (all with
-    `force_state_copy`) find their states copied to where they write. When a step raises, its rows and blocks are
+    `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name find their
+    states copied to where they write. When a step raises, its rows and blocks are
     updated all the same; steps submitted before `result()` has raised that failure are not run and raise
     StepFailedError.
     """
@@ -69,7 +69,6 @@ class ModelRunner:
         *,
         max_num_rows: int,
         max_model_len: int,
-        force_state_copy: bool = False,
         platform: Platform | None = None,
         graph_shapes: Sequence[StepShape] = (),
         max_num_drafts: int = 0,
@@ -80,7 +79,7 @@ class ModelRunner:
         self.batch = Batch(layout, max_num_rows, max_model_len, model.config.vocab_size, self.platform)
         self._model = model
         self._ops = ops
-        self._states = StateOperators(self.arena, frozenset() if force_state_copy else ops.redirects)
+        self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic, self.platform.device)
         self._records: TokenRecords | None = None
@@ -124,11 +123,10 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
         try:
             with torch.inference_mode():
-                pending = self._run(plan)
+                return self._run(plan, moved_bytes)
         except Exception as error:
             self._failure = error
             return FailedStep(error, self._failure_seen)
-        return replace(pending, moved_bytes=moved_bytes, done=self.platform.mark())
 
     def close(self) -> None:
         """Wait for the device and drop the graphs; all other memory goes with the runner."""
@@ -140,12 +138,13 @@ class ModelRunner:
     def _failure_seen(self) -> None:
         self._failure = None
 
-    def _run(self, plan: StepPlan) -> RunningStep:
-        """Issue a step; its `done` is to be set."""
+    def _run(self, plan: StepPlan, moved_bytes: int) -> RunningStep:
+        """Issue a step."""
+        known = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens, moved_bytes=moved_bytes)
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
-            return RunningStep(plan.step)
+            return RunningStep(known, self.platform.mark(), plan.sampled_rows)
         if self._records is not None and self.platform.shares_memory and plan.rows.ahead.any():
             plan = replace(plan, rows=self._records.caught_up(plan.rows))
         sampling = self.batch.sampling(plan.sampled_rows)
@@ -174,23 +173,17 @@ class ModelRunner:
         sampled = None if outputs is None else self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
-        pending = RunningStep(
-            plan.step,
-            prompts=prompts,
-            num_tokens=plan.num_tokens,
-            slot_bytes_copied=copied,
-            replayed=shape is not None,
-        )
+        known = replace(known, slot_bytes_copied=copied, replayed=shape is not None)
+        answers: Tensor | None = None
+        verified: Verified | None = None
         if sampled is not None:
-            answers = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
+            found = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
             if windows is None:
-                on_host, verified = self.platform.to_host(answers), None
+                answers = self.platform.to_host(found)
             else:
-                on_host, verified = self._accept(plan, windows, sampling, answers)
-            pending = replace(
-                pending, rows=plan.sampled_rows, answers=on_host, verified=verified, logprobs=sampled.logprobs
-            )
-        return pending
+                answers, verified = self._accept(plan, windows, sampling, found)
+        logprobs = None if sampled is None else sampled.logprobs
+        return RunningStep(known, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
 
     def _verifies(self, plan: StepPlan) -> bool:
         """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""

@@ -80,10 +80,13 @@ class Sampler:
         the rows by their index. Counts the sampled ids for the rows that have penalties. With `windows` one row of the
         logits is a position, and stands in `rows` and `positions` as one; to count what is accepted is for `count`.
         `late` rows have no penalties and are past `min_tokens`."""
-        if masks is None and all(row.is_plain_greedy for row in rows):
-            token_ids, finite = self._ops.greedy(logits)
+        adjusted = self._adjust(logits, rows, positions, masks, windows)
+        if any(row.temperature > 0 for row in rows):
+            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))
         else:
-            token_ids, finite = self._choose(logits, rows, positions, masks, windows, late)
+            token_ids, finite = self._ops.greedy(adjusted)
+        if adjusted is not logits:  # a mask hides what is not finite
+            finite = finite & self._ops.greedy(logits)[1]
         if windows is None:
             self.count(rows, token_ids)
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
@@ -95,25 +98,6 @@ class Sampler:
             index, lines = self._platform.upload(np.asarray([[i, line] for i, line, _ in counted], np.int64).T.copy())
             often = None if kept is None else kept().index_select(0, index)
             counted[0][2].record(lines, token_ids.index_select(0, index), often)
-
-    def _choose(
-        self,
-        logits: Tensor,
-        rows: Sequence[RowSampling],
-        positions: IntArray,
-        masks: TokenMasks | None,
-        windows: Windows | None,
-        late: Late | None,
-    ) -> tuple[Tensor, Tensor]:
-        """An id for each row of the logits, and whether those were finite."""
-        adjusted = self._adjust(logits, rows, positions, masks, windows)
-        if any(row.temperature > 0 for row in rows):
-            token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))
-        else:
-            token_ids, finite = self._ops.greedy(adjusted)
-        if adjusted is not logits:  # a mask hides what is not finite
-            finite = finite & self._ops.greedy(logits)[1]
-        return token_ids, finite
 
     def _adjust(
         self,

@@ -109,15 +109,13 @@ class StepBuilder:
         table_rows = np.repeat(rows.row, lens)
         # Where tokens lie once the decode rows are padded.
         gap, num_tokens = shape.num_decodes - decodes, shape.num_tokens
-        slots = np.full(num_tokens, NO_SLOT, np.int64)
-        if self._has_kv:
-            _place(slots, self._table.kv_slots(table_rows, positions), decodes, gap)
+        slots = self._table.kv_slots(table_rows, positions) if self._has_kv else np.full_like(positions, NO_SLOT)
         last = sampled_tokens(rows)
         num_samples = shape.num_rows if recorded else len(last)
         arrays: Arrays = {
             "token_ids": _spread(rows.tokens.astype(np.int64), num_tokens, decodes, gap, 0),
             "positions": _spread(positions, num_tokens, decodes, gap, 0),
-            "slot_mapping": slots,
+            "slot_mapping": _spread(slots, num_tokens, decodes, gap, NO_SLOT),
             "token_rows": _padded(table_rows[:decodes].astype(np.int64), shape.num_decodes, self._table.num_rows),
             "sampled": _padded(last + gap * (last >= decodes), num_samples, 0),
             "sampled_rows": _padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
@@ -187,11 +185,12 @@ class StepBuilder:
     ) -> Arrays:
         """`lens` are those of the segments; `kv_lens` and `rows` of the `num_decodes` tokens of decode rows, then of
         the segments."""
+        gap = shape.num_decodes - num_decodes
         queries = np.concatenate([np.ones(shape.num_decodes, np.int32), _padded(lens, shape.num_segments, 0)])
         arrays: Arrays = {
             "cu_queries": running_total(queries),
-            "kv_lens": _parts_padded(kv_lens, num_decodes, shape, 0),
-            "table_rows": _parts_padded(rows, num_decodes, shape, 0),
+            "kv_lens": _spread(kv_lens, shape.num_rows, num_decodes, gap, 0),
+            "table_rows": _spread(rows, shape.num_rows, num_decodes, gap, 0),
         }
         if self._splits is not None:
             tiles = tile_table(lens, shape.num_decodes)
@@ -287,15 +286,6 @@ def _spread(values: npt.NDArray[Any], count: int, num_decodes: int, gap: int, fi
     if len(values) == count:
         return values
     out = np.full(count, fill, values.dtype)
-    _place(out, values, num_decodes, gap)
-    return out
-
-
-def _place(out: npt.NDArray[Any], values: npt.NDArray[Any], num_decodes: int, gap: int) -> None:
     out[:num_decodes] = values[:num_decodes]
     out[num_decodes + gap : len(values) + gap] = values[num_decodes:]
-
-
-def _parts_padded(values: IntArray, num_decodes: int, shape: StepShape, fill: int) -> IntArray:
-    head = _padded(values[:num_decodes], shape.num_decodes, fill)
-    return np.concatenate([head, _padded(values[num_decodes:], shape.num_segments, fill)])
+    return out

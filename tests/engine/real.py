@@ -352,7 +352,6 @@ def start(
             num_pages,
             max_num_rows=options.max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
-            force_state_copy=options.force_state_copy,
             max_num_drafts=options.max_num_drafts,
             state_write_interval=options.state_write_interval,
             platform=platform,

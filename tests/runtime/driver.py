@@ -86,17 +86,16 @@ class Driver:
         max_model_len: int = 1024,
         **options: Any,
     ) -> Driver:
-        platform = options.get("platform", CpuPlatform())
+        platform, ops = options.get("platform", CpuPlatform()), ops or torch_table()
         sizes = platform.traits(platform.device).kernel_block_sizes
         layout = CacheLayout.create(model.layer_specs, kernel_block_sizes=sizes)
         runner = ModelRunner(
             model,
-            ops or torch_table(),
+            replace(ops, redirects=frozenset()) if force_state_copy else ops,
             layout,
             200,
             max_num_rows=8,
             max_model_len=max_model_len,
-            force_state_copy=force_state_copy,
             **options,
         )
         runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
