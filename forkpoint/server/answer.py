@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from forkpoint.server.notations import QWEN, Notation
-from forkpoint.server.tool_call import ForcedCallReader, NotACallError
+from forkpoint.server.notations import QWEN
+from forkpoint.server.tool_call import CallReader, ForcedCallReader, NotACallError, Notation
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -58,7 +58,7 @@ class AnswerParser:
         self._buffer = ""
         self._trim = ""  # characters dropped at the start of what follows
         self._opening = ""  # the tag of the call being read, and the white space before it
-        self._reader = notation.reader(tools or {}, notation.closing)
+        self._reader = CallReader(notation, tools or {})
         self._forced = ForcedCallReader()
         self.num_calls = 0
         # What reads the text that comes next; each puts another in its place where its part has ended.
@@ -125,12 +125,12 @@ class AnswerParser:
             yield Content(text)
         if found:
             self._read, self._opening = self._call, space + self._notation.opening
-            self._reader = self._notation.reader(self._tools or {}, self._notation.closing)
+            self._reader = CallReader(self._notation, self._tools or {})
 
     def _call(self, final: bool) -> Iterator[Piece]:
         text, self._buffer = self._buffer, ""
         try:
-            calls = self._reader.feed(text, final)
+            found = self._reader.feed(text, final)
         except NotACallError:  # what follows the tag is read as the text that it is
             text = self._reader.text
             # Without a closing tag only what the last opening one begins can be whole: it may lack its own.
@@ -139,18 +139,19 @@ class AnswerParser:
             yield Content(self._opening + text[:plain])
             self._buffer, self._read = text[plain:], self._content
             return
-        if calls is None:
+        if found is None:
             return
+        calls, self._buffer = found
         for call in calls[:1] if self._single else calls:
             yield CallPart(self.num_calls, call.name, call.arguments)
             self.num_calls += 1
-        self._buffer, self._trim = calls[-1].rest, " \n"
+        self._trim = " \n"
         self._read = self._nothing if self._single else self._content
 
     def _forced_call(self, final: bool) -> Iterator[Piece]:
         """One call at most; what is cut off before its name is certain is no text that anybody asked for."""
         text, self._buffer = self._buffer, ""
-        name, arguments = self._forced.feed(text)
+        name, arguments = self._forced.feed(text, final)
         if name is not None or arguments:
             self.num_calls = 1
             yield CallPart(0, name, arguments)

@@ -2,40 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+import regex
 
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.server.kimi import SECTION, SECTION_END, KimiCallReader
-from forkpoint.server.python_call import PythonCallReader
-from forkpoint.server.tool_call import CALL, CALL_END, LING_TAG, Call, FreeCallReader, LingCallReader
+from forkpoint.server.python_call import read_python
+from forkpoint.server.tool_call import Body, Call, NotACallError, Notation, json_object, read_json, strict_json
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION_END = "</function>"
+LING_TAG = "<arg_key>"
+KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+
+# A parameter, whose end may be missing.
+QWEN_PARAMETER = regex.compile(r"\s*<parameter=([^>\n]+)>(.*?)(</parameter>|\Z)", regex.DOTALL)
+LING_PARAMETER = regex.compile(r"\s*<arg_key>([^<\n]+)</arg_key>\s*<arg_value>(.*?)(</arg_value>|\Z)", regex.DOTALL)
+QWEN_HEAD = regex.compile(r'\s*(?:(?=\{\s*")|<function=([^>\n]+)>)')
+LING_HEAD = regex.compile(r"\s*([\w.-]{1,256})(?:\s|\\n)*(?=<arg_key>|</tool_call>)")  # it writes line ends as \n too
+KIMI_HEAD = regex.compile(
+    rf"\s*{regex.escape(KIMI_CALL)}\s*(?:functions\.)?([^\s<>:]{{1,256}}):\d{{1,9}}\s*{regex.escape(KIMI_ARGUMENTS)}"
+)
+PYTHON_HEAD = regex.compile(r"\s*(?=\[|[^\W\d])")
 
 
-class CallReader(Protocol):
-    text: str
+def _read_parameters(parameter: regex.Pattern[str], body: Body) -> list[Call]:
+    """One parameter after the other, each between tags of its own."""
+    function, members, position = body.head[1].strip(), [], 0
+    while found := parameter.match(body.text, position):
+        key, text, end = found.groups()
+        if CALL in text.partition(CALL_END)[2]:
+            raise NotACallError  # another call began
+        if not end:
+            return []
+        value = _value(body, function, key.strip(), text.removeprefix("\n").removesuffix("\n"))  # the notation's own
+        members.append(f"{json.dumps(key.strip(), ensure_ascii=False)}: {value}")
+        position = found.end()
+    rest = body.text[position:].strip()
+    if rest != FUNCTION_END and (rest or not body.closed):
+        raise NotACallError
+    return [Call(function, "{" + ", ".join(members) + "}")]
 
-    def feed(self, text: str, final: bool) -> tuple[Call, ...] | None:
-        """The calls once they are whole; None while they may still be. Raises NotACallError when they cannot.
 
-        The closing tag may be missing where the answer ends (`final`).
-        """
+def _value(body: Body, function: str, key: str, text: str) -> str:
+    """`text` as JSON: as the function's schema declares `key`, else as what it looks like."""
+    schema = body.tools.get(function) or {}
+    declared = (schema.get("properties") or {}).get(key) if isinstance(schema, Mapping) else None
+    kind = declared.get("type") if isinstance(declared, Mapping) else None
+    if kind == "string":
+        return json.dumps(text, ensure_ascii=False)
+    if kind == "boolean" and text in ("True", "False"):  # as templates show those of earlier calls
+        return text.lower()
+    try:
+        return json.dumps(strict_json(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Notation:
-    """Tags around calls, and what reads what is between them: it is made of the tools' schemas and the closing tag."""
-
-    opening: str
-    closing: str
-    reader: Callable[[Mapping[str, Any], str], CallReader]
+def _read_qwen(body: Body) -> list[Call]:
+    """JSON (Hermes, Qwen3), or the function and its parameters between tags (Qwen3-Coder, Qwen3.5)."""
+    return read_json(body) if body.head[1] is None else _read_parameters(QWEN_PARAMETER, body)
 
 
-QWEN: Final = Notation(CALL, CALL_END, FreeCallReader)
-LING: Final = Notation(CALL, CALL_END, LingCallReader)
-LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", PythonCallReader)
-OLMO3: Final = Notation("<function_calls>", "</function_calls>", PythonCallReader)
-KIMI: Final = Notation(SECTION, SECTION_END, KimiCallReader)
+def _read_kimi(body: Body) -> list[Call]:
+    """The arguments behind an id that names the function; empty for none."""
+    text = body.text.strip() or "{}" * body.closed
+    return [] if json_object(text) is None else [Call(body.head[1], text)]
+
+
+QWEN: Final = Notation(CALL, CALL_END, QWEN_HEAD, _read_qwen)
+LING: Final = Notation(CALL, CALL_END, LING_HEAD, partial(_read_parameters, LING_PARAMETER))
+LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", PYTHON_HEAD, read_python)
+OLMO3: Final = Notation("<function_calls>", "</function_calls>", PYTHON_HEAD, read_python)
+KIMI: Final = Notation(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_end|>",
+    KIMI_HEAD,
+    _read_kimi,
+    section=(KIMI_CALL, "<|tool_calls_section_end|>"),
+)
 
 
 def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> Notation:

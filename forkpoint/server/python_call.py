@@ -5,46 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
-from forkpoint.server.tool_call import Call, NotACallError
+from forkpoint.server.tool_call import Body, Call
 
 WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 
 
-class PythonCallReader:
-    """Reads what follows the opening tag until `closing`, or the end of the answer."""
-
-    def __init__(self, tools: Mapping[str, Any], closing: str) -> None:
-        self.text = ""
-        self._closing = closing
-        self._sought = 0  # in `text`: where the closing tag has been looked for
-
-    def feed(self, text: str, final: bool) -> tuple[Call, ...] | None:
-        """The calls once all are whole; None while they may still come. Raises NotACallError for anything else."""
-        self.text += text
-        begun = self.text.lstrip()[:1]
-        if begun and begun != "[" and not begun.isidentifier():
-            raise NotACallError
-        end = self.text.find(self._closing, self._sought)
-        if end < 0 and not final:
-            self._sought = max(0, len(self.text) - len(self._closing) + 1)
-            return None
-        body, rest = self.text, ""
-        if end >= 0:
-            body, rest = self.text[:end], self.text[end + len(self._closing) :]
-        try:
-            return tuple(Call(name, arguments, rest) for name, arguments in _read(body))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise NotACallError from None
-
-
-def _read(body: str) -> list[tuple[str, str]]:
+def read_python(body: Body) -> list[Call]:
     """Raises ValueError, and what `ast.parse` raises, for what is not all calls with named, constant arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes that Python does not know
-        statements = ast.parse(body.strip()).body
+        statements = ast.parse(body.text.strip()).body
     calls: list[ast.expr] = []
     for statement in statements:
         if not isinstance(statement, ast.Expr):
@@ -55,7 +27,7 @@ def _read(body: str) -> list[tuple[str, str]]:
     return [_call(call) for call in calls]
 
 
-def _call(node: ast.expr) -> tuple[str, str]:
+def _call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("a call names its function and all arguments")
     arguments = {}
@@ -65,7 +37,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
         arguments[keyword.arg] = _value(keyword.value)
     told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     told.encode()  # half a character is none
-    return ast.unparse(node.func), told
+    return Call(ast.unparse(node.func), told)
 
 
 def _value(node: ast.expr) -> Any:

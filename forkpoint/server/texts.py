@@ -26,7 +26,8 @@ from forkpoint.obs.logs import LOGGER
 from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.notations import Notation, find_notation
+from forkpoint.server.notations import find_notation
+from forkpoint.server.tool_call import Notation
 
 T = TypeVar("T")
 
