@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
-from forkpoint.routing.router import PrefixAware
+from forkpoint.routing.router import Router
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ def main() -> None:
             first = (index * args.blocks + number * args.prompt_blocks) * 7919
             prompts.append([first + block for block in range(args.prompt_blocks)])
             replica.add(prompts[-1])
-    router, times = PrefixAware(), []
+    router, times = Router("prefix-aware"), []
     for prompt in prompts:
         asked = prompt[: args.prompt_blocks * 9 // 10]  # parts from the conversation: the last state is far above
         start = time.perf_counter()

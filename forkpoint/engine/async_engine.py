@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import asdict
+from typing import Any, Literal
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.inputs import InputProcessor, Prompt
@@ -22,7 +22,7 @@ from forkpoint.engine.messages import (
     SequenceNews,
     StepReport,
 )
-from forkpoint.engine.outputs import OutputAssembler, RequestState
+from forkpoint.engine.outputs import Observer, OutputAssembler, RequestState
 from forkpoint.engine.supervisor import EngineProcess
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import EngineNotReadyError, EngineStoppedError, ForkpointError
@@ -31,20 +31,6 @@ from forkpoint.params import SamplingParams
 from forkpoint.sched.request import Request, RequestUpdate
 
 CALL_TIMEOUT_S = 30.0
-
-
-class Observer(Protocol):
-    """Is told what happens, for metrics. Times are in seconds."""
-
-    def step(self, num_tokens: int) -> None: ...
-
-    def first_token(self, state: RequestState, elapsed_s: float) -> None: ...
-
-    def next_token(self, elapsed_s: float) -> None: ...
-
-    def finished(self, state: RequestState) -> None: ...
-
-    def refused(self, error: ForkpointError) -> None: ...
 
 
 class OpenRequest:
@@ -92,13 +78,6 @@ class OpenRequest:
         return self.state
 
 
-@dataclass(slots=True)
-class _Sequence:
-    request: Request
-    owner: OpenRequest
-    last_token_s: float | None = None
-
-
 class AsyncEngine:
     """Owns the engine process, and makes texts of what it reports. All methods belong to one event loop."""
 
@@ -109,7 +88,6 @@ class AsyncEngine:
         self._inputs: InputProcessor | None = None
         self._outputs = OutputAssembler(None)
         self._open: dict[str, OpenRequest] = {}
-        self._sequences: dict[str, _Sequence] = {}  # that are open, by id
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._died: ForkpointError | None = None
@@ -130,7 +108,7 @@ class AsyncEngine:
         tokenizer, ends = await texts
         ready = await self._loaded
         eos = frozenset(t for t in ends if t < ready.vocab_size)
-        self._outputs = OutputAssembler(tokenizer)
+        self._outputs = OutputAssembler(tokenizer, self._observer)
         self.facts = {
             **asdict(self.config.cache),
             "max_model_len": ready.max_model_len,
@@ -160,7 +138,7 @@ class AsyncEngine:
     @property
     def num_sequences(self) -> int:
         """Their completions that have not ended."""
-        return len(self._sequences)
+        return self._outputs.num_sequences
 
     def check_ready(self) -> None:
         """Raises EngineNotReadyError while the model is loading, EngineStoppedError after the end."""
@@ -203,7 +181,6 @@ class AsyncEngine:
         self._open[request_id] = opened
         try:
             for request in requests:
-                self._sequences[request.id] = _Sequence(request, opened)
                 self._process.send(AddSequence(request))
         except Exception:
             self.abort(request_id)  # what was not sent would never end
@@ -250,22 +227,16 @@ class AsyncEngine:
     def _on_step(self, report: StepReport) -> None:
         now = time.perf_counter()
         self._observer.step(report.num_tokens)
-        updates = []
+        find = self._outputs.find
         for name, (num_drafts, num_accepted) in report.drafts.items():
-            if (sequence := self._sequences.get(name)) is not None:
-                sequence.request.num_draft_tokens = num_drafts
-                sequence.request.num_accepted_tokens = num_accepted
-        for name, token_id in zip(report.ids, report.token_ids, strict=True):
-            sequence = self._sequences.get(name)
-            if sequence is not None:
-                self._note_token(sequence, now)
-                updates.append(RequestUpdate(sequence.request, token_id))
-        for news in report.news:
-            sequence = self._sequences.get(news.id)
-            if sequence is not None:
-                updates.append(self._update(sequence, news, now))
+            if found := find(name):
+                request = found[1].request
+                request.num_draft_tokens, request.num_accepted_tokens = num_drafts, num_accepted
+        plain = zip(report.ids, report.token_ids, strict=True)
+        updates = [RequestUpdate(found[1].request, token) for name, token in plain if (found := find(name))]
+        updates += [_update(found[1].request, news) for news in report.news if (found := find(news.id))]
         changed, stopped = self._outputs.apply(updates, now)
-        self._end_sequences(stopped, stopped=True)
+        self._send_end(stopped, stopped=True)
         for state in changed:
             opened = self._open[state.request_id]
             if state.finished:
@@ -275,53 +246,23 @@ class AsyncEngine:
         for name, failure in report.refused:
             self._refuse(name, failure.error())
 
-    def _update(self, sequence: _Sequence, news: SequenceNews, now_s: float) -> RequestUpdate:
-        """Bring this side's copy of the request up to date, and tell the news as the scheduler would."""
-        request = sequence.request
-        if news.cache is not None:
-            request.cache = news.cache
-        request.first_scheduled_s = news.first_scheduled_s
-        request.num_preemptions = news.num_preemptions
-        if news.token_id is not None:
-            self._note_token(sequence, now_s)
-        if news.finish_reason is not None:
-            del self._sequences[news.id]
-        return RequestUpdate(
-            request,
-            news.token_id,
-            news.logprobs,
-            news.prompt_logprobs,
-            news.finish_reason,
-            news.stop_token_id,
-            news.failure.error() if news.failure is not None else None,
-        )
-
-    def _note_token(self, sequence: _Sequence, now_s: float) -> None:
-        if sequence.last_token_s is None:
-            self._observer.first_token(sequence.owner.state, now_s - sequence.request.arrival_s)
-        else:
-            self._observer.next_token(now_s - sequence.last_token_s)
-        sequence.last_token_s = now_s
-
     def _refuse(self, name: str, error: ForkpointError) -> None:
-        sequence = self._sequences.get(name)
-        if sequence is None:
-            return  # its request was refused or aborted as a whole
-        self._drop(sequence.owner.state.request_id)
-        self._observer.refused(error)
-        sequence.owner.wake(error)
+        found = self._outputs.find(name)
+        opened = self._drop(found[0].request_id) if found else None
+        if opened is not None:  # else its request was refused or aborted as a whole
+            self._observer.refused(error)
+            opened.wake(error)
 
     def _drop(self, request_id: str) -> OpenRequest | None:
         found = self._outputs.abort(request_id, time.perf_counter())
         if found is None:
             return None
-        self._end_sequences(found[1], stopped=False)
+        self._send_end(found[1], stopped=False)
         return self._open.pop(request_id)
 
-    def _end_sequences(self, names: list[str], *, stopped: bool) -> None:
-        ended = tuple(name for name in names if self._sequences.pop(name, None) is not None)
-        if ended and self._died is None:
-            self._process.send(EndSequences(ended, stopped))
+    def _send_end(self, names: list[str], *, stopped: bool) -> None:
+        if names and self._died is None:
+            self._process.send(EndSequences(tuple(names), stopped))
 
     def _on_exit(self, error: ForkpointError) -> None:
         if self._died is None:
@@ -338,3 +279,13 @@ class AsyncEngine:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _update(request: Request, news: SequenceNews) -> RequestUpdate:
+    """Bring this side's copy of the request up to date, and tell the news as the scheduler would."""
+    if news.cache is not None:
+        request.cache = news.cache
+    request.first_scheduled_s, request.num_preemptions = news.first_scheduled_s, news.num_preemptions
+    error = news.failure.error() if news.failure is not None else None
+    told = news.token_id, news.logprobs, news.prompt_logprobs, news.finish_reason, news.stop_token_id
+    return RequestUpdate(request, *told, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.policies import CAPTURE, EVICTION
-from forkpoint.config import EngineConfig, KVEventsConfig
+from forkpoint.config import EngineConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.events import EventPublisher
@@ -49,11 +49,10 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
         policy=policy(),
         capture=capture(),
-        drafter=Speculator.of(config.speculative_config, facts.layout.block_size)
-        if config.speculative_config
-        else None,
+        drafter=Speculator.of(drafts, facts.layout.block_size) if (drafts := config.speculative_config) else None,
     )
     _log_plan(config, facts)
+    watched = scheduler.cache.watch_restorable() if config.kv_events_config.is_on else None
     core = EngineCore(
         scheduler,
         worker.runner,
@@ -61,7 +60,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         drafts=config.speculative_config is not None,
         on_close=worker.release,
         check=worker.check,
-        events=_publisher(config.kv_events_config, scheduler),
+        events=EventPublisher(config.kv_events_config, watched, facts.layout.block_size) if watched else None,
         log=RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None,
     )
     inputs = InputProcessor(
@@ -73,13 +72,6 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         structured_outputs=config.structured_outputs_config,
     )
     return core, inputs
-
-
-def _publisher(config: KVEventsConfig, scheduler: Scheduler) -> EventPublisher | None:
-    """Raises ConfigError for an endpoint that cannot be had."""
-    if not config.is_on:
-        return None
-    return EventPublisher(config, scheduler.cache.watch_restorable(), scheduler.layout.block_size)
 
 
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:

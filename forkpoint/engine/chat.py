@@ -28,8 +28,15 @@ RESERVED = frozenset(
             "padding",
             "return_assistant_tokens_mask",
         ),
-        *("return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs"),
-        "truncation",
+        *(
+            "return_dict",
+            "return_tensors",
+            "sanitize_control_tokens",
+            "self",
+            "tokenize",
+            "tokenizer_kwargs",
+            "truncation",
+        ),
     }
 )
 KIMIS_CALLS = "<|tool_calls_section_begin|>"  # which Kimi's templates write before them

@@ -11,12 +11,7 @@ from forkpoint.errors import InvalidPromptError
 
 Message: TypeAlias = Mapping[str, Any]
 
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-}  # and where they have it
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
 SHOWN = 80  # characters of a wrong value, in an error message
 
 

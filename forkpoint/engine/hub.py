@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.errors import ForkpointError, ModelFolderError
 from forkpoint.obs.logs import LOGGER, set_up_logging
 
@@ -67,8 +64,8 @@ def model_folder(
 
     LOGGER.info("model %s (revision %s) of %s", name, revision or "main", constants.ENDPOINT)
     try:
-        with _stops_at_interrupt(show_bar) as bar:
-            return _fetch(name, revision, download_dir, weights, bar)
+        with DeferredInterrupt(at_once=True) as interrupt:
+            return _fetch(name, revision, download_dir, weights, _bar(interrupt, show_bar))
     except ForkpointError:
         raise
     except Exception as error:  # of httpx, of huggingface_hub and of the system, each told in a line
@@ -92,35 +89,20 @@ def _fetch(name: str, revision: str | None, download_dir: str | None, weights: b
     return folder
 
 
-@contextmanager
-def _stops_at_interrupt(show_bar: bool) -> Iterator[type[Any]]:
+def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
     """A class of progress bars for a download which Ctrl-C ends at once, instead of after the files under way."""
     from huggingface_hub.utils import tqdm
-
-    interrupted = threading.Event()
 
     class Bar(tqdm):  # type: ignore[misc]  # mypy does not look into the library
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **(options if show_bar else {**options, "disable": True}))
 
         def update(self, n: float | None = 1) -> Any:
-            if interrupted.is_set():
+            if interrupt.requested:
                 raise InterruptedError("stopped by Ctrl-C")
             return super().update(n)
 
-    def stop(number: int, frame: Any) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield Bar  # signals are handled elsewhere
-        return
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield Bar
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return Bar
 
 
 def _reason(error: Exception, name: str, revision: str | None, cache: str) -> str:

@@ -9,28 +9,31 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """While open, the first Ctrl-C only sets `requested`; a second one raises at once.
+    """While open, the first Ctrl-C only sets `requested`; a second one raises, as with `at_once` the first does too.
 
-    Outside the main thread, where signals cannot be handled, it does nothing.
+    Outside the main thread, where signals cannot be handled, it does nothing, and with `at_once` neither where others
+    handle them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.requested = False
+        self._at_once = at_once
         self._previous: Any = None
-        self._installed = False
 
     def __enter__(self) -> DeferredInterrupt:
-        if threading.current_thread() is threading.main_thread():
+        ours = not self._at_once or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if ours and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._installed:
+        if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
-            self._installed = False
+            self._previous = None
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if self._at_once:
+            raise KeyboardInterrupt

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from forkpoint.engine.detokenize import CONTEXT_TOKENS, Detokenizer, StopPattern, StopStrings
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.errors import ForkpointError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.outputs import CacheReport, CompletionOutput, Logprob, RequestOutput, RequestTimings
 from forkpoint.params import FinishReason
 from forkpoint.sched.plan import TokenLogprobs
 from forkpoint.sched.request import Request, RequestUpdate
+
+
+class Observer(Protocol):
+    """Is told what happens, for metrics. Times are in seconds."""
+
+    def step(self, num_tokens: int) -> None: ...
+
+    def first_token(self, state: RequestState, elapsed_s: float) -> None: ...
+
+    def next_token(self, elapsed_s: float) -> None: ...
+
+    def finished(self, state: RequestState) -> None: ...
+
+    def refused(self, error: ForkpointError) -> None: ...
 
 
 class Completion:
@@ -22,6 +38,7 @@ class Completion:
         params = request.params
         self.request = request
         self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self._index = index
         self._tokenizer = tokenizer
@@ -53,8 +70,8 @@ class Completion:
         """Take in one update. True: a stop string ended the completion and the scheduler does not know yet."""
         params, token_id = self.request.params, update.token_id
         if token_id is not None:
-            if self.first_token_s is None:
-                self.first_token_s = now_s
+            self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
+            self.last_token_s = now_s
             self._token_ids.append(token_id)
             if update.logprobs is not None:
                 self._cumulative += update.logprobs.logprob
@@ -217,8 +234,9 @@ class RequestState:
 class OutputAssembler:
     """Holds the open requests and turns updates of their sequences into outputs."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, observer: Observer | None = None) -> None:
         self._tokenizer = tokenizer
+        self._observer = observer
         self._states: dict[str, RequestState] = {}
         self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
 
@@ -239,17 +257,31 @@ class OutputAssembler:
             self._by_sequence[completion.request.id] = (state, completion)
         return state
 
+    @property
+    def num_sequences(self) -> int:
+        """Those that have not ended."""
+        return len(self._by_sequence)
+
+    def find(self, name: str) -> tuple[RequestState, Completion] | None:
+        """The sequence of that name and its request; None if it has ended."""
+        return self._by_sequence.get(name)
+
     def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> tuple[list[RequestState], list[str]]:
         """(the requests that have news, the sequences that have just been ended here: by a stop string, or because
         their text could not be told)."""
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
         for update in updates:
-            entry = self._by_sequence.get(update.request.id)
+            entry = self.find(update.request.id)
             if entry is None:
                 continue  # it ended by a stop string or an abort after this step was issued
             state, completion = entry
             changed[state.request_id] = state
+            if self._observer is not None and update.token_id is not None:
+                if completion.last_token_s is None:
+                    self._observer.first_token(state, now_s - state.arrival_s)
+                else:
+                    self._observer.next_token(now_s - completion.last_token_s)
             try:
                 for position, logprobs in update.prompt_logprobs:
                     state.prompt_logprobs[position] = logprob_dict(logprobs, self._tokenizer)

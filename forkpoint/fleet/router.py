@@ -12,7 +12,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.fleet.messages import Route
 from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
-from forkpoint.routing.router import make_router
+from forkpoint.routing.router import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RestorableRouter(RequestRouter):
     """Asks one of the simulator's routers. The first argument of every call to a replica is a Route."""
 
     def initialize_state(self, router: str) -> None:
-        self._router = make_router(router)
+        self._router = Router(router)
         self._feeds: dict[ReplicaID, EventFeed] = {}
         self._open: dict[str, tuple[PendingRequest, ReplicaID]] = {}  # by Ray's id: requests that have not ended
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
 
 from forkpoint.errors import ConfigError
@@ -24,57 +25,41 @@ class Replica(Protocol[Asked]):
         """Requests that are queued or run."""
 
 
-class Router(Protocol):
-    """Chooses among replicas; may keep state."""
-
-    def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int: ...
-
-
-class RoundRobin:
+def round_robin(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
     """One after the other."""
-
-    def __init__(self) -> None:
-        self._turns = itertools.count()
-
-    def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int:
-        return next(self._turns) % len(replicas)
+    return turn % len(replicas)
 
 
-class LeastLoaded:
+def least_loaded(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
     """The replica with the fewest unfinished requests."""
-
-    def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int:
-        return min(range(len(replicas)), key=lambda index: (replicas[index].num_unfinished(), index))
+    return min(range(len(replicas)), key=lambda index: (replicas[index].num_unfinished(), index))
 
 
-class PrefixAware:
+def prefix_aware(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
     """The replica that can restore most of the prompt, less what waiting there costs; of equal ones each in turn."""
 
-    def __init__(self) -> None:
-        self._turns = itertools.count()
+    def worth(index: int) -> tuple[int, int, int]:
+        replica = replicas[index]
+        waiting = replica.num_unfinished()
+        lost = waiting * TOKENS_PER_WAITING_REQUEST
+        return replica.restorable(request) - lost, -waiting, (index - turn) % len(replicas)
+
+    return max(range(len(replicas)), key=worth)
+
+
+_RULES: Final = MappingProxyType(
+    {"round-robin": round_robin, "least-loaded": least_loaded, "prefix-aware": prefix_aware}
+)
+ROUTERS: Final = tuple(_RULES)
+
+
+class Router:
+    """Chooses among replicas by the rule of that name. Raises ConfigError."""
+
+    def __init__(self, name: str) -> None:
+        if name not in _RULES:
+            raise ConfigError(f"no routing policy {name!r}; give one of {', '.join(ROUTERS)}")
+        self._rule, self._turns = _RULES[name], itertools.count()
 
     def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int:
-        turn = next(self._turns)
-
-        def worth(index: int) -> tuple[int, int, int]:
-            replica = replicas[index]
-            waiting = replica.num_unfinished()
-            lost = waiting * TOKENS_PER_WAITING_REQUEST
-            return replica.restorable(request) - lost, -waiting, (index - turn) % len(replicas)
-
-        return max(range(len(replicas)), key=worth)
-
-
-ROUTERS: Final = ("round-robin", "least-loaded", "prefix-aware")
-
-
-def make_router(name: str) -> Router:
-    """A router by name. Raises ConfigError."""
-    match name:
-        case "round-robin":
-            return RoundRobin()
-        case "least-loaded":
-            return LeastLoaded()
-        case "prefix-aware":
-            return PrefixAware()
-    raise ConfigError(f"no routing policy {name!r}; give one of {', '.join(ROUTERS)}")
+        return self._rule(next(self._turns), request, replicas)

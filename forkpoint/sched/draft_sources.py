@@ -12,7 +12,7 @@ from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Node
 from forkpoint.config import LEAST_MATCH, MAX_POSITIONS
 from forkpoint.sched.past_outputs import END, PastOutputs
-from forkpoint.sched.plan import TO_DRAFT, IntArray
+from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
 MOST_CHILDREN = 64  # of a node that are looked at
@@ -124,18 +124,6 @@ def _usual(following: IntArray, least_share: float) -> list[int]:
         ids.append(token)
         left = left[left[:, column] == token]
     return ids
-
-
-class ModelSource:
-    """The model's MTP layer, which the runner asks. A grammar has to know its drafts beforehand: it gets none."""
-
-    most_matched = 1  # so it is asked where nothing matched
-
-    def draft(self, request: Request, lease: Lease, most: int) -> Guess | None:
-        return Guess(np.full(most, TO_DRAFT, np.int32), 1) if request.grammar is None else None
-
-    def forget(self, request: Request) -> None:
-        """Nothing is kept of it."""
 
 
 class CacheSource:

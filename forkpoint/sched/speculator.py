@@ -9,7 +9,7 @@ import numpy as np
 from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.sched.draft_length import DraftLength
-from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, ModelSource, NgramSource, SuffixSource
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import TO_DRAFT, IntArray
@@ -20,12 +20,11 @@ NONE = np.empty(0, np.int32)
 
 
 class Speculator(Drafter):
-    """Asks its sources; the one where the most tokens agree with what the row has come to is taken at its word."""
+    """Asks its sources; the one where the most tokens agree with what the row has come to is taken at its word. Where
+    they know nothing, the model's MTP layer guesses if it is `by_model`: the runner asks it."""
 
-    def __init__(self, sources: Sequence[DraftSource], most: int) -> None:
-        self._sources, self._most = tuple(sources), most
-        self._lookups = [source for source in sources if not isinstance(source, ModelSource)]
-        self._by_model = len(self._lookups) < len(sources)
+    def __init__(self, sources: Sequence[DraftSource], most: int, by_model: bool = False) -> None:
+        self._sources, self._most, self._by_model = tuple(sources), most, by_model
         self._length = DraftLength()
         self._given: dict[str, IntArray] = {}  # to each request's last step
 
@@ -39,14 +38,12 @@ class Speculator(Drafter):
             factor, share = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob
             sources.append(SuffixSource(past, depth, factor, share))
         sources.append(NgramSource(*config.lookup_range))
-        if config.method == "mtp":
-            sources.append(ModelSource())
-        return cls(sources, config.num_speculative_tokens)
+        return cls(sources, config.num_speculative_tokens, config.method == "mtp")
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, min(most, self._most))
         best = _best(self._sources, request, lease, count) if count else None
-        return self._give(request, best.token_ids if best else None)
+        return self._give(request, best.token_ids if best else None, count)
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         """Where drafts do not pay, the model has some, nothing that is known matches, or what matches says what follows
@@ -58,12 +55,13 @@ class Speculator(Drafter):
 
     def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = self._length.choose(request.id, min(most, self._most))
-        drafts = self._following(request, lease, count) if count else None
-        if count and self._by_model and (drafts is None or not len(drafts)):
-            drafts = np.full(count, TO_DRAFT, np.int32)
-        return self._give(request, drafts)
+        return self._give(request, self._following(request, lease, count) if count else None, count)
 
-    def _give(self, request: Request, drafts: IntArray | None) -> IntArray | None:
+    def _give(self, request: Request, drafts: IntArray | None, count: int) -> IntArray | None:
+        """What lookups found for `count` drafts, else the model's own. A grammar has to know its drafts beforehand: it
+        gets none of those."""
+        if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
+            drafts = np.full(count, TO_DRAFT, np.int32)
         self._given[request.id] = NONE if drafts is None else drafts
         return drafts
 
@@ -72,7 +70,7 @@ class Speculator(Drafter):
         drafts that they say too, and one more. Empty: it is not likely that they are right there, or that is all they
         know. None: they know nothing."""
         in_flight = lease.num_planned - request.num_tokens
-        guess = _best(self._lookups, request, lease, in_flight + 1 + most)
+        guess = _best(self._sources, request, lease, in_flight + 1 + most)
         if guess is None:
             return None
         ids, given = guess.token_ids, self._given.get(request.id, NONE)[: min(in_flight, len(guess.token_ids))]

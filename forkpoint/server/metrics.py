@@ -63,7 +63,7 @@ Family: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Metrics:
-    """One registry, told what happens as an `engine.async_engine.Observer`; `text` reads it all, with the engine's
+    """One registry, told what happens as an `engine.outputs.Observer`; `text` reads it all, with the engine's
     own figures."""
 
     def __init__(self, prefix: str, model_name: str) -> None:

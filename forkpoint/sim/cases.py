@@ -15,7 +15,7 @@ import numpy as np
 
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.routing.router import make_router
+from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel, Device
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
@@ -97,7 +97,7 @@ def _simulate(case: Case, progress: Progress | None) -> SimulationResult:
         for _ in range(case.num_replicas)
     ]
     cost = CostModel(case.shape, case.device)
-    simulator = Simulator(case.trace, replicas, cost, make_router(case.router), progress)
+    simulator = Simulator(case.trace, replicas, cost, Router(case.router), progress)
     collecting = gc.isenabled()
     gc.disable()  # walking a tree of some 100,000 nodes for garbage takes longer than all else
     try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ class StepLoad:
         return self.prefill_tokens + self.num_decodes + self.num_drafts
 
 
-@dataclass(frozen=True, slots=True)
-class StepParts:
+class StepParts(NamedTuple):
     """Seconds of a step by what they go to, at the ceilings (efficiency 1)."""
 
     linear: float
@@ -51,9 +50,6 @@ class StepParts:
     prefill_states: float
     decode_states: float
     moved: float
-
-
-PARTS: Final = tuple(field.name for field in fields(StepParts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +98,35 @@ class CostModel:
     def __init__(self, shape: ModelShape, device: Device) -> None:
         self.shape = shape
         self.device = device
-        layout = shape.layout
-        self._slot_bytes = layout.slot_bytes
-        self._kv_bytes = shape.kv_token_bytes
-        self._flops_per_token = shape.flops_per_token
-        self._state_flops = shape.state_flops_per_token
-        self._moved_bytes = shape.moved_bytes_per_token
 
     def parts(self, load: StepLoad) -> StepParts:
         """The step's parts at the ceilings."""
         shape, device, tokens = self.shape, self.device, load.num_tokens
-        linear = max(tokens * self._flops_per_token / device.flops, shape.weight_bytes(tokens) / device.bandwidth)
+        slot_bytes = shape.layout.slot_bytes
+        linear = max(tokens * shape.flops_per_token / device.flops, shape.weight_bytes(tokens) / device.bandwidth)
         if load.num_sampled:
             head = shape.head_weights
             linear += max(2 * head * load.num_sampled / device.flops, head * WEIGHT_BYTES / device.bandwidth)
-        stored = (2 * load.num_segments + load.num_saves) * self._slot_bytes
+        stored = (2 * load.num_segments + load.num_saves) * slot_bytes
         return StepParts(
             linear=linear,
             attention=load.prefill_pairs * shape.flops_per_pair / device.flops,
-            decode_attention=load.decode_kv_tokens * self._kv_bytes / device.bandwidth,
-            prefill_states=load.prefill_tokens * self._state_flops / device.flops,
-            decode_states=2 * load.num_decodes * self._slot_bytes / device.bandwidth,
-            moved=(tokens * self._moved_bytes + stored + 2 * load.copied_bytes) / device.bandwidth,
+            decode_attention=load.decode_kv_tokens * shape.kv_token_bytes / device.bandwidth,
+            prefill_states=load.prefill_tokens * shape.state_flops_per_token / device.flops,
+            decode_states=2 * load.num_decodes * slot_bytes / device.bandwidth,
+            moved=(tokens * shape.moved_bytes_per_token + stored + 2 * load.copied_bytes) / device.bandwidth,
         )
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds that the step takes."""
-        parts, device = self.parts(load), self.device
+        device = self.device
         seconds = device.step_s
-        for name in PARTS:  # `sum` adds floats up otherwise from Python 3.12 on
-            seconds += getattr(parts, name) / getattr(device, name)
+        for name, part in self.parts(load)._asdict().items():  # `sum` adds floats up otherwise from Python 3.12 on
+            seconds += part / getattr(device, name)
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """A step that ran, and how long it took."""
 
     load: StepLoad
@@ -158,11 +148,11 @@ def calibrate(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
 
     Least squares on relative errors, kept positive by leaving the shares of parts out that would turn negative.
     """
-    rows = [[getattr(model.parts(step.load), name) for name in PARTS] + [1.0] for step in steps]
+    rows = [[*model.parts(step.load), 1.0] for step in steps]
     matrix = np.asarray(rows) / np.asarray([[step.seconds] for step in steps])
-    prior = np.asarray([1 / getattr(model.device, name) for name in PARTS] + [model.device.step_s])
+    prior = np.asarray([1 / getattr(model.device, name) for name in StepParts._fields] + [model.device.step_s])
     inverse = _fit_positive(matrix, prior)
-    shares = dict(zip(PARTS, (1 / inverse[:-1]).tolist(), strict=True))
+    shares = dict(zip(StepParts._fields, (1 / inverse[:-1]).tolist(), strict=True))
     return CostModel(model.shape, replace(model.device, **shares, step_s=float(inverse[-1])))
 
 

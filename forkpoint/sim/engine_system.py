@@ -11,13 +11,14 @@ from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
+from forkpoint.outputs import CacheReport
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import IntArray, MoveKind, StepPlan, StepResult
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.cost import StepLoad
-from forkpoint.sim.system import RequestCache, StepNews, SystemCounters
+from forkpoint.sim.system import StepNews, SystemCounters
 from forkpoint.sim.trace import TraceRequest
 
 MAX_MODEL_LEN = 1 << 24  # the trace decides how long prompts are
@@ -161,11 +162,10 @@ class EngineSystem:
         pairs = zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True)
         return np.asarray([1 + (drafter.accept(self._row_ids[row], n) if n else 0) for row, n in pairs], np.int32)
 
-    def cache_report(self, request_id: str) -> RequestCache:
+    def cache_report(self, request_id: str) -> CacheReport:
         """What the cache did for a request that ended."""
-        report = self._requests.pop(request_id).cache
         self._tape.forget(request_id)
-        return RequestCache(report.num_cached_tokens, report.kv_num_tokens)
+        return self._requests.pop(request_id).cache
 
     def restorable(self, request: TraceRequest) -> int:
         """Tokens that a hit would cover now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
@@ -25,7 +26,7 @@ FP8_WEIGHT_BYTES: Final = 1  # scales apart: one for 128 x 128 weights
 HIDDEN_VECTORS_MOVED: Final = 28
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """A model's sizes.
 
@@ -45,33 +46,29 @@ class ModelShape:
     top_k: int = 0
     weight_bytes_each: int = WEIGHT_BYTES
 
-    @property
+    @cached_property
     def layout(self) -> CacheLayout:
         return CacheLayout.create(self.layers)
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
+    @cached_property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, all layers."""
         return self.layout.block_bytes // self.layout.block_size
 
-    @property
+    @cached_property
     def flops_per_token(self) -> int:
         """Matrix-product operations per prompt token, attention scores and the output head apart."""
         return 2 * (self.num_weights + self.num_expert_weights * self.top_k // self.num_experts)
 
-    @property
+    @cached_property
     def state_flops_per_token(self) -> int:
         """Operations of the chunked recurrences per prompt token, all layers."""
         return sum(state.flops_per_token for state in self.layout.states)
 
-    @property
+    @cached_property
     def moved_bytes_per_token(self) -> int:
         """Bytes that elementwise kernels move per token, all layers."""
-        return HIDDEN_VECTORS_MOVED * self.hidden_size * WEIGHT_BYTES * self.num_layers
+        return HIDDEN_VECTORS_MOVED * self.hidden_size * WEIGHT_BYTES * len(self.layers)
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Weights that a step of so many tokens reads: all dense ones, and the experts that some token chose."""
@@ -89,7 +86,7 @@ class ModelShape:
             weight_bytes_each=FP8_WEIGHT_BYTES if quantization == "fp8" else self.weight_bytes_each,
         )
 
-    @property
+    @cached_property
     def recompute_cost(self) -> RecomputeCost:
         """The weights that the engine's eviction gives recomputation."""
         return RecomputeCost(self.flops_per_token, self.flops_per_pair)

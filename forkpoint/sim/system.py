@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from forkpoint.outputs import CacheReport
 from forkpoint.routing.router import Replica
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.trace import TraceRequest
@@ -16,14 +17,6 @@ class StepNews:
 
     first_tokens: tuple[str, ...]
     finished: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCache:
-    """What the cache did for one request: reused tokens, and how far keys and values alone reached."""
-
-    num_cached_tokens: int
-    kv_num_tokens: int
 
 
 @dataclass(slots=True)
@@ -52,7 +45,7 @@ class ServedSystem(Replica[TraceRequest], Protocol):
     def finish(self, now_s: float) -> StepNews:
         """The step planned last has ended."""
 
-    def cache_report(self, request_id: str) -> RequestCache:
+    def cache_report(self, request_id: str) -> CacheReport:
         """Of a request that has just ended; it is forgotten by this call."""
 
     def counters(self) -> SystemCounters:

@@ -6,8 +6,9 @@ import bisect
 import itertools
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.outputs import CacheReport
 from forkpoint.sim.cost import StepLoad
-from forkpoint.sim.system import RequestCache, StepNews, SystemCounters
+from forkpoint.sim.system import StepNews, SystemCounters
 from forkpoint.sim.trace import TraceRequest
 from studies.peers.sequence import PeerCache, PeerHit, Sequence, StepPlanned
 
@@ -105,10 +106,10 @@ class PeerScheduler:
         names = tuple(s.request.id for s in first)
         return StepNews(names, tuple(s.request.id for s in finished))
 
-    def cache_report(self, request_id: str) -> RequestCache:
+    def cache_report(self, request_id: str) -> CacheReport:
         """What the cache did for a request that ended."""
         sequence = self._ended.pop(request_id)
-        return RequestCache(sequence.num_cached_tokens, sequence.kv_num_tokens)
+        return CacheReport(0, sequence.num_cached_tokens, sequence.kv_num_tokens)
 
     def counters(self) -> SystemCounters:
         """What was counted so far."""

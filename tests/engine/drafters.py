@@ -10,7 +10,7 @@ import numpy as np
 from forkpoint.cache.layout import BLOCK_SIZE
 from forkpoint.cache.lease import Lease
 from forkpoint.config import LEAST_MATCH
-from forkpoint.sched.draft_sources import CacheSource, DraftSource, ModelSource, NgramSource, SuffixSource
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import TO_DRAFT, IntArray
@@ -26,17 +26,19 @@ class RandomDrafter(Drafter):
     def __init__(self, seed: int, most: int, vocab_size: int, mtp: bool = False) -> None:
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
         past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
-        self._sources: list[DraftSource] = [CacheSource(BLOCK_SIZE), NgramSource(1, 3), past, *[ModelSource()] * mtp]
+        self._sources: list[DraftSource] = [CacheSource(BLOCK_SIZE), NgramSource(1, 3), past]
         self._mtp, self._ahead = mtp, random.Random(seed)
         self.num_of_past = 0  # ids drafted out of past outputs
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count = min(most, self._random.randint(0, self._most))
-        kind = self._random.randrange(2 + len(self._sources))
+        kind = self._random.randrange(2 + len(self._sources) + self._mtp)
         if kind < len(self._sources):
             guess = self._sources[kind].draft(request, lease, count) if count else None
             self.num_of_past += len(guess.token_ids) if guess and kind == 2 else 0
             return guess.token_ids if guess else None
+        if kind == len(self._sources) and self._mtp and request.grammar is None:
+            return np.full(count, TO_DRAFT, np.int32)
         return np.asarray([self._random.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:

@@ -11,7 +11,7 @@ import zmq
 
 from forkpoint.routing import wire
 from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
-from forkpoint.routing.router import PrefixAware
+from forkpoint.routing.router import Router
 from tests.cache.published import sent_hashes
 from tests.engine.test_events import publishing, serve, wait_for
 from tests.sched.harness import Harness, tokens
@@ -43,7 +43,7 @@ def test_the_prompt_goes_where_most_of_it_can_be_restored_unless_many_wait_there
     short, long = RestorableIndex(), RestorableIndex()
     short.apply(stored(hashes[:40], [hashes[39]]))
     long.apply(stored(hashes[:90], [hashes[89]]))
-    router = PrefixAware()
+    router = Router("prefix-aware")
     assert router.choose(hashes, [Known(short), Known(long), Known(RestorableIndex())]) == 1
     assert router.choose(hashes, [Known(short), Known(long, 2), Known(RestorableIndex())]) == 0
     assert router.choose(hashes[:39], [Known(short, 1), Known(long, 1), Known(RestorableIndex())]) == 2
@@ -71,7 +71,7 @@ def test_a_decision_takes_little_whatever_is_published() -> None:
             hashes = [prompt * 1000 + block for block in range(1, 101)]
             replicas[prompt % 4].index.apply(stored(hashes, [hashes[-1]]))
         asked = list(range(1, 101))
-        router, best = PrefixAware(), 1.0
+        router, best = Router("prefix-aware"), 1.0
         for _ in range(200):
             start = time.perf_counter()
             assert router.choose(asked, replicas) == 0

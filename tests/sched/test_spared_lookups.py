@@ -7,7 +7,7 @@ import pytest
 from forkpoint.cache.holdings import Holdings
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import SchedulerConfig
-from forkpoint.routing.router import make_router
+from forkpoint.routing.router import Router
 from forkpoint.sim.cost import H200, CostModel
 from forkpoint.sim.shape import KIMI_LINEAR
 from forkpoint.sim.simulator import Simulator
@@ -38,7 +38,7 @@ def test_requests_run_as_if_each_had_been_looked_up(workload: str, monkeypatch: 
         nonlocal lookups
         lookups = 0
         system = make_system("forkpoint", KIMI_LINEAR, MEMORY_BYTES, SchedulerConfig(max_num_batched_tokens=2048))
-        replay = Simulator(trace, [system], CostModel(KIMI_LINEAR, H200), make_router("round-robin")).run()
+        replay = Simulator(trace, [system], CostModel(KIMI_LINEAR, H200), Router("round-robin")).run()
         return replay.records, lookups
 
     monkeypatch.setattr(CacheManager, "lookup", counted)

@@ -13,7 +13,7 @@ from forkpoint.cache.lease import Lease
 from forkpoint.config import SpeculativeConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.draft_length import DraftLength, StepTimes
-from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, ModelSource, NgramSource, SuffixSource
+from forkpoint.sched.draft_sources import CacheSource, DraftSource, Guess, NgramSource, SuffixSource
 from forkpoint.sched.past_outputs import END, PastOutputs
 from forkpoint.sched.plan import TO_DRAFT
 from forkpoint.sched.request import Request
@@ -142,8 +142,8 @@ def test_what_is_often_wrong_waits_for_results(monkeypatch: pytest.MonkeyPatch) 
     lease = harness.sched.cache.new_lease("r", "", request.prompt_token_ids)
     lease.num_planned = 70  # a step in flight samples a first token
     lookups: list[DraftSource] = [Recalling(harness, 1000)]
-    for sources, goes in ((lookups, False), ([*lookups, ModelSource()], True)):
-        speculator = Speculator(sources, 3)
+    for goes in (False, True):
+        speculator = Speculator(lookups, 3, by_model=goes)
         right = speculator.draft_ahead(request, lease, 3)
         assert speculator.goes_ahead(request, lease)
         assert right is not None and right.tolist() == harness.runner.expected(request.prompt_token_ids.tolist(), 4)[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forkpoint.routing.router import make_router
+from forkpoint.routing.router import Router
 from forkpoint.sim.cost import H200, CostModel, StepLoad
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import Simulator
@@ -57,7 +57,7 @@ def take_turns(prompt_tokens: int, output_tokens: int, more_tokens: int, num_tur
 def reused_by_talk(requests: list[TraceRequest], shape: ModelShape, system: ServedSystem) -> list[float]:
     """The reused share of both conversations' prompts, the first of each included."""
     trace = Trace("alternating", tuple(requests))
-    records = Simulator(trace, [system], CostModel(shape, H200), make_router("round-robin")).run().records
+    records = Simulator(trace, [system], CostModel(shape, H200), Router("round-robin")).run().records
     return [
         sum(r.num_cached_tokens for r in records[talk::2]) / sum(r.request.num_prompt_tokens for r in records[talk::2])
         for talk in range(2)

@@ -14,7 +14,7 @@ from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
-from forkpoint.routing.router import make_router
+from forkpoint.routing.router import Router
 from forkpoint.sched.plan import StepPlan
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
@@ -139,7 +139,7 @@ def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin", gib: 
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
     options = EngineOptions(layout, (gib << 30) // layout.page_bytes, CacheConfig(), scheduler, COST)
     systems = [EngineSystem(f"engine {index}", options) for index in range(replicas)]
-    return Simulator(trace, systems, CostModel(QWEN3_5_9B, H200), make_router(router)).run()
+    return Simulator(trace, systems, CostModel(QWEN3_5_9B, H200), Router(router)).run()
 
 
 def test_a_request_alone_takes_what_its_steps_take() -> None:
@@ -159,7 +159,7 @@ def test_drafts_of_which_a_set_number_is_right() -> None:
     system = make_system(f"forkpoint:{options}", QWEN3_5_9B, 8 << 30, SchedulerConfig())
     trace = Trace("one", (request("a", fresh(100), 24),))
     model = CostModel(QWEN3_5_9B, H200)
-    result = Simulator(trace, [system], model, make_router("round-robin")).run()
+    result = Simulator(trace, [system], model, Router("round-robin")).run()
     seconds = [model.step_s(StepLoad(100, 100 * 100 / 2, num_segments=1, num_saves=1, num_sampled=1))]  # state of 64
     position = 100
     for confirmed, drafts in zip([2, 3] * 4 + [2, 1], [2] * 9 + [0], strict=True):
@@ -180,7 +180,7 @@ def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
             trace,
             [make_system(name, QWEN3_5_9B, 4 << 30, SCHEDULER)],
             CostModel(QWEN3_5_9B, H200),
-            make_router("round-robin"),
+            Router("round-robin"),
         ).run()
         for name in ("forkpoint", "forkpoint:num_speculative_tokens=3,acceptance_length=2.44")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forkpoint.sim.system import RequestCache
+from forkpoint.outputs import CacheReport
 from forkpoint.sim.tokens import TokenSpans
 from studies.peers.scheduler import PeerScheduler
 from tests.sim.driving import request
@@ -18,7 +18,7 @@ class Serial:
     chunks: list[int] = field(default_factory=list)
     count: int = 0
 
-    def ask(self, prompt: TokenSpans, output: TokenSpans | int = 1) -> RequestCache:
+    def ask(self, prompt: TokenSpans, output: TokenSpans | int = 1) -> CacheReport:
         self.count += 1
         asked = request(f"r{self.count}", prompt, output)
         assert self.system.add(asked), "refused"
