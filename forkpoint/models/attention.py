@@ -74,11 +74,19 @@ class AttentionConfig(PartConfig):
 class Attention:
     """The attention of layer `layer`."""
 
-    def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        layer: int,
+        config: AttentionConfig,
+        products: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
+        """`products`: into queries, keys and values, and out, where they are not this layer's own."""
         self._build, self._layer, self._config = build, layer, config
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
-        self._qkv, self._out = self._read_qkv(name), self._read_out(name)
+        self._qkv, self._out = products or (self._read_qkv(name), self._read_out(name))
         sizes = (self._q_size * build.ranks.size, self._kv_size * build.ranks.size)
         normed = {"head": (config.head_dim,) * 2, "all": sizes, None: ()}[config.qk_norm]
         parts = zip("qk", normed, strict=False)

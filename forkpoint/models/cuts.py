@@ -102,19 +102,6 @@ class Shares:
         own = shape[axis] if cut.padded else sum(end - first for first, end in spans)
         return Part((*shape[:axis], length, *shape[axis + 1 :]), axis, tuple(spans), own)
 
-    def local_shape(self, name: str, stored: Sequence[int]) -> tuple[int, ...]:
-        """What this rank has of a tensor that is stored in that shape."""
-        cut = self._find(name)
-        if cut is None:
-            return tuple(stored)
-        axis = cut.axis % len(stored) if len(stored) > 1 else 0
-        guess = (*stored[:axis], max(1, stored[axis] // self.ranks.size), *stored[axis + 1 :])
-        part = self.part(name, guess)
-        assert part is not None
-        if part.whole != tuple(stored):
-            raise ConfigError(f"tensor_parallel_size: {name} of shape {list(stored)} cannot be cut by heads")
-        return (*stored[:axis], part.length, *stored[axis + 1 :])
-
     def _find(self, name: str) -> Cut | None:
         if name == "lm_head.weight":
             return self.head

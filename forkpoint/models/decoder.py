@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,10 +17,21 @@ from forkpoint.models.cuts import padded_span
 from forkpoint.models.fields import Fields
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
+from forkpoint.models.mtp import MTPHead
 
 # `x`, `residual` `[T, H]` -> the same: the hidden state is `x + residual`, and adding the two is left to the next norm.
 # `residual` is None before the first layer.
 Layer: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], tuple[Tensor, Tensor]]
+
+
+# What Mamba's authors call weights outside of layers, and what they are called here.
+BACKBONE: Final = (
+    ("backbone.embeddings.", "model.embed_tokens."),
+    ("backbone.norm_f.", "model.norm."),
+    ("backbone.", "model."),
+    ("model.embeddings.", "model.embed_tokens."),
+    ("model.norm_f.", "model.norm."),
+)
 
 
 class PreNormLayer:
@@ -48,19 +59,6 @@ class PostNormLayer(PreNormLayer):
         return x, residual
 
 
-class DraftHead(Protocol):
-    """Guesses what follows the next token. It keeps something of each token, as layer `len(config.layers)`."""
-
-    def __init__(self, build: Build) -> None: ...
-
-    def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
-        """Of a step's tokens: their embeddings and the model's answers `[T, H]`."""
-
-    def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """From the newest token of each row and the hidden state before it `[B, H]` to one that the output head reads
-        as the model's own. The rows decode; keys of earlier tokens, and of earlier drafts, are those kept."""
-
-
 class Model(ABC):
     """A family of text models. Holds weights only; all state is in the caches that a ForwardContext names.
 
@@ -74,7 +72,6 @@ class Model(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # transformers', under the common names
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
-    draft_head: ClassVar[type[DraftHead] | None] = None
     defers_sums: ClassVar[bool] = True  # hidden states are looked at by norms alone
 
     def __init__(self, build: Build) -> None:
@@ -96,7 +93,7 @@ class Model(ABC):
         else:
             own = self._embedding[start:end]
             head = F.pad(own, (0, 0, 0, end - start - len(own)))
-        self._drafts = self.draft_head(build) if config.draft_layer and self.draft_head is not None else None
+        self._drafts = MTPHead(build) if config.draft_layer else None
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 
     @classmethod

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forkpoint.config import MAX_POSITIONS
@@ -142,9 +143,11 @@ class Fields:
         found = self._checked(name, [], lambda v: _is_id(v) or _is_list(v, _is_id), needed)
         return tuple(found) if isinstance(found, list) else (found,)
 
-    def layer_types(self, allowed: Sequence[str], default: Callable[[int], str]) -> list[str]:
-        """The kind of each layer; `default(i)` where the config lists none."""
-        count = self.integer("num_hidden_layers")
+    def layer_types(
+        self, kinds: Sequence[str], default: Callable[[int], str], others: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
+        """The kind of each layer; `default(i)` where none is listed. `others` are names that some writers use."""
+        count, allowed = self.integer("num_hidden_layers"), (*kinds, *others)
         given = self.values.get("layer_types") or [default(i) for i in range(count)]
         if not isinstance(given, list) or len(given) != count:
             raise ModelFolderError(f"{self.where}: layer_types must list {count} layers, it is {given!r}")
@@ -153,7 +156,7 @@ class Fields:
             raise UnsupportedModelError(
                 f"{self.where} has layers of type {', '.join(unknown)}; forkpoint runs {', '.join(allowed)} there"
             )
-        return given
+        return [others.get(kind, kind) for kind in given]
 
     def rope(self) -> Fields:
         """With the fields of rotary positions beside the others."""

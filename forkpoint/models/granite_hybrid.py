@@ -58,8 +58,7 @@ class GraniteHybrid(Model):
         residual, eps = fields.real("residual_multiplier", 1.0), fields.real("rms_norm_eps")
         attention = AttentionConfig.read(fields, qk_norm=None, scale=fields.real("attention_multiplier", 1.0))
         mixers: dict[str, PartConfig] = {"linear_attention": Mamba2Config.read(fields), "full_attention": attention}
-        names = [*mixers, *KINDS]
-        kinds = [KINDS.get(kind, kind) for kind in fields.layer_types(names, lambda i: "linear_attention")]
+        kinds = fields.layer_types(tuple(mixers), lambda i: "linear_attention", KINDS)
         mlp: PartConfig = MLPConfig(fields.integer("shared_intermediate_size"), name="shared_mlp", fused=True)
         if fields.integer("num_experts", low=0):
             routed = MoEConfig.of(fields, RouteRule(top_k=0), name="block_sparse_moe")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Block, Build, PartConfig
-from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
@@ -140,7 +139,20 @@ class MLPConfig(PartConfig):
         return cls(fields.integer("intermediate_size"))
 
     def build(self, build: Build, name: str, layer: int) -> Block:
-        return MLP(build, name, self) if self.gated else SquaredMLP(build, name, self)
+        """`x[T, H] -> [T, H]`, whatever the context; gate and up in one product."""
+        hidden, size, ops = build.config.hidden_size, self.intermediate_size, build.ops
+        down = RowParallel(build, f"{name}.down_proj", hidden, size, scale=self.down_scale)
+        if not self.gated:
+            only = read_projection(build, f"{name}.up_proj", size, hidden)
+            return lambda x, ctx: down(relu_squared(only(x)))
+        parts, rows = (["gate_up"], [2 * size]) if self.fused else (["gate", "up"], [size] * 2)
+        gate_up = join_rows(build.weights, [f"{name}.{part}_proj.weight" for part in parts], rows, hidden)
+        if self.gate_scale != 1.0:
+            scales = torch.ones(2 * size, 1)
+            scales[:size] = self.gate_scale
+            gate_up = multiplied(gate_up, scales)
+        packed = ops.prepare_linear(gate_up, None)
+        return lambda x, ctx: down(ops.linear_silu_mul(x, packed))
 
     def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MLPConfig, Cuts]:
         inner = (self.intermediate_size, 1)
@@ -150,36 +162,3 @@ class MLPConfig(PartConfig):
 
     def num_weights(self, hidden_size: int) -> int:
         return (3 if self.gated else 2) * hidden_size * self.intermediate_size
-
-
-class MLP:
-    """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
-
-    def __init__(self, build: Build, name: str, config: MLPConfig) -> None:
-        hidden, size = build.config.hidden_size, config.intermediate_size
-        parts, rows = (["gate_up"], [2 * size]) if config.fused else (["gate", "up"], [size] * 2)
-        gate_up = join_rows(build.weights, [f"{name}.{part}_proj.weight" for part in parts], rows, hidden)
-        if config.gate_scale != 1.0:
-            scales = torch.ones(2 * size, 1)
-            scales[:size] = config.gate_scale
-            gate_up = multiplied(gate_up, scales)
-        self._gate_up: Any = build.ops.prepare_linear(gate_up, None)
-        self._down = RowParallel(build, f"{name}.down_proj", hidden, size, scale=config.down_scale)
-        self._ops = build.ops
-
-    def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
-        """`x[T, H] -> [T, H]`, whatever the context."""
-        return self._down(self._ops.linear_silu_mul(x, self._gate_up))
-
-
-class SquaredMLP:
-    """`down(relu(up(x)) ** 2)`."""
-
-    def __init__(self, build: Build, name: str, config: MLPConfig) -> None:
-        size, hidden = config.intermediate_size, build.config.hidden_size
-        self._up = read_projection(build, f"{name}.up_proj", size, hidden)
-        self._down = RowParallel(build, f"{name}.down_proj", hidden, size)
-
-    def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
-        """`x[T, H] -> [T, H]`, whatever the context."""
-        return self._down(relu_squared(self._up(x)))

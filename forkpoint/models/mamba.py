@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -15,7 +15,7 @@ from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.models.cuts import Cuts, inward, rows, share
-from forkpoint.models.decoder import Model
+from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
@@ -158,11 +158,7 @@ class MambaModel(Model):
         "eos_token_id": 0,
         "max_position_embeddings": UNLIMITED,
     }
-    weight_names: ClassVar[Sequence[tuple[str, str]]] = (
-        ("backbone.embeddings.", "model.embed_tokens."),
-        ("backbone.norm_f.", "model.norm."),
-        ("backbone.", "model."),
-    )
+    weight_names: ClassVar = BACKBONE
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

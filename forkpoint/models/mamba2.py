@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forkpoint.models.config import ModelConfig
-from forkpoint.models.decoder import Model
+from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.mamba2_mixer import Mamba2Config
 
@@ -38,11 +38,7 @@ class Mamba2(Model):
         "eos_token_id": 2,
         "max_position_embeddings": 1 << 20,
     }
-    weight_names: ClassVar = (
-        ("backbone.embeddings", "model.embed_tokens"),
-        ("backbone.norm_f", "model.norm"),
-        ("backbone.", "model."),
-    )
+    weight_names: ClassVar = BACKBONE
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

@@ -38,7 +38,8 @@ class MTPHead:
 
     Entry `i` of its keys and values is of token `i` and the hidden state of token `i - 1`, at rotary position `i - 1`:
     what a block holds depends on its own tokens and earlier ones alone. Entry 0 is never looked at. The hidden state
-    of the newest token is a convolution's window of one.
+    of the newest token is a convolution's window of one. It is kept, as the keys and values are, as layer
+    `len(config.layers)`.
     """
 
     def __init__(self, build: Build) -> None:
@@ -61,12 +62,15 @@ class MTPHead:
         self._previous = Convolution(build.ops, self._layer, taps.to(build.weights.device), None, silu=False)
 
     def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
-        """Keys and values of a step's tokens, and the hidden state of each row's last."""
+        """Keys and values of a step's tokens, and the hidden state of each row's last, from their embeddings and the
+        model's answers `[T, H]`."""
         x = self._before_attention(self._joined(embedded, self._previous(hidden, ctx)))
         self._attention.keep(x, replace(ctx, positions=(ctx.positions - 1).clamp(min=0)))
 
     def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """The whole layer, for the newest token of each row."""
+        """The whole layer, from the newest token of each row and the hidden state before it `[B, H]` to one that the
+        output head reads as the model's own. The rows decode; keys of earlier tokens, and of earlier drafts, are those
+        kept."""
         x, residual = self._before_attention.add(self._joined(embedded, hidden), None)
         x, residual = self._before_mlp.add(self._attention(x, ctx), residual)
         return self._norm.add(self._mlp(x, ctx), residual)[0]

@@ -7,7 +7,7 @@ from typing import ClassVar
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig, PartConfig
-from forkpoint.models.decoder import Model
+from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2_mixer import Mamba2Config
@@ -58,13 +58,7 @@ class NemotronH(Model):
         "rms_norm_eps": 1e-5,
         "eos_token_id": 2,
     }
-    weight_names: ClassVar = (
-        ("backbone.embeddings", "model.embed_tokens"),
-        ("model.embeddings", "model.embed_tokens"),
-        ("backbone.norm_f", "model.norm"),
-        ("model.norm_f", "model.norm"),
-        ("backbone.", "model."),
-    )
+    weight_names: ClassVar = BACKBONE
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
@@ -91,8 +85,7 @@ class NemotronH(Model):
         if not isinstance(given, list):
             raise ModelFolderError(f"{fields.where} has layer_types={given!r}; a list is needed")
         counted = Fields({"layer_types": given, "num_hidden_layers": len(given)}, fields.where)
-        listed = counted.layer_types([*LETTERS.values(), *KINDS], lambda i: "mlp")
-        return [KINDS.get(kind, kind) for kind in listed]
+        return counted.layer_types(tuple(LETTERS.values()), lambda i: "mlp", KINDS)
 
     @staticmethod
     def experts(fields: Fields) -> PartConfig:

@@ -14,7 +14,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig, layer_types, read_conv
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.mtp import MTPHead, draft_layer
+from forkpoint.models.mtp import draft_layer
 from forkpoint.ops.linear.scaled import Matrix, take_rows
 
 
@@ -23,7 +23,6 @@ class Qwen3Next(Model):
 
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     centred_norms: ClassVar = True
-    draft_head: ClassVar = MTPHead
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 151936,
         "hidden_size": 2048,

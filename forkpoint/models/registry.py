@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import torch
 
@@ -51,21 +51,20 @@ def register_model(family: type[Model]) -> None:
         MODELS.add(name, family)
 
 
-def load_config(
-    path: str | Path,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    state_dtype: str = "float32",
-    quantization: Literal["fp8"] | None = None,
-    kv_cache_dtype: str = "auto",
-    mtp: bool = False,
-) -> ModelConfig:
+class ModelOptions(TypedDict, total=False):
+    """What is asked of a model beside its folder."""
+
+    dtype: str  # of weights and activations; "auto": what config.json says
+    max_model_len: int | None  # None: what it says
+    state_dtype: str  # of recurrent matrices; default: "float32"
+    kv_cache_dtype: str  # of keys and values: "auto", "bfloat16" or "fp8"
+    quantization: Literal["fp8"] | None  # puts the matrices of a model that is not quantised in FP8
+    mtp: bool  # the model has its MTP layer
+
+
+def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfig:
     """Read config.json, and the end-of-sequence ids of generation_config.json where there is one.
 
-    `dtype` and `max_model_len` replace what it says; `state_dtype` is that of recurrent matrices, `kv_cache_dtype`
-    ("auto", "bfloat16" or "fp8") that of keys and values; `quantization` is for a model that is not quantised; with
-    `mtp` the model has its MTP layer.
     Raises ModelFolderError for a missing folder, bad JSON, and missing or wrong fields, and UnsupportedModelError for
     an architecture that no family serves, a feature or quantisation that forkpoint does not run, or a `max_model_len`
     beyond the model's.
@@ -77,18 +76,19 @@ def load_config(
     stored = read_quantization(fields)
     if stored is None:
         refuse_modelopt(folder)
-        stored = Fp8Format(on_load=True) if quantization == "fp8" else None
+        stored = Fp8Format(on_load=True) if options.get("quantization") == "fp8" else None
     family = _family(fields)
     config = family.parse(fields.translated(family.field_names, family.defaults))
     generation = folder / "generation_config.json"
     eos = config.eos_token_ids
     if generation.is_file():
         eos += Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
-    longest = config.max_model_len if max_model_len is None else max_model_len
+    longest, mtp = options.get("max_model_len") or config.max_model_len, options.get("mtp", False)
     if longest > config.max_model_len:
         raise UnsupportedModelError(f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}")
     if mtp and not config.draft_layer:
         raise UnsupportedModelError(f"{fields.where} has no MTP layer to draft with, or MTP heads of several; {NO_MTP}")
+    dtype, kv_cache_dtype = options.get("dtype", "auto"), options.get("kv_cache_dtype", "auto")
     dtype = config.dtype if dtype == "auto" else dtype
     if kv_cache_dtype == "bfloat16" and dtype != kv_cache_dtype:
         raise UnsupportedModelError(
@@ -100,7 +100,7 @@ def load_config(
         dtype=dtype,
         max_model_len=longest,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        state_dtype=state_dtype,
+        state_dtype=options.get("state_dtype", "float32"),
         quantization=stored,
         fp8_keys=kv_cache_dtype == "fp8",
         draft_layer=config.draft_layer if mtp else (),
@@ -139,38 +139,23 @@ def load_model(
     path: str | Path,
     *,
     ops: OpTable,
-    dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
-    state_dtype: str = "float32",
-    kv_cache_dtype: str = "auto",
-    max_model_len: int | None = None,
-    quantization: Literal["fp8"] | None = None,
     device: torch.device | None = None,
     progress: LoadingProgress | None = None,
-    mtp: bool = False,
     ranks: Ranks = ALONE,
     fp8_as_bytes: bool = False,
+    **options: Unpack[ModelOptions],
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
-    `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `dtype` is that of
-    weights and activations, `state_dtype` that of the matrix states, `quantization` "fp8" puts the matrices of a model
-    that is not quantised in FP8, `kv_cache_dtype` is as of `load_config`, `device` (None: torch's default) where they
-    are; `mtp` is as of `load_config`. With `fp8_as_bytes` what is in FP8 comes to the device as its bytes.
+    `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `device` (None: torch's default)
+    is where they are. With `fp8_as_bytes` what is in FP8 comes to the device as its bytes.
     `progress` is told how many bytes of the weights have been read, of how many.
     Of `ranks` each builds its share. Raises ModelFolderError and UnsupportedModelError, with the tensor or field at
     fault, and ConfigError for a model that so many ranks cannot share.
     """
-    config = load_config(
-        path,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        state_dtype=state_dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        mtp=mtp,
-    )
+    config, mtp = load_config(path, **options), options.get("mtp", False)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     config, shares = config.shared_by(ranks)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec, StateSpec
-from forkpoint.models.config import Build, PartConfig
+from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.models.cuts import Cuts, inward, rows, share
@@ -24,8 +24,20 @@ class ShortConvConfig(PartConfig):
     bias: bool = False
     name: str = "conv"
 
-    def build(self, build: Build, name: str, layer: int) -> ShortConv:
-        return ShortConv(build, name, layer, self)
+    def build(self, build: Build, name: str, layer: int) -> Block:
+        """`out(c * conv(b * x))`, with `b`, `c` and `x` from one projection."""
+        size, hidden, bias = self.channels, build.config.hidden_size, self.bias
+        project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias)
+        taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width)).squeeze(1)
+        shift = build.weights.get(f"{name}.conv.bias", (size,)) if bias else None
+        conv = Convolution(build.ops, layer, taps, shift, silu=False)
+        out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
+
+        def block(x: Tensor, ctx: ForwardContext) -> Tensor:
+            before, after, x = project(x).chunk(3, dim=-1)
+            return out(after * conv(before * x, ctx))
+
+        return block
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (StateSpec((kept_window(self.channels, self.width, dtype),)),)
@@ -38,20 +50,3 @@ class ShortConvConfig(PartConfig):
 
     def num_weights(self, hidden_size: int) -> int:
         return 4 * hidden_size * self.channels
-
-
-class ShortConv:
-    """`out(c * conv(b * x))`, with `b`, `c` and `x` from one projection."""
-
-    def __init__(self, build: Build, name: str, layer: int, config: ShortConvConfig) -> None:
-        size, hidden, bias = config.channels, build.config.hidden_size, config.bias
-        self._input = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias)
-        taps = build.weights.get(f"{name}.conv.weight", (size, 1, config.width)).squeeze(1)
-        shift = build.weights.get(f"{name}.conv.bias", (size,)) if bias else None
-        self._conv = Convolution(build.ops, layer, taps, shift, silu=False)
-        self._out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
-
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
-        before, after, x = self._input(x).chunk(3, dim=-1)
-        return self._out(after * self._conv(before * x, ctx))

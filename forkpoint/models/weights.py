@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,6 @@ IGNORED = ("model.visual.", "visual.", "model.mtp.")
 MTP = "mtp."
 
 Span: TypeAlias = tuple[float, float]
-# Where a model gets its tensors, by their canonical names (`model.layers.0...`) and of the shapes that this rank has.
-WeightSource: TypeAlias = "DummyWeights | FileWeights"
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
 
 
@@ -78,9 +77,61 @@ def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], c
     return joined.matrix
 
 
-class DummyWeights:
+class WeightSource(ABC):
+    """Where a model gets its tensors, by their canonical names (`model.layers.0...`) and of the shapes that this rank
+    has."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, fp8: Fp8Format | None, shares: Shares, as_bytes: bool
+    ) -> None:
+        """`as_bytes`: what is in FP8 comes to the device as its bytes, for one that has no such numbers."""
+        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
+        self.device, self.fp8, self._shares = device, fp8, shares
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether `get` can return this tensor."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape in which it is stored, whole; None for made-up weights, which take any."""
+
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
+    ) -> Tensor:
+        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device; made up in `span`."""
+        return self._own(name, shape, self._shares.part(name, shape), dtype or self.dtype, span)
+
+    def is_scaled(self, name: str) -> bool:
+        """Whether `get_matrix` gives it in FP8."""
+        return self.fp8 is not None and self.fp8.covers(name)
+
+    def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
+        """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
+        return self._scaled(name, shape) if self.is_scaled(name) else self.get(name, shape)
+
+    def _scaled(self, name: str, shape: Sequence[int]) -> ScaledMatrix:
+        """One that is not stored in FP8, put in it whole, so that all ranks have the same scales."""
+        part = self._shares.part(name, shape)
+        whole, as_bytes = part.whole if part else shape, self.codes == torch.uint8
+        matrix = self._own(name, whole, None, self.dtype, None)
+        found = quantise(matrix.cpu() if as_bytes else matrix)  # bytes by the host, which has such numbers
+        codes, scales = found.codes.view(torch.uint8), found.scales
+        if as_bytes:
+            codes, scales = codes.to(self.device), scales.to(self.device)
+        if part is None:
+            return replace(found, codes=codes.view(self.codes), scales=scales)
+        own = part.of(codes).clone().view(self.codes)
+        return part.of_scaled(own, scales, found.rows, found.columns, found.dtype)
+
+    @abstractmethod
+    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
+        """The part that has `shape`."""
+
+
+class DummyWeights(WeightSource):
     """Random weights for any name and shape, uniform in `span` or normal with the deviation `shape[-1] ** -0.5`; the
-    bits depend on the seed, the name, the whole shape and the device alone. `FileWeights` says what methods do."""
+    bits depend on the seed, the name, the whole shape and the device alone."""
 
     def __init__(
         self,
@@ -91,52 +142,27 @@ class DummyWeights:
         shares: Shares = WHOLE,
         as_bytes: bool = False,
     ) -> None:
-        """`as_bytes`: as of `FileWeights`."""
-        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
-        self.device = device
-        self.fp8 = fp8
+        super().__init__(dtype, device, fp8, shares, as_bytes)
         self._seed = seed
-        self._shares = shares
 
     def has(self, name: str) -> bool:
         return True
 
-    def is_scaled(self, name: str) -> bool:
-        return self._covers(name)
-
-    def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        if not self._covers(name):
-            return self.get(name, shape)
-        part = self._shares.part(name, shape)
-        made = self._make(name, part.whole if part else shape, self.dtype, None)
-        return _quantised(made, part, self)
-
-    def _covers(self, name: str) -> bool:
-        return self.fp8 is not None and self.fp8.covers(name)
-
     def shape(self, name: str) -> tuple[int, ...] | None:
         return None
 
-    def rest(self) -> list[str]:
-        return []
-
-    def get(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
-    ) -> Tensor:
-        part = self._shares.part(name, shape)
-        made = self._make(name, part.whole if part else shape, dtype or self.dtype, span)
-        return part.of(made).clone() if part else made
-
-    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype, span: Span | None) -> Tensor:
+    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
         # torch's CPU generator looks at 32 bits of a seed only.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
-        out = torch.empty(*shape, dtype=dtype, device=self.device)
+        made = torch.empty(*(part.whole if part else shape), dtype=dtype, device=self.device)
         if span is not None:
-            return out.uniform_(*span, generator=generator)
-        return out.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+            made.uniform_(*span, generator=generator)
+        else:
+            made.normal_(0.0, made.shape[-1] ** -0.5, generator=generator)
+        return part.of(made).clone() if part else made
 
 
-class FileWeights:
+class FileWeights(WeightSource):
     """Tensors of a model folder, read one at a time. To be closed.
 
     Raises ModelFolderError for a missing, broken or unexpected shard, a missing tensor, a wrong shape, and
@@ -155,12 +181,8 @@ class FileWeights:
         shares: Shares = WHOLE,
         as_bytes: bool = False,
     ) -> None:
-        """`mtp`: the MTP head's tensors are there too. `as_bytes`: what is in FP8 comes to the device as its bytes, for
-        one that has no such numbers."""
-        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
-        self.device = device
-        self.fp8 = fp8
-        self._shares = shares
+        """`mtp`: the MTP head's tensors are there too."""
+        super().__init__(dtype, device, fp8, shares, as_bytes)
         self._progress = progress
         self._folder = folder
         self._files: dict[str, Any] = {}
@@ -200,62 +222,42 @@ class FileWeights:
             self._progress(self._read_bytes, self._total_bytes)
 
     def has(self, name: str) -> bool:
-        """Whether `get` can return this tensor."""
         return name in self._stored
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The stored shape; None for made-up weights, which take any."""
-        return self._shares.local_shape(name, self._stored_shape(name))
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored, shard = self._find(name)
+        return tuple(self._files[shard].get_slice(stored).get_shape())
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """All that a model may ask for, whole."""
-        return [(name, self._stored_shape(name)) for name in sorted(self._stored)]
-
-    def _stored_shape(self, name: str) -> tuple[int, ...]:
-        stored, shard = self._find(name)
-        return tuple(self._files[shard].get_slice(stored).get_shape())
+        return [(name, self.shape(name)) for name in sorted(self._stored)]
 
     def rest(self) -> list[str]:
         """Names that nobody asked for."""
         return sorted(self._unread)
 
-    def get(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
-    ) -> Tensor:
-        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device."""
+    def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
         if self._stored_type(name) in FP8_TYPES:
             raise ModelFolderError(
                 f"tensor {self._where(name)} is stored in FP8, where forkpoint reads bfloat16 or float32; without "
                 "quantization_config in config.json, and for embeddings, norms and the output head, FP8 is not read"
             )
-        tensor = self._read(name, shape, self._shares.part(name, shape))
-        self._check_finite(name, _is_finite(tensor))
-        return tensor.to(dtype or self.dtype)
+        return self._finite(name, shape, part).to(dtype)
 
     def is_scaled(self, name: str) -> bool:
-        """Whether `get_matrix` gives it in FP8."""
-        return self.fp8 is not None and self._in_fp8(name, self.fp8)
+        if self.fp8 is None or self.fp8.on_load:
+            return super().is_scaled(name)
+        return self._stored_type(name) in FP8_TYPES
 
-    def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
-        """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
-        if self.fp8 is None or not self._in_fp8(name, self.fp8):
-            return self.get(name, shape)
-        return self._scaled(name, shape, self.fp8)
-
-    def _in_fp8(self, name: str, fp8: Fp8Format) -> bool:
-        return fp8.covers(name) if fp8.on_load else self._stored_type(name) in FP8_TYPES
-
-    def _scaled(self, name: str, shape: Sequence[int], fp8: Fp8Format) -> ScaledMatrix:
+    def _scaled(self, name: str, shape: Sequence[int]) -> ScaledMatrix:
+        fp8 = self.fp8
+        if fp8 is None or fp8.on_load:
+            return super()._scaled(name, shape)
         part = self._shares.part(name, shape)
         whole = part.whole if part else shape
-        if fp8.on_load:  # whole, so that all ranks have the same scales
-            tensor = self._read(name, whole, None)
-            self._check_finite(name, _is_finite(tensor))
-            return _quantised(tensor.to(self.dtype), part, self)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
-        codes, scale = self._read(name, shape, part), name + fp8.scale_suffix
-        self._check_finite(name, not _has_nan(codes))
+        codes, scale = self._finite(name, shape, part), name + fp8.scale_suffix
         scales = self._read(scale, fp8.scale_shape(whole), None).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
@@ -275,7 +277,7 @@ class FileWeights:
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """A copy on the device, as stored (FP8 as `codes`), of the part that has `shape`."""
         stored, shard = self._find(name)
-        found, whole = self._stored_shape(name), tuple(part.whole if part else shape)
+        found, whole = self.shape(name), tuple(part.whole if part else shape)
         if found != whole:
             raise ModelFolderError(
                 f"tensor {stored!r} in {self._folder / shard} has shape {list(found)}; "
@@ -294,12 +296,15 @@ class FileWeights:
             self._tell()
         return tensor
 
-    def _check_finite(self, name: str, is_finite: bool) -> None:
-        if not is_finite:
+    def _finite(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
+        """What `_read` gives."""
+        tensor = self._read(name, shape, part)
+        if not _is_finite(tensor):
             raise ModelFolderError(
                 f"tensor {self._where(name)} holds NaN or infinite values; fetch the file again, "
                 "or repair the training run that wrote it"
             )
+        return tensor
 
     def _find(self, name: str) -> tuple[str, str]:
         if name not in self._stored:
@@ -349,30 +354,15 @@ def _stored_bytes(path: Path) -> dict[str, int]:
     return {name: end - start for name, (start, end) in spans.items()}
 
 
-def _quantised(matrix: Tensor, part: Part | None, source: WeightSource) -> ScaledMatrix:
-    """A part of what the whole matrix is in FP8; of bytes by the host, which has such numbers."""
-    as_bytes = source.codes == torch.uint8
-    found = quantise(matrix.cpu() if as_bytes else matrix)
-    codes, scales = found.codes.view(torch.uint8), found.scales
-    if as_bytes:
-        codes, scales = codes.to(source.device), scales.to(source.device)
-    if part is None:
-        return replace(found, codes=codes.view(source.codes), scales=scales)
-    own = part.of(codes).clone().view(source.codes)
-    return part.of_scaled(own, scales, found.rows, found.columns, found.dtype)
-
-
 def _is_finite(tensor: Tensor) -> bool:
+    if tensor.element_size() == 1:  # e4m3, or its bytes: no infinity, and one NaN of either sign
+        codes = tensor.view(torch.uint8).flatten()
+        return not any(bool((piece & 0x7F == 0x7F).any()) for piece in torch.split(codes, _PIECE))
     # One sum per piece and no mask; only a sum that overflows needs the exact look.
     for piece in torch.split(tensor.flatten(), _PIECE):
         if not bool(torch.isfinite(piece.sum(dtype=torch.float32))) and not bool(torch.isfinite(piece).all()):
             return False
     return True
-
-
-def _has_nan(codes: Tensor) -> bool:
-    """e4m3 has no infinity, and one NaN of either sign."""
-    return any(bool((piece & 0x7F == 0x7F).any()) for piece in torch.split(codes.view(torch.uint8).flatten(), _PIECE))
 
 
 def _some(names: set[str]) -> str:

@@ -87,7 +87,7 @@ class SharedTransformer:
         if config.adapts_attention:
             names = [f"self_attn.linear_{part}_adapter_list.{adapter}" for part in "qkv"]
             projection = self._adapted(qkv, names, self._rows, 2 * self._hidden, config.rank)
-        attention = SharedAttention(self._build, layer, config.attention, projection, self._out)
+        attention = Attention(self._build, "", layer, config.attention, (projection, self._out))
         names, rows = [f"feed_forward.gate_up_proj_adapter_list.{adapter}"], [2 * config.intermediate_size]
         gate_up = self._adapted(self._gate_up, names, rows, self._hidden, config.rank)
 
@@ -112,27 +112,6 @@ class SharedTransformer:
             return base(x) + torch.cat([product(part) for product, part in parts], dim=-1)
 
         return adapted
-
-
-class SharedAttention(Attention):
-    """Attention whose products are given."""
-
-    def __init__(
-        self,
-        build: Build,
-        layer: int,
-        config: AttentionConfig,
-        qkv: Callable[[Tensor], Tensor],
-        out: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._given = qkv, out
-        super().__init__(build, "", layer, config)
-
-    def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
-        return self._given[0]
-
-    def _read_out(self, name: str) -> Callable[[Tensor], Tensor]:
-        return self._given[1]
 
 
 class Zamba2(Model):
@@ -202,9 +181,8 @@ class Zamba2(Model):
     def kinds(fields: Fields) -> list[str]:
         """Of each layer; unless listed, a shared transformer before layers 6, 12, .. 42, 47 and 51."""
         shared = {*range(6, 43, 6), 47, 51}
-        allowed = ("linear_attention", "hybrid", *KINDS)
-        listed = fields.layer_types(allowed, lambda i: "hybrid" if i in shared else "linear_attention")
-        return [KINDS.get(kind, kind) for kind in listed]
+        kinds = ("linear_attention", "hybrid")
+        return fields.layer_types(kinds, lambda i: kinds[i in shared], KINDS)
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         shared, *_ = parts = build.config.layers[layer]
