@@ -5,14 +5,14 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 unset TRITON_INTERPRET
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
-alone=tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena
+alone=(tests/gpu/test_memory.py tests/gpu/test_engine.py::test_the_share_of_memory_decides_the_arena)
 folder=${LOGS:-$(mktemp -d)}
 pytest="python3 -m pytest -o addopts= -p no:cacheprovider"
 devices=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 [ "$devices" -gt 0 ] || { echo "gpu_tests: torch sees no CUDA device here" >&2; exit 1; }
 python3 -c 'import torch, triton; print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)'
 files=$(grep -l triton_cases tests/ops/test_*.py)
-$pytest -q --collect-only $files tests/gpu "$@" | grep :: | grep -v "^$alone" > "$folder/all" || exit 1
+$pytest -q --collect-only $files tests/gpu "$@" | grep :: | grep -v "${alone[@]/#/-e^}" > "$folder/all" || exit 1
 split -d -a 2 -n "r/${SHARDS:-8}" "$folder/all" "$folder/shard."
 failed=0
 for shard in "$folder"/shard.??; do
@@ -23,5 +23,5 @@ done
 for job in $(jobs -p); do wait "$job" || failed=1; done
 grep -h "^FAILED\|^ERROR\|^E  " "$folder"/*.log
 tail -q -n 1 "$folder"/*.log
-if [ $# -eq 0 ]; then $pytest -v "$alone" || failed=1; fi
+if [ $# -eq 0 ]; then $pytest -v "${alone[@]}" || failed=1; fi
 exit $failed

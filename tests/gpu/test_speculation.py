@@ -104,7 +104,7 @@ def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
                 check(llm.generate(prompts, params, use_tqdm=False), expected)
             metrics = llm.get_metrics()
         ahead = np.concatenate([plan.rows.ahead for plan in plans])
-        assert metrics["num_accepted_tokens"] > 500 and ahead.sum() > 60
+        assert metrics["num_accepted_tokens"] > 400 and ahead.sum() > 60
 
 
 def test_states_at_boundaries_in_reach_serve_the_next_turn() -> None:
