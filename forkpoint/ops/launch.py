@@ -10,7 +10,7 @@ import triton.language as tl
 
 from forkpoint.platforms.table import traits_of
 
-MOST_ROWS = 256  # of launches that overlap
+MOST_ROWS = 512  # of launches that overlap
 AT_ONCE = tl.constexpr(2)  # an OVERLAP: `await_before` lets the next launch start too
 
 

@@ -67,6 +67,7 @@ FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processo
 NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
+MANY_OUTPUTS = 65536  # above, as of output heads in FP8, there are enough programs for all rows in one tile
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
 
 
@@ -194,6 +195,9 @@ def scaled_tile(
         return None
     if num_rows == 1 and alone and dtype == torch.bfloat16:
         return one_scaled_tile(num_outputs)
+    if num_outputs > MANY_OUTPUTS and num_rows <= 64 and narrows and not gated:
+        rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+        return Tile(rows, 128, 128, 4, 3, turned=True, narrows=True)
     few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
     if num_rows <= FEW_SCALED or not narrows:
         tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)

@@ -70,8 +70,9 @@ def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -
     if dtype == torch.float32:
         return _tiles(dtype, mean_rows)
     if narrows:
-        if mean_rows <= 12:
-            tile = Tile(16, 128, 128, 4, 3, turned=True, narrows=True)
+        if mean_rows <= 40:
+            few = mean_rows <= 16
+            tile = Tile(16 if few else 32, 128, 128, 4, 2 if few else 3, turned=True, narrows=True)
             return tile, tile
         if mean_rows <= 96:
             return Tile(64, 64, 128, 4, 3, narrows=True), Tile(64, 64, 128, 4, 3, narrows=True)
