@@ -21,7 +21,6 @@ from benchmarks.machine import commit_hash, today
 from forkpoint.ops.activation.kernel import silu_mul
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.tiles import (
-    GatedTile,
     Tile,
     fastest_gated_tile,
     fastest_tile,
@@ -88,20 +87,19 @@ def ours(product: Product, table: OpTable) -> Callable[[Tensor, PackedLinear], o
     return table.linear_silu_mul if product.gated else table.linear
 
 
-def chosen(product: Product, rows: int) -> list[Tile | GatedTile | None]:
+def chosen(product: Product, rows: int) -> list[Tile | None]:
     """The tiles of the default and of the deterministic mode."""
     if product.gated:
-        return [choose(rows, torch.bfloat16) for choose in (fastest_gated_tile, fixed_gated_tile)]
+        fast = fastest_gated_tile(rows, product.num_outputs // 2, torch.bfloat16)
+        return [fast, fixed_gated_tile(rows, torch.bfloat16)]
     shape = rows, product.num_outputs, product.width, torch.bfloat16
     return [fastest_tile(*shape), fixed_tile(*shape)]
 
 
-def show(tile: Tile | GatedTile | None) -> str:
+def show(tile: Tile | None) -> str:
     """`rows x outputs x width`, `/ splits`; `-` for none."""
     if tile is None:
         return "-"
-    if isinstance(tile, GatedTile):
-        return f"{tile.rows}x({tile.wide}+{tile.narrow})x{tile.width}"
     return f"{tile.rows}x{tile.outputs}x{tile.width}" + (f" / {tile.splits}" if tile.splits > 1 else "")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Final
 
@@ -30,13 +30,10 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
 
-_OPTIONAL = ("latent_prefill", "wide_linear", "linear_parts", "experts_parts", "linear_both", "conv_record", "rounding")
-_NOT_OPERATORS = ("redirects", "deterministic", "backends", *_OPTIONAL)
-
 
 def operator_names() -> tuple[str, ...]:
-    """Names of all operators of a table."""
-    return tuple(field.name for field in fields(OpTable) if field.name not in _NOT_OPERATORS)
+    """Of those that every table has."""
+    return tuple(field.name for field in fields(OpTable) if field.default is MISSING and field.name != "backends")
 
 
 def torch_table(deterministic: bool = False) -> OpTable:

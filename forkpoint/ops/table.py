@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -27,45 +27,12 @@ STATE_OPERATORS = (
 )
 
 
-class PrepareLinear(Protocol):
-    def __call__(self, weight: Matrix, bias: Tensor | None) -> Any:
-        """Pack a `[N, K]` weight, which may be in FP8, once at load; the result is opaque to the model."""
-
-
-class Linear(Protocol):
-    def __call__(self, x: Tensor, packed: Any) -> Tensor:
-        """`x[T, K] -> y[T, N]` in x's dtype."""
-
-
-class LinearBoth(Protocol):
-    def __call__(self, x: Tensor, packed: Any, beside: Any) -> tuple[Tensor, Tensor] | None:
-        """linear by each of two matrices; None where that is no faster in one."""
-
-
-class PrepareLinearHeads(Protocol):
-    def __call__(self, weight: Tensor) -> Any:
-        """Pack a weight for each head, `[H, N, K]`, once at load."""
-
-
-class LinearHeads(Protocol):
-    def __call__(self, x: Tensor, packed: Any) -> Tensor:
-        """Each head through its own weight: `x[T, H, K] -> y[T, H, N]` in x's dtype."""
-
-
-class LinearSiluMul(Protocol):
-    def __call__(self, x: Tensor, packed: Any) -> Tensor:
-        """silu_mul of a linear layer: `silu(x gate^T) * (x up^T)`, `x[T, K] -> y[T, I]`, for a packed `[2I, K]`
-        weight, gate rows first."""
-
-
-class RMSNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dim in fp32, `weight` fp32 (any `1 +` folded in at load); result in x's dtype."""
-
-
-class AddRMSNorm(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`residual += x` (may be in place); returns (norm of the new residual, the new residual)."""
+Index = TypeVar("Index", contravariant=True)
+Linear: TypeAlias = Callable[[Tensor, Any], Tensor]
+PrepareLinear: TypeAlias = Callable[[Matrix, Tensor | None], Any]
+RMSNorm: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+SiluMul: TypeAlias = Callable[[Tensor], Tensor]
+Experts: TypeAlias = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
 
 
 class GatedRMSNorm(Protocol):
@@ -80,11 +47,6 @@ class GatedRMSNorm(Protocol):
     ) -> Tensor:
         """`rmsnorm(x) * weight * silu(gate)` per head of `[T, HV, V]`; with `gate_first` `rmsnorm(x * silu(gate)) *
         weight`; with `sigmoid` that in silu's place. `weight` `[V]` serves all heads, `[HV, V]` has each its own."""
-
-
-class SiluMul(Protocol):
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`."""
 
 
 class QKNormRopeWrite(Protocol):
@@ -162,22 +124,15 @@ class LatentPrefill(Protocol):
         tokens; `cache[P, 1, 64, rank + P]`."""
 
 
-class ConvPrefill(Protocol):
+class Conv(Protocol[Index]):
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: Index, silu: bool
     ) -> Tensor:
-        """Depthwise causal conv. `x[T, D]` raw inputs, `weight[D, W]`, `pool[P, W-1, D]` (row W-2 newest);
-        stores the last W-1 raw inputs at `dst` and at each save. -> `[T, D]`."""
+        """Depthwise causal conv of segments, or of one token per row. `x[T, D]` raw inputs, `weight[D, W]`, `pool[P,
+        W-1, D]` (row W-2 newest); stores the last W-1 raw inputs at `dst` and at each save. -> `[T, D]`."""
 
 
-class ConvUpdate(Protocol):
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool
-    ) -> Tensor:
-        """The same for one token per row: `x[B, D]`."""
-
-
-class RecurrencePrefill(Protocol):
+class Recur(Protocol[Index]):
     def __call__(
         self,
         mixed: Tensor,
@@ -185,27 +140,13 @@ class RecurrencePrefill(Protocol):
         b: Tensor | None,
         params: RecurrenceParams,
         pool: Tensor,
-        index: SegmentIndex,
+        index: Index,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The recurrence over segments, in 64-token chunks from each segment's start.
+        """The recurrence over segments, in 64-token chunks from each segment's start, or one step of it per row.
 
         `mixed[T, mixed_dim]` after conv; `a[T, num_decays]`, `b[T, HV]` raw, b with the delta rule alone.
         `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`, in `out` if given."""
-
-
-class RecurrenceDecode(Protocol):
-    def __call__(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: DecodeIndex,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """One recurrent step per row: `mixed[B, mixed_dim]` -> `[B, HV, V]`, in `out` if given."""
 
 
 class RecurrenceRecord(Protocol):
@@ -245,24 +186,13 @@ class ConvRecord(Protocol):
         None for shapes that it does not take."""
 
 
-class RecurrenceSettle(Protocol):
-    def __call__(self, pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
-        """What recurrence_record does before the tokens."""
-
-
-class ScanPrefill(Protocol):
+class Scan(Protocol[Index]):
     def __call__(
-        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
+        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Index, out: Tensor | None = None
     ) -> Tensor:
-        """Mamba's selective scan over segments, `pool[P, D, N]` fp32 strided view: with `s = softplus(dt + dt_bias)`,
-        `S = e^{s A} S + (s x) b^T` and `y = (S c + skip x) silu(z)`. -> `[T, D]`, in `out` if given."""
-
-
-class ScanDecode(Protocol):
-    def __call__(
-        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
-    ) -> Tensor:
-        """The same for one token per row."""
+        """Mamba's selective scan over segments, or of one token per row, `pool[P, D, N]` fp32 strided view: with
+        `s = softplus(dt + dt_bias)`, `S = e^{s A} S + (s x) b^T` and `y = (S c + skip x) silu(z)`. -> `[T, D]`, in
+        `out` if given."""
 
 
 class ScanVerify(Protocol):
@@ -323,74 +253,40 @@ class Route(Protocol):
         `bias[E]` fp32. -> `weights[T, top_k + num_shared]` fp32, `ids` of the same shape, int32."""
 
 
-class PrepareExperts(Protocol):
-    def __call__(self, gate_up: Matrix, down: Matrix) -> Any:
-        """Pack expert weights, all in FP8 or none: `down[E, H, I]` and `gate_up[E, 2I, H]`, whose experts are
-        `down(silu(gate) * up)`, or `[E, I, H]`, whose experts have no gate: `down(relu(up) ** 2)`."""
-
-
-class Experts(Protocol):
-    def __call__(self, x: Tensor, packed: Any, weights: Tensor, ids: Tensor) -> Tensor:
-        """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])`, `x[T, H]`, `weights`/`ids` `[T, choices]` as of route."""
-
-
-class StateCopy(Protocol):
-    def __call__(self, pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-        """`pool[dst[i]] = pool[src[i]]` for every pool `[P, ...]`; -1 as `src` gives zeros, as `dst` nothing.
-
-        One launch copies bits, whatever their dtype, in any order of rows and parts of slots: any number of rows may
-        read one slot, a row may name its own slot twice, but none may read what another row writes.
-        """
-
-
-class Greedy(Protocol):
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits[N, V]` -> (ids of the largest `[N]` int64, the lowest id among equals; `[N]` bool: the largest is
-        neither NaN, which any NaN makes it, nor infinite; else the id is some id)."""
-
-
-class SampleRows(Protocol):
-    def __call__(self, logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-        """One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens that `columns` keep.
-        -> as `greedy`."""
-
-
-class ApplyPenalties(Protocol):
-    def __call__(self, logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
-        """In place on `logits[N, V]` fp32; `counts[L, V]` int32."""
-
-
-class ApplyBitmasks(Protocol):
-    def __call__(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """-inf for ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
-        id `i` at bit `i % 32` of word `i // 32`."""
-
-
 @dataclass(frozen=True, slots=True)
 class OpTable:
     """One backend's operators. `redirects` names the state operators that honour `src != dst`; for the
     others the runner copies the state with `state_copy` before the step. `backends` is for the log."""
 
+    # Pack a `[N, K]` weight, which may be in FP8, and its bias, once at load; the result is opaque to the model.
     prepare_linear: PrepareLinear
+    # `x[T, K]`, packed -> `y[T, N]` in x's dtype.
     linear: Linear
-    linear_silu_mul: LinearSiluMul
-    prepare_linear_heads: PrepareLinearHeads
-    linear_heads: LinearHeads
+    # silu_mul of it: `silu(x gate^T) * (x up^T)`, `x[T, K] -> y[T, I]`, for a packed `[2I, K]` weight, gate rows first.
+    linear_silu_mul: Linear
+    # Pack a weight for each head, `[H, N, K]`, once at load.
+    prepare_linear_heads: Callable[[Tensor], Any]
+    # Each head through its own weight: `x[T, H, K] -> y[T, H, N]` in x's dtype.
+    linear_heads: Linear
+    # Of x, weight and eps over the last dim in fp32, weight fp32 (any `1 +` folded in at load); result in x's dtype.
     rmsnorm: RMSNorm
-    add_rmsnorm: AddRMSNorm
+    # Of x, residual, weight and eps: `residual += x` (may be in place); (norm of the new residual, the new residual).
+    add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gated_rmsnorm: GatedRMSNorm
+    # `silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`.
     silu_mul: SiluMul
     qk_norm_rope_write: QKNormRopeWrite
     latent_write: LatentWrite
     paged_attention: PagedAttention
-    conv_prefill: ConvPrefill
-    conv_update: ConvUpdate
-    recurrence_prefill: RecurrencePrefill
-    recurrence_decode: RecurrenceDecode
+    conv_prefill: Conv[SegmentIndex]
+    conv_update: Conv[DecodeIndex]
+    recurrence_prefill: Recur[SegmentIndex]
+    recurrence_decode: Recur[DecodeIndex]
     recurrence_record: RecurrenceRecord
-    recurrence_settle: RecurrenceSettle
-    scan_prefill: ScanPrefill
-    scan_decode: ScanDecode
+    # What recurrence_record does to pool, index and records before the tokens.
+    recurrence_settle: Callable[[Tensor, RecordIndex, Sequence[Tensor]], None]
+    scan_prefill: Scan[SegmentIndex]
+    scan_decode: Scan[DecodeIndex]
     scan_verify: ScanVerify
     scan_fold: Fold
     conv_verify: ConvVerify
@@ -398,13 +294,25 @@ class OpTable:
     recurrence_verify: RecurrenceVerify
     recurrence_fold: Fold
     route: Route
-    prepare_experts: PrepareExperts
+    # Pack expert weights, all in FP8 or none: `gate_up[E, 2I, H]` and `down[E, H, I]`, whose experts are
+    # `down(silu(gate) * up)`, or `[E, I, H]`, whose experts have no gate: `down(relu(up) ** 2)`.
+    prepare_experts: Callable[[Matrix, Matrix], Any]
+    # `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` of `x[T, H]`, packed, weights and ids `[T, choices]` as of route.
     experts: Experts
-    state_copy: StateCopy
-    greedy: Greedy
-    sample_rows: SampleRows
-    apply_penalties: ApplyPenalties
-    apply_bitmasks: ApplyBitmasks
+    # `pool[dst[i]] = pool[src[i]]` for every one of the pools `[P, ...]`; -1 as src gives zeros, as dst nothing. One
+    # launch copies bits, whatever their dtype, in any order of rows and parts of slots: any number of rows may read one
+    # slot, a row may name its own slot twice, but none may read what another row writes.
+    state_copy: Callable[[list[Tensor], Tensor, Tensor], None]
+    # `logits[N, V]` -> (ids of the largest `[N]` int64, the lowest id among equals; `[N]` bool: the largest is neither
+    # NaN, which any NaN makes it, nor infinite; else the id is some id).
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    # One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens kept by columns -> as greedy.
+    sample_rows: Callable[[Tensor, SamplingColumns], tuple[Tensor, Tensor]]
+    # In place on `logits[N, V]` fp32; `counts[L, V]` int32.
+    apply_penalties: Callable[[Tensor, Tensor, PenaltyColumns], None]
+    # -inf for ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32, id `i`
+    # at bit `i % 32` of word `i // 32`.
+    apply_bitmasks: Callable[[Tensor, Tensor, Tensor], None]
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)
@@ -412,6 +320,7 @@ class OpTable:
     wide_linear: Linear | None = None  # `linear` with weights in fp32 of an x in bfloat16, in fp32
     linear_parts: Linear | None = None  # the same, whose answers may be `unmade.Parts`: for add_rmsnorm and route alone
     experts_parts: Experts | None = None  # the same, for add_rmsnorm alone
-    linear_both: LinearBoth | None = None  # two operators in one, this and the next
+    # linear by each of two packed matrices; None where that is no faster in one
+    linear_both: Callable[[Tensor, Any, Any], tuple[Tensor, Tensor] | None] | None = None
     conv_record: ConvRecord | None = None
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made

@@ -9,28 +9,31 @@ from typing import Any
 import triton
 
 from forkpoint.ops.activation import kernel as activation
+from forkpoint.ops.attention import inputs_kernel, latent_kernel
 from forkpoint.ops.attention.expanded_kernel import latent_prefill
-from forkpoint.ops.attention.inputs_kernel import qk_norm_rope_write
 from forkpoint.ops.attention.kernel import PagedAttention
-from forkpoint.ops.attention.latent_kernel import latent_write
 from forkpoint.ops.conv1d import kernel as conv1d
-from forkpoint.ops.conv1d.verify_kernel import conv_fold, conv_verify
+from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.linear.device_linear import DeviceLinear
+from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
-from forkpoint.ops.moe.route_kernel import route
 from forkpoint.ops.norm import kernel as norm
-from forkpoint.ops.recurrence.decode_kernel import recurrence_decode
-from forkpoint.ops.recurrence.prefill_kernel import recurrence_prefill
-from forkpoint.ops.recurrence.record_kernel import recurrence_record, recurrence_settle
+from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel, verify_kernel
 from forkpoint.ops.recurrence.step_kernel import conv_record
-from forkpoint.ops.recurrence.verify_kernel import recurrence_fold, recurrence_verify
+from forkpoint.ops.sampling import choose_kernel
 from forkpoint.ops.sampling import kernel as sampling
-from forkpoint.ops.sampling.choose_kernel import sample_rows
-from forkpoint.ops.scan.kernel import scan_decode
-from forkpoint.ops.scan.prefill_kernel import scan_prefill
-from forkpoint.ops.scan.verify_kernel import scan_fold, scan_verify
+from forkpoint.ops.scan import kernel as scan
+from forkpoint.ops.scan import prefill_kernel as scan_prefill
+from forkpoint.ops.scan import verify_kernel as scan_verify
+from forkpoint.ops.select import operator_names
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable
+
+# Each of their functions with the name of an operator is it.
+_OPERATORS = (
+    *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
+    *(decode_kernel, prefill_kernel, record_kernel, verify_kernel, scan, scan_prefill, scan_verify),
+)
 
 
 def triton_table(base: OpTable) -> OpTable:
@@ -46,36 +49,13 @@ def triton_table(base: OpTable) -> OpTable:
         "linear_silu_mul": product.linear_silu_mul,
         "prepare_linear_heads": product.prepare_heads,
         "linear_heads": product.linear_heads,
-        "route": route,
         "prepare_experts": experts.prepare,
         "experts": experts,
-        "rmsnorm": norm.rmsnorm,
-        "add_rmsnorm": norm.add_rmsnorm,
-        "gated_rmsnorm": norm.gated_rmsnorm,
-        "silu_mul": activation.silu_mul,
-        "qk_norm_rope_write": qk_norm_rope_write,
-        "latent_write": latent_write,
         "paged_attention": PagedAttention(base.deterministic),
-        "conv_prefill": conv1d.conv_prefill,
-        "conv_update": conv1d.conv_update,
-        "recurrence_prefill": recurrence_prefill,
-        "recurrence_decode": recurrence_decode,
-        "recurrence_record": recurrence_record,
-        "recurrence_settle": recurrence_settle,
-        "scan_prefill": scan_prefill,
-        "scan_decode": scan_decode,
-        "scan_verify": scan_verify,
-        "scan_fold": scan_fold,
-        "conv_verify": conv_verify,
-        "conv_fold": conv_fold,
-        "recurrence_verify": recurrence_verify,
-        "recurrence_fold": recurrence_fold,
         "state_copy": StateCopy(),
-        "greedy": sampling.greedy,
-        "sample_rows": sample_rows,
-        "apply_penalties": sampling.apply_penalties,
-        "apply_bitmasks": sampling.apply_bitmasks,
     }
+    names = operator_names()
+    replaced |= {name: getattr(own, name) for own in _OPERATORS for name in names if hasattr(own, name)}
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
     # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
     long_latents = None if base.deterministic else latent_prefill

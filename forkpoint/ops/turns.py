@@ -71,9 +71,8 @@ def in_turns(table: OpTable) -> OpTable:
     """The same operators, over at most MOST_ROWS rows at a time, without those of a GPU alone."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
     cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, _most(name)) for name, places in own.items()}
-    own_to_gpus = ("latent_prefill", "wide_linear", "linear_parts", "experts_parts", "linear_both", "conv_record")
-    absent = dict.fromkeys(own_to_gpus)
-    return replace(table, **cut, **absent)  # type: ignore[arg-type]
+    absent: dict[str, Any] = {field.name: None for field in fields(OpTable) if field.default is None}
+    return replace(table, **cut, **absent)
 
 
 def _most(name: str) -> int:

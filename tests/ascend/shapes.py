@@ -14,7 +14,7 @@ from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import ScaledMatrix
-from forkpoint.ops.linear.tiles import Tile, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
+from forkpoint.ops.linear.tiles import FEW_GATED, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
@@ -248,16 +248,16 @@ def _scaled(s: Shape, *sizes: int) -> ScaledMatrix:
 
 def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     choose = fixed_tile if deterministic else fastest_tile
-    choose_gated = fixed_gated_tile if deterministic else fastest_gated_tile
     for rows in (1, 8, 16, 32, 64, 128, 600):
         for outputs, width in ((s.hidden, s.hidden), (s.recurrence.mixed_dim, s.hidden), (s.hidden, s.inner)):
             tile = choose(rows, outputs, width, s.dtype)
             if tile is not None:
                 x, weight, tile = s.empty(rows, width), s.empty(outputs, width), within(tile, HOST)
                 yield f"linear {rows} {tile}", lambda x=x, w=weight, t=tile: multiply(x, w, None, t)
-        gated = choose_gated(rows, s.dtype)
+        fast = fastest_gated_tile(rows, s.inner, s.dtype)
+        gated = fixed_gated_tile(rows, s.dtype) if deterministic else fast
         x, weight = s.empty(rows, s.hidden), s.empty(2 * s.inner, s.hidden)
-        if isinstance(gated, Tile):  # NPUs do without `GatedTile`
+        if gated is not None and gated.rows <= FEW_GATED:  # NPUs take the halves together beyond
             gated = within(gated, HOST)
             yield f"gated {rows} {gated}", lambda x=x, w=weight, t=gated: multiply(x, w, None, t, gated=True)
     yield from _products_in_fp8(s, ops)

@@ -24,7 +24,6 @@ NEVER_LAUNCHED = {  # by what their names begin with
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
     "ops.recurrence.step_kernel._state_kernel": IN_ONE,
     "ops.recurrence.step_kernel._step_kernel": IN_ONE,
-    "ops.linear.gated_kernel._gated_kernel": MASKS,
     "ops.moe.kernel._pair_in_kernel": MASKS,
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,

@@ -10,7 +10,6 @@ from torch import Tensor
 from forkpoint.ops.linear.reference import ComposedLinearSiluMul, PackedLinear, linear
 from forkpoint.ops.linear.tiles import (
     LARGEST,
-    GatedTile,
     Tile,
     fastest_gated_tile,
     fastest_tile,
@@ -102,31 +101,17 @@ def test_weights_in_fp32_keep_their_precision(rows: int) -> None:
         close((x @ weight.bfloat16().T).float(), exact, torch.float32)
 
 
-@pytest.mark.parametrize("tile", [GatedTile(16, 32, 4, 2), GatedTile(16, 64, 4, 2, wide=16, narrow=32)], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "inner", "width"), sized([(3, 96, 64), (18, 70, 40)], [(64, 12288, 4096), (130, 1000, 520)])
-)
-def test_gated_products_in_two_parts(rows: int, inner: int, width: int, tile: GatedTile) -> None:
-    from forkpoint.ops.linear.gated_kernel import multiply_gated
-
-    x, packed = operands(rows, 2 * inner, width, torch.bfloat16, False)
-    gate, up = (x.double() @ packed.weight.double().T).chunk(2, -1)
-    got = multiply_gated(x, packed.weight, tile)
-    close(got, F.silu(gate) * up, torch.bfloat16)
-    assert torch.equal(got, multiply(x, packed, Tile(16, 32, 64, 4, 2), gated=True))
-
-
 @pytest.mark.parametrize(("outputs", "width"), [(257, 2048), (4096, 4096), (4096, 12288), (12352, 4096), (151936, 64)])
 def test_choices(outputs: int, width: int) -> None:
     for rows in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 4096):
         fast, fixed = (choose(rows, outputs, width, torch.bfloat16) for choose in (fastest_tile, fixed_tile))
         assert fast is None or rows <= fast.rows
         assert fixed.splits == 1 and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)
-        gated, fixed_gated = (choose(rows, torch.bfloat16) for choose in (fastest_gated_tile, fixed_gated_tile))
+        gated, fixed_gated = fastest_gated_tile(rows, outputs, torch.bfloat16), fixed_gated_tile(rows, torch.bfloat16)
         assert gated is None or rows <= gated.rows
         assert (fixed_gated is None) == (rows > LARGEST)
         assert fixed_gated is None or fixed_gated.rows > 1
-    assert fastest_tile(1, outputs, width, torch.float32) is fastest_gated_tile(1, torch.float32) is None
+    assert fastest_tile(1, outputs, width, torch.float32) is fastest_gated_tile(1, outputs, torch.float32) is None
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

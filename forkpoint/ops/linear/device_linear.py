@@ -10,12 +10,11 @@ from torch import Tensor
 
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.fp8_kernel import library_scales, multiply_fp8
-from forkpoint.ops.linear.gated_kernel import multiply_gated
 from forkpoint.ops.linear.kernel import multiply, multiply_both
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledLinear, ScaledMatrix
 from forkpoint.ops.linear.tiles import (
-    GatedTile,
+    FEW_GATED,
     Tile,
     fastest_gated_tile,
     fastest_tile,
@@ -74,7 +73,7 @@ class DeviceLinear:
     def linear_both(
         self, x: Tensor, packed: PackedLinear | ScaledLinear, beside: PackedLinear | ScaledLinear
     ) -> tuple[Tensor, Tensor] | None:
-        """See `table.LinearBoth`: of one row, a matrix in FP8 and one beside it that is not."""
+        """See `OpTable.linear_both`: of one row, a matrix in FP8 and one beside it that is not."""
         if not isinstance(packed, ScaledLinear) or isinstance(beside, ScaledLinear) or len(x) != 1:
             return None
         tile = self._scaled_tile(x, packed, gated=False)
@@ -94,12 +93,11 @@ class DeviceLinear:
             if scaled_tile is None:
                 return self.silu_mul(self.linear(x, packed))
             return multiply(x, packed.weight, None, scaled_tile, gated=True)
-        choose = fixed_gated_tile if self.deterministic else fastest_gated_tile
-        tile = choose(x.shape[0], x.dtype)
-        if tile is None or (isinstance(tile, GatedTile) and not traits_of(x.device).masks_gathers):
+        num_rows, num_outputs = x.shape[0], packed.weight.shape[0] // 2
+        fastest = fastest_gated_tile(num_rows, num_outputs, x.dtype)
+        tile = fixed_gated_tile(num_rows, x.dtype) if self.deterministic else fastest
+        if tile is None or (tile.rows > FEW_GATED and not traits_of(x.device).masks_gathers):
             return self.silu_mul(self.linear(x, packed))
-        if isinstance(tile, GatedTile):
-            return multiply_gated(x, packed.weight, tile.among(packed.weight.shape[0] // 2))
         return multiply(x, packed.weight, None, within(tile, x.device), gated=True)
 
     def prepare_heads(self, weight: Tensor) -> Tensor:

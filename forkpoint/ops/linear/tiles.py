@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class Tile:
     the weights are the left operand of the matrix instruction, which has at least 64 rows on its left: few rows of x
     then waste no work. Programs of `group` row tiles take turns over the same weights before the next group's do.
 
-    Over the matrix units every tile without splits, a GatedTile too, adds up K in the same order, 16 at a time, so
+    Over the matrix units every tile without splits adds up K in the same order, 16 at a time, so
     that the bits of a row depend on the splits alone.
     """
 
@@ -44,26 +42,10 @@ class Tile:
         return 1 if any(width % (self.width * self.together) for width in widths) else self.together
 
 
-@dataclass(frozen=True, slots=True)
-class GatedTile:
-    """As `Tile`, of a gated product: each program computes `wide + narrow` outputs in two parts."""
-
-    rows: int
-    width: int
-    num_warps: int
-    num_stages: int
-    wide: int = 64
-    narrow: int = 32
-
-    def among(self, num_outputs: int) -> GatedTile:
-        """With half of its rows where few outputs would leave half of the processors idle."""
-        few = self.rows == LARGEST and num_outputs <= FEW_OUTPUTS
-        return replace(self, rows=self.rows // 2, num_warps=self.num_warps // 2) if few else self
-
-
 SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without the matrix units, is the fastest
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
+MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
 NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
@@ -72,21 +54,21 @@ FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it 
 
 
 @dataclass(frozen=True, slots=True)
-class Choices(Generic[T]):
+class Choices:
     """For one kind of shape, bfloat16: (rows up to which, tile). Beyond `fast` rows the vendor's library is faster; the
     rest go on to LARGEST where it is no choice."""
 
-    tiles: tuple[tuple[int, T], ...]
+    tiles: tuple[tuple[int, Tile], ...]
     fast: int
 
-    def fastest(self, num_rows: int) -> T | None:
+    def fastest(self, num_rows: int) -> Tile | None:
         return self.up_to(num_rows) if num_rows <= self.fast else None
 
-    def up_to(self, num_rows: int) -> T | None:
+    def up_to(self, num_rows: int) -> Tile | None:
         return next((tile for most, tile in self.tiles if num_rows <= most), None)
 
 
-_FEW: Final[Choices[Tile]] = Choices(
+_FEW: Final[Choices] = Choices(
     (
         (1, Tile(1, 8, 512, 4, 3, overlaps=True)),
         (8, Tile(16, 32, 256, 4, 6, overlaps=True)),
@@ -97,7 +79,7 @@ _FEW: Final[Choices[Tile]] = Choices(
     ),
     fast=32,
 )
-_FEWEST: Final[Choices[Tile]] = Choices(
+_FEWEST: Final[Choices] = Choices(
     (
         (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
         (16, Tile(16, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)),
@@ -106,7 +88,7 @@ _FEWEST: Final[Choices[Tile]] = Choices(
     ),
     fast=32,
 )
-_FEW_WIDE: Final[Choices[Tile]] = Choices(
+_FEW_WIDE: Final[Choices] = Choices(
     (
         *_FEW.tiles[:3],
         (32, Tile(32, 64, 128, 4, 5, splits=2, turned=True)),
@@ -115,7 +97,7 @@ _FEW_WIDE: Final[Choices[Tile]] = Choices(
     ),
     fast=64,
 )
-_MANY: Final[Choices[Tile]] = Choices(
+_MANY: Final[Choices] = Choices(
     (
         (1, Tile(1, 16, 256, 4, 3, overlaps=True)),
         (8, Tile(16, 64, 128, 4, 4, turned=True, overlaps=True)),
@@ -126,18 +108,18 @@ _MANY: Final[Choices[Tile]] = Choices(
     ),
     fast=64,
 )
-_GATED: Final[Choices[Tile | GatedTile]] = Choices(
+_GATED: Final[Choices] = Choices(
     (
         (1, Tile(1, 4, 2048, 4, 3, overlaps=True)),
         (8, Tile(16, 32, 128, 4, 3, overlaps=True)),
         (16, Tile(16, 32, 128, 4, 3)),
-        (32, GatedTile(32, 128, 4, 3)),
-        (64, GatedTile(64, 128, 4, 3)),
-        (128, GatedTile(128, 64, 8, 5)),
+        (32, Tile(32, 64, 128, 4, 3)),
+        (64, Tile(64, 64, 64, 4, 4)),
+        (128, Tile(128, 64, 64, 8, 3)),
     ),
     fast=64,
 )
-_WIDE: Final[Choices[Tile]] = Choices(
+_WIDE: Final[Choices] = Choices(
     (
         (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
         (32, Tile(16, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)),
@@ -156,9 +138,11 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
     return _choices(num_outputs, width).fastest(num_rows)
 
 
-def fastest_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
+def fastest_gated_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile | None:
     """The tile for a gated product; None: take the halves together by the vendor's library."""
-    return _GATED.fastest(num_rows) if dtype == torch.bfloat16 else None
+    if dtype != torch.bfloat16 or (num_outputs > MOST_GATED and num_rows > FEW_GATED):
+        return None
+    return _GATED.fastest(num_rows)
 
 
 def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
@@ -175,7 +159,7 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     return Tile(256, 128, 64, 8, 3, turned=True, group=4)
 
 
-def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | GatedTile | None:
+def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
     return _GATED.up_to(max(num_rows, 2)) if dtype == torch.bfloat16 else None
 
@@ -235,7 +219,7 @@ def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch
     return Tile(LARGEST, 64, 128, 8 if gated else 4, 3, turned=True)
 
 
-def _choices(num_outputs: int, width: int) -> Choices[Tile]:
+def _choices(num_outputs: int, width: int) -> Choices:
     if num_outputs > FEW_OUTPUTS:
         return _MANY
     if num_outputs <= FEWEST_OUTPUTS:

@@ -35,7 +35,7 @@ class DeviceExperts:
     def __call__(
         self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, parts: bool = False
     ) -> Tensor:
-        """See `table.Experts`; with `parts` perhaps as `Parts`."""
+        """See `OpTable.experts`; with `parts` perhaps as `Parts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
