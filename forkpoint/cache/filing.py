@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin
 
 
 class Filing:
@@ -19,7 +19,7 @@ class Filing:
         self._layout = store.layout
         self.filed: list[Node | Checkpoint] = []  # since the last plan was issued
 
-    def publish(self, lease: Lease, num_tokens: int, provenance: Provenance) -> None:
+    def publish(self, lease: Lease, num_tokens: int) -> None:
         """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree.
 
         To be called when the plan that computes them is issued.
@@ -30,7 +30,7 @@ class Filing:
         assert old is not None and node is not None
         last = min(num_tokens, lease.chain.num_tokens) // self._layout.block_size
         for depth in sorted({last, *saves}):
-            node = self._file_blocks(lease, node, min(depth, last), provenance)
+            node = self._file_blocks(lease, node, min(depth, last))
             if node.depth == depth and (save := saves.pop(depth, None)):
                 self._finish_save(lease, node, save)
         if node is not old:
@@ -40,7 +40,7 @@ class Filing:
         for save in saves.values():
             self._store.arena.give_slot(save.slot)
 
-    def _file_blocks(self, lease: Lease, node: Node, last: int, provenance: Provenance) -> Node:
+    def _file_blocks(self, lease: Lease, node: Node, last: int) -> Node:
         """Go down from `node` on the lease's history to depth `last`, and file the blocks that are new.
 
         Returns the deepest node; the lease is frozen if the rest cannot be filed.
@@ -57,7 +57,7 @@ class Filing:
             return node
         blocks = lease.pop_blocks(range(start, end)) if self._layout.has_kv else [NO_BLOCK] * (end - start)
         chain = lease.chain
-        nodes = self._store.add_blocks(node, chain.hashes[start:end], chain.blocks[start:end], blocks, provenance)
+        nodes = self._store.add_blocks(node, chain.hashes[start:end], chain.blocks[start:end], blocks)
         self._note_filed(lease, nodes)
         return nodes[-1]
 
@@ -77,7 +77,7 @@ class Filing:
         self.filed += items
 
     def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
-        checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.provenance, lease.note)
+        checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note)
         if checkpoint is not None:
             self.adopt(lease, checkpoint)
             if save.origin is Origin.DECODE:

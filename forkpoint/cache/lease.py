@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forkpoint.cache.arena import Move, MoveKind
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
-from forkpoint.cache.tree import Checkpoint, Node, Origin, Provenance
+from forkpoint.cache.tree import Checkpoint, Node, Origin
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Lease:
     num_confirmed: int = 0
     num_last: int = 1  # tokens of the last step of a row that decodes, without drafts known not to count
     in_reach: bool = False
-    provenance: Provenance = Provenance.PREFILL
+    decoded: bool = False  # decode kernels had a part in the state
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     note: object = None  # the eviction policy's

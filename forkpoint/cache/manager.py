@@ -20,7 +20,7 @@ from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.saves import SavePlanner
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, Provenance, nearest_checkpoint
+from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import CacheConfig
 
 TokenIds = npt.NDArray[np.int32]
@@ -130,7 +130,7 @@ class CacheManager:
             if hit.path:
                 self.store.count_hit(hit.path[-1])
             return
-        lease.provenance = hit.checkpoint.provenance
+        lease.decoded = hit.checkpoint.decoded
         self._note_history(lease, hit.path[: hit.checkpoint.node.depth - 1])
         lease.touched.append(hit.checkpoint)
         self._start_reading(hit.checkpoint)
@@ -189,7 +189,7 @@ class CacheManager:
         if not self.enabled:
             return True
         self.extend(lease, token_ids)
-        self.filing.publish(lease, num_certain, Provenance.DECODE)
+        self.filing.publish(lease, num_certain)
         size, node = self.layout.block_size, lease.node
         assert node is not None
         boundary = lease.num_planned // size * size
@@ -206,9 +206,7 @@ class CacheManager:
             return not lease.in_reach
         if turns:
             old, lease.slot = lease.slot, fresh
-            checkpoint = self.store.add_checkpoint(
-                node, old, Origin.DECODE, lease.provenance, lease.note, num_readers=1
-            )
+            checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.decoded, lease.note, num_readers=1)
             assert checkpoint is not None
             self.holdings.count(read_slots=1)
             self.filing.adopt(lease, checkpoint)
@@ -223,7 +221,7 @@ class CacheManager:
         back. The history goes on with `token_ids`."""
         self.extend(lease, token_ids)
         previous = lease.decode_checkpoint
-        self.filing.publish(lease, lease.num_planned - lease.num_last, Provenance.DECODE)
+        self.filing.publish(lease, lease.num_planned - lease.num_last)
         lease.in_reach = False
         if previous is not None and lease.decode_checkpoint is not previous and _is_spare(previous):
             self.store.drop_checkpoint(previous)
@@ -250,15 +248,14 @@ class CacheManager:
             return lease.read_from.slot
         return lease.slot if lease.num_planned else NO_SLOT
 
-    def advance(self, lease: Lease, end: int, provenance: Provenance) -> Checkpoint | None:
+    def advance(self, lease: Lease, end: int, decodes: bool) -> Checkpoint | None:
         """A plan takes the lease to `end` tokens. Returns the checkpoint that it reads, if any; call `done_reading`
         with it once the step's result is known."""
         reading, lease.read_from = lease.read_from, None
-        lease.num_last = end - lease.num_planned if provenance is Provenance.DECODE else 1
+        lease.num_last = end - lease.num_planned if decodes else 1
         lease.num_planned = end
         lease.num_told_blocks = lease.num_blocks
-        if provenance is Provenance.DECODE:
-            lease.provenance = provenance
+        lease.decoded = lease.decoded or decodes
         return reading
 
     def advance_steady(self, leases: Iterable[Lease]) -> None:
@@ -325,18 +322,18 @@ class CacheManager:
         lease.hit = lease.decode_checkpoint = None
         lease.note, lease.num_survived_tokens = None, 0
         lease.has_duplicates = False
-        lease.provenance, lease.frozen = Provenance.PREFILL, not self.enabled
+        lease.decoded, lease.frozen = False, not self.enabled
 
     def _donate_state(self, lease: Lease) -> bool:
         tokens, grid = lease.num_confirmed, self.layout.checkpoint_grid
         if lease.frozen or lease.node is None or not tokens or tokens % grid or tokens != lease.num_planned:
             return False
-        self.filing.publish(lease, tokens, lease.provenance)
+        self.filing.publish(lease, tokens)
         node = lease.node
         if lease.frozen or node.condemned or node.depth * self.layout.block_size != tokens or node.checkpoint:
             return False
-        origin = Origin.DECODE if lease.provenance is Provenance.DECODE else Origin.PROMPT_END
-        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.provenance, lease.note)
+        origin = Origin.DECODE if lease.decoded else Origin.PROMPT_END
+        checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.decoded, lease.note)
         assert checkpoint is not None
         lease.touched.append(checkpoint)
         return True

@@ -21,7 +21,6 @@ from forkpoint.cache.tree import (
     Node,
     Origin,
     PrefixTree,
-    Provenance,
     nearest_checkpoint,
 )
 
@@ -206,15 +205,10 @@ class PrefixStore:
     # --- entries
 
     def add_blocks(
-        self,
-        parent: Node,
-        hashes: Sequence[BlockHash],
-        tokens: Sequence[bytes],
-        blocks: Sequence[int],
-        provenance: Provenance,
+        self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
         """File a chain of blocks under its parent; the arena's units change hands."""
-        nodes = self.tree.extend(parent, hashes, tokens, blocks, provenance)
+        nodes = self.tree.extend(parent, hashes, tokens, blocks)
         for node in nodes:
             node.last_used = self.arena.turnover
         if self.layout.has_kv:
@@ -231,19 +225,19 @@ class PrefixStore:
         node: Node,
         slot: int,
         origin: Origin,
-        provenance: Provenance,
+        decoded: bool,
         note: object = None,
         num_readers: int = 0,
     ) -> Checkpoint | None:
-        """Make `slot` the checkpoint of `node`, saved by a request with that note. Of two for one node the better
-        provenance stays; None: the one that is there stays, and the slot was freed."""
+        """Make `slot` the checkpoint of `node`, saved by a request with that note. Of two for one node one that
+        was not decoded stays; None: the one that is there stays, and the slot was freed."""
         present = node.checkpoint
-        if present is not None and (present.provenance.value <= provenance.value or present.num_readers):
+        if present is not None and (present.decoded <= decoded or present.num_readers):
             self.arena.give_slot(slot)
             return None
         if present is not None:
             self.drop_checkpoint(present)
-        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, provenance, num_readers)
+        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, decoded, num_readers)
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint
         if self.restorable is not None:

@@ -12,14 +12,6 @@ from forkpoint.cache.layout import NO_BLOCK
 
 
 @enum.unique
-class Provenance(enum.Enum):
-    """Which kernels made an entry. Their bits differ; of two sources the worse (larger) one counts."""
-
-    PREFILL = 0
-    DECODE = 1
-
-
-@enum.unique
 class Origin(enum.StrEnum):
     """Why something is kept: the first ones, the most valuable first, are why a checkpoint was taken; the others are
     what a policy may learn apart."""
@@ -73,7 +65,6 @@ class Node(Entry):
     tokens: bytes
     depth: int  # blocks from the root, this one included
     block: int
-    provenance: Provenance
     children: dict[Node, None] = field(default_factory=dict)  # a condemned and a sound one may share a hash
     checkpoint: Checkpoint | None = None
     pins: int = 0
@@ -111,7 +102,7 @@ class Checkpoint(Entry):
     slot: int
     num_tokens: int
     origin: Origin
-    provenance: Provenance
+    decoded: bool  # decode kernels had a part in it: its bits are not those that prefill makes
     num_readers: int = 0
     num_expected: int = 0  # waiting requests known to resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists
@@ -139,7 +130,7 @@ class PrefixTree:
         """The root of a salt, made on first use."""
         node = self._roots.get(root_hash)
         if node is None:
-            node = Node(None, root_hash, b"", 0, NO_BLOCK, Provenance.PREFILL)
+            node = Node(None, root_hash, b"", 0, NO_BLOCK)
             self._roots[root_hash] = node
         return node
 
@@ -159,19 +150,14 @@ class PrefixTree:
         return self._by_hash.get(block_hash)
 
     def extend(
-        self,
-        parent: Node,
-        hashes: Sequence[BlockHash],
-        tokens: Sequence[bytes],
-        blocks: Sequence[int],
-        provenance: Provenance,
+        self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
         """A chain of new nodes under `parent`, one for each block; returns them from the top down."""
         assert hashes[0] not in self._by_hash  # nor, then, any that follows it
         nodes: list[Node] = []
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
         for depth, block_hash, data, block in zip(depths, hashes, tokens, blocks, strict=True):
-            node = Node(parent, block_hash, data, depth, block, provenance)
+            node = Node(parent, block_hash, data, depth, block)
             parent.children[node] = None
             self._by_hash[block_hash] = node
             nodes.append(node)

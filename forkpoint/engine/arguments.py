@@ -67,9 +67,8 @@ def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[S
 def priorities(priority: int | Sequence[int], count: int) -> list[int]:
     """Raises InvalidParamsError."""
     items = _listed(priority)
-    if items is None:
-        return [checked_priority(priority)] * count
-    return [checked_priority(item) for item in _of_count(items, count, "priorities")]
+    given = [priority] * count if items is None else _of_count(items, count, "priorities")
+    return [checked_priority(item) for item in given]
 
 
 def checked_flag(name: str, value: object) -> bool:

@@ -17,27 +17,9 @@ from forkpoint.errors import ConfigError, InvalidPromptError
 FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # whose ends are looked for; each costs one rendering
 MAX_RENDERED = 200_000  # messages in all renderings for that: a few seconds; of longer conversations fewer ends are
 # What transformers' `apply_chat_template` and jinja2's `render` name themselves, not the template's variables.
-RESERVED = frozenset(
-    {
-        *(
-            "chat_template",
-            "conversation",
-            "kwargs",
-            "max_length",
-            "messages",
-            "padding",
-            "return_assistant_tokens_mask",
-        ),
-        *(
-            "return_dict",
-            "return_tensors",
-            "sanitize_control_tokens",
-            "self",
-            "tokenize",
-            "tokenizer_kwargs",
-            "truncation",
-        ),
-    }
+RESERVED = (
+    *("chat_template", "conversation", "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation"),
 )
 KIMIS_CALLS = "<|tool_calls_section_begin|>"  # which Kimi's templates write before them
 PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that only ever part two renderings
@@ -96,7 +78,7 @@ class ChatTemplate:
         """
         if not self._has_template:
             raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
-        reserved = sorted(RESERVED & set(variables or ()))
+        reserved = sorted(name for name in variables or () if name in RESERVED)
         if reserved:
             raise InvalidPromptError(f"chat_template_kwargs may not name {reserved[0]!r}; it is no template's variable")
         conversation: Sequence[Message] = [normalised(message, in_parts=self._in_parts) for message in messages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from forkpoint.engine.tokenizer import Tokenizer
@@ -58,14 +58,6 @@ class Detokenizer:
         return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip)
 
 
-@dataclass(frozen=True, slots=True)
-class StopHit:
-    """The stop string found, and the length to which the text is cut."""
-
-    stop: str
-    length: int
-
-
 class StopPattern:
     """Stop strings as an automaton (Aho and Corasick's): each further character costs the same, however many strings
     there are and however long they get. Never changes; completions share it."""
@@ -112,20 +104,14 @@ class StopStrings:
         self._state = 0
         self._num_read = 0  # characters of the text that `_state` is about
 
-    def find(self, text: str, num_new: int) -> StopHit | None:
-        """The first stop string that ends in the last `num_new` characters of `text`."""
+    def find(self, text: str, num_new: int) -> tuple[str, int] | None:
+        """The first stop string that ends in the last `num_new` characters of `text`, and where that is cut."""
         if not num_new:
             return None
         settled = len(text) - num_new
-        best: tuple[int, str] | None = None
-        for stop in self._pattern.stops:
-            at = text.find(stop, max(0, settled - len(stop) + 1))
-            if at >= 0 and (best is None or at < best[0]):
-                best = (at, stop)
-        if best is None:
-            return None
-        at, stop = best
-        return StopHit(stop, at + len(stop) if self._include else at)
+        places = ((text.find(stop, max(0, settled - len(stop) + 1)), stop) for stop in self._pattern.stops)
+        at, stop = min((place for place in places if place[0] >= 0), key=itemgetter(0), default=(-1, ""))
+        return (stop, at + len(stop) if self._include else at) if stop else None
 
     def num_undecided(self, text: str) -> int:
         """Characters at the end of `text` that may turn out to begin a stop string, and must not be shown.

@@ -143,8 +143,8 @@ class Completion:
             return
         hit = self._stops.find(self._text, len(text))
         if hit is not None:
-            self._text = self._text[: hit.length]
-            self._stop_reason = hit.stop
+            self._stop_reason, length = hit
+            self._text = self._text[:length]
             self.finish_reason = FinishReason.STOP
 
     def _finish(self, update: RequestUpdate) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.cache.manager import CacheManager
-from forkpoint.cache.tree import Provenance
 from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, ReplacedPrefix, StepPlan, StepRows, TokenMasks
 
@@ -19,9 +18,12 @@ class _Work:
 
     entry: Entry
     tokens: IntArray
-    num_drafts: int
-    provenance: Provenance
+    decodes: bool  # through the decode kernels: what follows its first token are drafts
     masks: Sequence[IntArray] = ()  # of each position that is sampled, under a grammar
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.tokens) - 1 if self.decodes else 0
 
 
 class PlanBuilder:
@@ -55,16 +57,16 @@ class PlanBuilder:
         start = entry.lease.num_planned
         tokens = entry.tokens(start, start + 1) if start < entry.num_known else np.full(1, LAST_SAMPLED, np.int32)
         tokens = tokens if drafts is None else np.concatenate([tokens, drafts])
-        mask = entry.request.grammar.mask if entry.request.grammar is not None else None
-        own = (mask, *masks) if mask is not None else ()
-        self._decodes.append(_Work(entry, tokens, len(tokens) - 1, Provenance.DECODE, own))
-        self.budget -= len(tokens)
+        self._add(entry, tokens, masks, decodes=True)
 
     def add_prefill(self, entry: Entry, end: int) -> None:
         """Known tokens up to `end` through the prefill kernels."""
-        tokens = entry.tokens(entry.lease.num_planned, end)
+        self._add(entry, entry.tokens(entry.lease.num_planned, end), (), decodes=False)
+
+    def _add(self, entry: Entry, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
         mask = entry.request.grammar.mask if entry.request.grammar is not None else None
-        self._prefills.append(_Work(entry, tokens, 0, Provenance.PREFILL, () if mask is None else (mask,)))
+        work = _Work(entry, tokens, decodes, (mask, *masks) if mask is not None else ())
+        (self._decodes if decodes else self._prefills).append(work)
         self.budget -= len(tokens)
 
     def finish(self, removed: tuple[int, ...]) -> tuple[StepPlan, IssuedStep]:
@@ -172,11 +174,11 @@ class PlanBuilder:
             issued.sampled.append(entry)
         else:
             issued.silent.append((entry, end))
-        reading = manager.advance(lease, end, work.provenance)
+        reading = manager.advance(lease, end, work.decodes)
         if reading is not None:
             issued.readers.append(reading)
-        if work.provenance is Provenance.PREFILL or (lease.pending and not lease.in_reach):
-            manager.filing.publish(lease, end if work.provenance is Provenance.PREFILL else start, work.provenance)
+        if not work.decodes or (lease.pending and not lease.in_reach):
+            manager.filing.publish(lease, start if work.decodes else end)
 
 
 def _told_blocks(entry: Entry) -> IntArray:

@@ -24,9 +24,9 @@ from forkpoint.sim.trace import TraceRequest
 MAX_MODEL_LEN = 1 << 24  # the trace decides how long prompts are
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineOptions:
-    """An engine to simulate. Policies override those that `cache` names; `drafter`: rows have drafts."""
+    """An engine to simulate, in Scheduler's words. Policies override those that `cache` names."""
 
     layout: CacheLayout
     num_pages: int
@@ -79,18 +79,7 @@ class EngineSystem:
         self.name = name
         self.options = options
         self._now = 0.0
-        self.sched = Scheduler(
-            options.layout,
-            options.num_pages,
-            options.cache,
-            options.scheduler,
-            max_model_len=MAX_MODEL_LEN,
-            cost=options.cost,
-            policy=options.policy,
-            capture=options.capture,
-            drafter=options.drafter,
-            clock=lambda: self._now,
-        )
+        self.sched = Scheduler(**vars(options), max_model_len=MAX_MODEL_LEN, clock=lambda: self._now)
         self._tape = OutputTape(options.scheduler.max_num_seqs)
         self._requests: dict[str, Request] = {}
         self._row_ids: dict[int, str] = {}

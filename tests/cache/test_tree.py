@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forkpoint.cache.hashing import HashChain, root_hash
-from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, Provenance, nearest_checkpoint
+from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, nearest_checkpoint
 from tests.sched.harness import tokens
 
 SIZE = 64
@@ -18,9 +18,7 @@ def chain(seed: int, blocks: int = 4, salt: str = "") -> HashChain:
 
 
 def grow(tree: PrefixTree, source: HashChain, blocks: int) -> list[Node]:
-    return tree.extend(
-        tree.root(source.root), source.hashes[:blocks], source.blocks[:blocks], range(blocks), Provenance.PREFILL
-    )
+    return tree.extend(tree.root(source.root), source.hashes[:blocks], source.blocks[:blocks], range(blocks))
 
 
 def test_the_longest_match() -> None:
@@ -71,9 +69,9 @@ def test_a_pinned_node_cannot_be_removed() -> None:
 def test_a_leaf_goes_with_the_ancestors_that_nothing_else_needs() -> None:
     tree, source = PrefixTree(), chain(1, 6)
     nodes = grow(tree, source, 6)
-    nodes[0].checkpoint = Checkpoint(nodes[0], 1, SIZE, Origin.JUNCTION, Provenance.PREFILL)
+    nodes[0].checkpoint = Checkpoint(nodes[0], 1, SIZE, Origin.JUNCTION, False)
     other = chain(2, 1)
-    (branch,) = tree.extend(nodes[1], other.hashes, other.blocks, [9], Provenance.PREFILL)
+    (branch,) = tree.extend(nodes[1], other.hashes, other.blocks, [9])
     assert tree.remove(nodes[5], most=2) == [nodes[5], nodes[4]] and all(node.dropped for node in nodes[4:])
     tree.check_integrity()
     assert tree.remove(nodes[3], most=9) == [nodes[3], nodes[2]], "another history goes on from the next"
@@ -96,7 +94,7 @@ def test_the_nearest_checkpoint() -> None:
     assert nearest_checkpoint(nodes[6]) is None
     for index in (1, 4):
         node = nodes[index]
-        node.checkpoint = Checkpoint(node, index, node.depth * SIZE, Origin.JUNCTION, Provenance.PREFILL)
+        node.checkpoint = Checkpoint(node, index, node.depth * SIZE, Origin.JUNCTION, False)
     assert [nearest_checkpoint(node) for node in nodes] == [
         None,
         *[nodes[1].checkpoint] * 3,
@@ -110,7 +108,7 @@ def test_condemned_nodes_are_not_found_and_make_way_for_sound_ones() -> None:
     nodes = grow(tree, source, 4)
     tree.condemn(nodes[1])
     assert tree.match(source, 4) == nodes[:1] and tree.num_nodes == 4
-    (fresh,) = tree.extend(nodes[0], source.hashes[1:2], source.blocks[1:2], [9], Provenance.PREFILL)
+    (fresh,) = tree.extend(nodes[0], source.hashes[1:2], source.blocks[1:2], [9])
     assert tree.match(source, 4) == [nodes[0], fresh]
     tree.check_integrity()
     for node in reversed(nodes[1:]):

@@ -75,7 +75,7 @@ def feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
         text += piece
         hit = stops.find(text, len(piece))
         if hit is not None:
-            return text[: hit.length], hit.stop
+            return text[: hit[1]], hit[0]
     return text, None
 
 
