@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from forkpoint.errors import ForkpointError
@@ -19,11 +20,8 @@ T = TypeVar("T")
 CLIENT_LEFT = 499  # nginx's status, for the log and the metrics
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # while there is nothing to say, so that no proxy takes a stream for dead
-HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies are not to collect what should stream
-)
+# Proxies are not to collect what should stream.
+HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
 def event(data: object) -> bytes:
@@ -35,7 +33,7 @@ def named_event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + str(data["type"]).encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Sends what `events` yields, then `end`. An error in the middle becomes what `on_error` makes of it.
 
     `on_close` is called at the end, however it came: by itself, by an error, or because the reader left.
@@ -50,35 +48,27 @@ class EventStream(Response):
         end: bytes,
         on_error: Callable[[HTTPError], bytes],
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self._events = events
+        super().__init__(_told(events, end, on_error), headers=HEADERS)
         self._on_close = on_close
-        self._end = end
-        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader = asyncio.create_task(self._send_all(send))
-        leaver = asyncio.create_task(wait_for_disconnect(receive))
         try:
-            await asyncio.wait((reader, leaver), return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
             self._on_close()
-            for task in (reader, leaver):
-                task.cancel()
-            await asyncio.gather(reader, leaver, return_exceptions=True)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        try:
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:
-            if not isinstance(error, (HTTPError, ForkpointError)):
-                LOGGER.exception("unexpected error in a stream")
-            await send({"type": "http.response.body", "body": self._on_error(to_http(error)), "more_body": False})
-        else:
-            await send({"type": "http.response.body", "body": self._end, "more_body": False})
+
+async def _told(
+    events: AsyncIterator[bytes], end: bytes, on_error: Callable[[HTTPError], bytes]
+) -> AsyncIterator[bytes]:
+    try:
+        async for data in events:
+            yield data
+        yield end
+    except Exception as error:
+        if not isinstance(error, (HTTPError, ForkpointError)):
+            LOGGER.exception("unexpected error in a stream")
+        yield on_error(to_http(error))
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
