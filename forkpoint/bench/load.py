@@ -48,10 +48,6 @@ class Outcome:
         """None where the server does not tell."""
         return None if self.answer.usage is None else self.answer.usage.num_cached_tokens
 
-    @property
-    def miss(self) -> str | None:
-        return None if self.answer.cache is None else self.answer.cache.miss
-
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
         """Whether each metric named keeps its limit; a metric that the request does not have keeps any."""
         values = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.answer.latency_s}

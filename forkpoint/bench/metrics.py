@@ -29,6 +29,7 @@ def figures(
     num_input = sum(request.num_prompt_tokens for request in requests)
     num_output = sum(request.answer.num_completion_tokens for request in requests)
     cached = [num for request in requests if (num := request.num_cached_tokens) is not None]
+    misses = [request.answer.miss for request in requests]
     values: dict[str, list[float]] = {
         "ttft": [request.ttft_s for request in requests],
         "tpot": [time for request in requests if (time := request.tpot_s) is not None],
@@ -55,7 +56,7 @@ def figures(
         **{key: value for name in metrics for key, value in _distribution(name, values[name], percentiles).items()},
         "total_cached_tokens": sum(cached) if cached else None,
         "cached_token_share": sum(cached) / max(1, num_input) if cached else None,
-        "requests_by_miss": dict(Counter(each.miss for each in requests if each.miss is not None).most_common()),
+        "requests_by_miss": dict(Counter(miss for miss in misses if miss is not None).most_common()),
     }
 
 

@@ -70,7 +70,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "input_lens": [r.num_prompt_tokens if r else 0 for r in each],
         "output_lens": [r.answer.num_completion_tokens if r else 0 for r in each],
         "cached_lens": [r.num_cached_tokens if r else None for r in each],
-        "misses": [r.miss if r else None for r in each],
+        "misses": [r.answer.miss if r else None for r in each],
         "ttfts": [r.ttft_s if r else 0.0 for r in each],
         "itls": [r.answer.gaps_s if r else [] for r in each],
         "start_times": [outcome.answer.start_s for outcome in outcomes],

@@ -26,12 +26,12 @@ def demo(options: argparse.Namespace) -> int:
     if talks:
         print("A small model, trained for this, under a system prompt that it has not seen before:\n")
         print(transcript(results.chat), end="\n\n")
-    print(table(results.rows), end="\n\n")
+    rows = [*results.chat, *results.others]
+    print(table(rows), end="\n\n")
     drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine, say=_warn)
     print(f"One long answer, with up to {drafts.NUM_DRAFTS} drafts a step:\n")
     print(*aligned(drafts.cells(drafted)), sep="\n")
-    identical = [*(row.identical for row in results.rows), *(row.identical for row in drafted)]
-    return int(not all(identical))
+    return int(not all(row.identical for row in [*rows, *drafted]))
 
 
 def _warn(text: str) -> None:

@@ -21,12 +21,11 @@ def cache_line(output: RequestOutput) -> str:
 def answer_line(answer: Answer) -> str:
     """The same of a server's answer, with times as they were met here."""
     usage, rate = answer.usage, None
-    miss = None if answer.cache is None else answer.cache.miss
     if answer.first_token_s is not None:
         rate = _rate(answer.num_completion_tokens - 1, answer.last_s - answer.first_token_s)
     cached = None
     if usage is not None and usage.num_cached_tokens is not None:
-        cached = _cached(usage.num_cached_tokens, usage.num_prompt_tokens, miss)
+        cached = _cached(usage.num_cached_tokens, usage.num_prompt_tokens, answer.miss)
     return _line(cached, answer.time_to_first_token_s, rate)
 
 

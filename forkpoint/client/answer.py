@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from forkpoint.client.protocol import CacheUse, Delta, Usage
+from forkpoint.client.protocol import Delta, Usage
 
 
 class Answer:
@@ -23,7 +23,7 @@ class Answer:
         self.gaps_s: list[float] = []
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
-        self.cache: CacheUse | None = None
+        self.miss: str | None = None
         self._last_token_s = self.start_s
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -32,8 +32,8 @@ class Answer:
         """Take in a delta that arrived at `now_s` (default: now)."""
         now_s = time.perf_counter() if now_s is None else now_s
         self.usage = delta.usage or self.usage
-        self.cache = delta.cache or self.cache
-        if delta.usage is not None or delta.cache is not None:
+        self.miss = delta.miss or self.miss
+        if delta.usage is not None or delta.miss is not None:
             return
         self.last_s = now_s
         self.finish_reason = delta.finish_reason or self.finish_reason

@@ -39,29 +39,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheUse:
-    """forkpoint's extension: keys and values alone reached `kv_num_tokens`, `miss` says why not more was reused."""
-
-    kv_num_tokens: int
-    miss: str | None
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> CacheUse | None:
-        """The extension in a response or in a streamed chunk; None where it has none."""
-        cache = document.get("cache")
-        return cls(cache.get("kv_num_tokens") or 0, cache.get("miss")) if isinstance(cache, Mapping) else None
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
-    """What one streamed chunk adds to an answer, or says about it."""
+    """What one streamed chunk adds to an answer, or says about it. `miss`: forkpoint's word on why not more of the
+    prompt was cached."""
 
     text: str = ""
     reasoning: str = ""
     has_tool_call: bool = False
     finish_reason: str | None = None
     usage: Usage | None = None
-    cache: CacheUse | None = None
+    miss: str | None = None
 
     @property
     def carries_tokens(self) -> bool:
@@ -79,9 +66,10 @@ def read_chunk(data: str) -> list[Delta]:
     if "error" in document:
         raise refusal(None, document)
     deltas = [_delta(choice) for choice in document.get("choices") or ()]
-    usage, cache = Usage.read(document), CacheUse.read(document)
-    if usage is not None or cache is not None:
-        deltas.append(Delta(usage=usage, cache=cache))
+    usage, cache = Usage.read(document), document.get("cache")
+    miss = cache.get("miss") if isinstance(cache, Mapping) else None
+    if usage is not None or miss is not None:
+        deltas.append(Delta(usage=usage, miss=miss))
     return deltas
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from forkpoint.demo.scenarios import Measurement, measure
 from forkpoint.engine.llm import LLM
-from forkpoint.errors import ConfigError, RequestFailedError, UnsupportedModelError
+from forkpoint.errors import ConfigError, UnsupportedModelError
 from forkpoint.params import SamplingParams
 
 METHODS = (None, "ngram", "mtp")
@@ -19,21 +19,12 @@ NUM_ROUNDS = 3  # the first warms up, the best of the others counts
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The question answered once; `num_steps` of the model."""
-
-    elapsed_s: float
-    num_steps: int
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class DraftRow:
     """A method beside plain decoding."""
 
     method: str
-    best: Answer
-    plain: Answer
+    best: Measurement
+    plain: Measurement
 
     @property
     def identical(self) -> bool:
@@ -62,32 +53,19 @@ def _engines(model: str, options: dict[str, Any], say: Callable[[str], object]) 
             say(f"no drafts of {method} here: {error}")
 
 
-def _answer(llm: LLM, params: SamplingParams) -> Answer:
+def _answer(llm: LLM, params: SamplingParams) -> Measurement:
     llm.reset_prefix_cache()
-    prompt = llm.render_chat([{"role": "user", "content": QUESTION}])
-    num_steps, start = llm.get_metrics()["num_steps"], time.perf_counter()
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    elapsed_s = time.perf_counter() - start
-    completion = output.outputs[0]
-    if completion.error is not None:
-        raise RequestFailedError(f"the demo's request failed: {completion.error}")
-    return Answer(elapsed_s, llm.get_metrics()["num_steps"] - num_steps, completion.token_ids)
+    return measure(llm, llm.render_chat([{"role": "user", "content": QUESTION}]), params)
 
 
 def cells(rows: Sequence[DraftRow]) -> list[tuple[str, ...]]:
     """Of the table, its titles first."""
-    lines: list[tuple[str, ...]] = [("drafts", "tokens", "steps", "tokens a step", "tokens/s", "speed-up", "identical")]
-    for row in rows:
-        count, best = len(row.best.token_ids), row.best
-        lines.append(
-            (
-                row.method,
-                f"{count:,}",
-                f"{best.num_steps:,}",
-                f"{count / best.num_steps:.2f}",
-                f"{count / best.elapsed_s:.0f}",
-                f"{row.plain.elapsed_s / best.elapsed_s:.2f}x",
-                "yes" if row.identical else "NO",
-            )
-        )
-    return lines
+    titles = ("drafts", "tokens", "steps", "tokens a step", "tokens/s", "speed-up", "identical")
+    return [titles, *map(_cells, rows)]
+
+
+def _cells(row: DraftRow) -> tuple[str, ...]:
+    best, count = row.best, len(row.best.token_ids)
+    speed, speed_up = count / best.elapsed_s, row.plain.elapsed_s / best.elapsed_s
+    counts = (f"{count:,}", f"{best.num_steps:,}", f"{count / best.num_steps:.2f}")
+    return (row.method, *counts, f"{speed:.0f}", f"{speed_up:.2f}x", "yes" if row.identical else "NO")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from forkpoint.demo.conversation import STORIES, STORY_REPLY, Turn, conversation, look_ups, system_prompts
 from forkpoint.engine.inputs import Prompt
@@ -22,6 +23,8 @@ class Measurement:
     token_ids: tuple[int, ...]
     num_cached_tokens: int
     time_to_first_token_s: float
+    elapsed_s: float
+    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,67 +45,54 @@ class Row:
         return self.on.text.strip() == self.turn.answer
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The same model with the cache on and off. Both answer each prompt in turn, so that a machine that is
-    busy for a while slows both."""
-
-    on: LLM
-    off: LLM
-    params: SamplingParams
-
-    def ask(self, scenario: str, messages: Sequence[dict[str, str]], turn: Turn) -> Row:
-        """Answer the turn after the messages with both."""
-        prompt = self.on.render_chat([*messages, {"role": "user", "content": turn.text}])
-        return Row(scenario, turn, _measure(self.on, prompt, self.params), _measure(self.off, prompt, self.params))
+Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], Turn], Row]  # the turn after the messages, with both
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
     """`chat` is one conversation, turn after turn; `others` are the shared system prompt and the forks."""
 
-    chat: tuple[Row, ...]
-    others: tuple[Row, ...]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return self.chat + self.others
+    chat: list[Row]
+    others: list[Row]
 
 
 def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> Results:
-    """Run every scenario with the cache on and off."""
+    """Run every scenario with the cache on and off. Both answer each prompt in turn, so that a machine that is busy
+    for a while slows both."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with (
         LLM(model, **{**options, "enable_prefix_caching": True}) as on,
         LLM(model, **{**options, "enable_prefix_caching": False}) as off,
     ):
+
+        def ask(scenario: str, messages: Sequence[dict[str, str]], turn: Turn) -> Row:
+            prompt = on.render_chat([*messages, {"role": "user", "content": turn.text}])
+            return Row(scenario, turn, measure(on, prompt, params), measure(off, prompt, params))
+
         _warm_up(on)
         _warm_up(off)
-        pair = Pair(on, off, params)
-        return Results(tuple(_chat(pair)), (*_system_prompt(pair), *_forks(pair)))
+        return Results(_chat(ask), [*_system_prompt(ask), *_forks(ask)])
 
 
-def _chat(pair: Pair) -> list[Row]:
+def _chat(ask: Ask) -> list[Row]:
     system = system_prompts()[0]
     messages = [{"role": "system", "content": system.text}]
     rows = []
     for number, turn in enumerate(conversation(system), start=1):
-        rows.append(pair.ask(f"chat, turn {number}", messages, turn))
+        rows.append(ask(f"chat, turn {number}", messages, turn))
         messages.append({"role": "user", "content": turn.text})
         messages.append({"role": "assistant", "content": rows[-1].on.text})
     return rows
 
 
-def _system_prompt(pair: Pair) -> list[Row]:
+def _system_prompt(ask: Ask) -> list[Row]:
     system = system_prompts()[1]
     message = {"role": "system", "content": system.text}
-    return [
-        pair.ask(f"one system prompt, user {number}", [message], turn)
-        for number, turn in enumerate(look_ups(system, range(5, 7)), start=1)
-    ]
+    turns = look_ups(system, range(5, 7))
+    return [ask(f"one system prompt, user {number}", [message], turn) for number, turn in enumerate(turns, start=1)]
 
 
-def _forks(pair: Pair) -> list[Row]:
+def _forks(ask: Ask) -> list[Row]:
     """Prompts that part in the middle of a message."""
     names = ("fork, original", "fork, first branch", "fork, second branch")
     system = system_prompts()[2]
@@ -110,17 +100,20 @@ def _forks(pair: Pair) -> list[Row]:
     rows = []
     for name, story in zip(names, STORIES, strict=True):
         told = ({"role": "user", "content": story}, {"role": "assistant", "content": STORY_REPLY})
-        rows.append(pair.ask(name, [{"role": "system", "content": system.text}, *told], turn))
+        rows.append(ask(name, [{"role": "system", "content": system.text}, *told], turn))
     return rows
 
 
-def _measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
+def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
+    """Raises RequestFailedError."""
+    num_steps, start = llm.get_metrics()["num_steps"], time.perf_counter()
     (output,) = llm.generate(prompt, params, use_tqdm=False)
-    first = output.metrics.time_to_first_token_s
-    completion = output.outputs[0]
+    elapsed_s, num_steps = time.perf_counter() - start, llm.get_metrics()["num_steps"] - num_steps
+    first, completion = output.metrics.time_to_first_token_s, output.outputs[0]
     if completion.error is not None or first is None:
         raise RequestFailedError(f"the demo's request failed: {completion.error}")
-    return Measurement(prompt, completion.text, completion.token_ids, output.num_cached_tokens, first)
+    cached, ids = output.num_cached_tokens, completion.token_ids
+    return Measurement(prompt, completion.text, ids, cached, first, elapsed_s, num_steps)
 
 
 def _warm_up(llm: LLM) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -60,9 +60,9 @@ class SampledBody(RequestBody):
 
 
 class ResponseFormat(Body):
-    """`type` is text, json_object or json_schema; the last comes with `json_schema: {"name", "schema"}`."""
+    """The last type comes with `json_schema: {"name", "schema"}`."""
 
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
@@ -175,13 +175,7 @@ def _from_format(given: ResponseFormat | None) -> StructuredOutputsParams | None
         return None
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    if given.type == "json_schema":
-        schema = (given.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
-            raise HTTPError(400, 'response_format needs json_schema: {"name", "schema"}', param="response_format")
-        return StructuredOutputsParams(json=schema)
-    raise HTTPError(
-        400,
-        f"response_format type {given.type!r} is not supported; give text, json_object or json_schema",
-        param="response_format",
-    )
+    schema = (given.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise HTTPError(400, 'response_format needs json_schema: {"name", "schema"}', param="response_format")
+    return StructuredOutputsParams(json=schema)

@@ -177,10 +177,6 @@ class Talk:
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
         self._ended: set[int] = set()
 
-    def close(self) -> None:
-        """End what is still generated; harmless at any time."""
-        self.generation.close()
-
     async def news(self) -> AsyncIterator[News]:
         """Until all completions have ended. Raises where one fails."""
         try:
@@ -195,7 +191,7 @@ class Talk:
                 if len(self._ended) == len(self._parsers):
                     break
         finally:
-            self.close()  # what is told may end before what is generated, and one that fails ends the others
+            self.generation.close()  # what is told may end before what is generated, and one that fails ends the others
 
     def _read(self, delta: CompletionOutput) -> News:
         parser = self._parsers[delta.index]

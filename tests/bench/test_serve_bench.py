@@ -21,7 +21,7 @@ from forkpoint.bench.request import BenchRequest
 from forkpoint.bench.run import ServeBench, arrival_times, without_too_long
 from forkpoint.bench.vocabulary import Vocabulary
 from forkpoint.client.answer import Answer
-from forkpoint.client.protocol import CacheUse, Delta, Usage
+from forkpoint.client.protocol import Delta, Usage
 from forkpoint.client.server import Server
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError
@@ -55,14 +55,14 @@ def outcome(
     start: float,
     token_times: list[float],
     usage: Usage | None = None,
-    cache: CacheUse | None = None,
+    miss: str | None = None,
     error: str | None = None,
 ) -> Outcome:
     answer = Answer(start)
     for time in token_times:
         answer.add(Delta(text="x"), time)
     if usage is not None:
-        answer.add(Delta(usage=usage, cache=cache), token_times[-1])
+        answer.add(Delta(usage=usage, miss=miss), token_times[-1])
     return Outcome(BenchRequest("prompt", 7, len(token_times)), answer, error)
 
 
@@ -70,8 +70,8 @@ def test_figures_of_known_times() -> None:
     usage = Usage(num_prompt_tokens=100, num_completion_tokens=5, num_cached_tokens=64)
     cold = Usage(num_prompt_tokens=100, num_completion_tokens=3, num_cached_tokens=0)
     runs = [
-        outcome(10.0, [10.5, 10.6, 10.8], usage, CacheUse(64, "short")),  # two of its five tokens came with others
-        outcome(11.0, [11.1, 11.2, 11.3], cold, CacheUse(0, "cold")),
+        outcome(10.0, [10.5, 10.6, 10.8], usage, "short"),  # two of its five tokens came with others
+        outcome(11.0, [11.1, 11.2, 11.3], cold, "cold"),
         outcome(11.0, [11.1], error="died"),
     ]
     found = figures(runs, 2.0, percentiles=(50.0, 99.0), limits_ms={"ttft": 200.0})

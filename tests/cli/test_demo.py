@@ -91,7 +91,10 @@ def test_the_chat_goes_on_from_the_models_own_answers_and_is_told_turn_by_turn(t
 def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
     prompt = Prompt(np.arange(9, dtype=np.int32))
     turn = Turn("What is my name?", "Nora")
-    right, wrong = Measurement(prompt, "Nora", (1, 2), 4, 0.5), Measurement(prompt, "Ben", (1, 3), 0, 1.0)
+    right, wrong = (
+        Measurement(prompt, "Nora", (1, 2), 4, 0.5, 1.0, 2),
+        Measurement(prompt, "Ben", (1, 3), 0, 1.0, 1.0, 2),
+    )
     shown = transcript([Row("a", turn, right, right), Row("b", turn, wrong, wrong)]).splitlines()
     assert shown[1] == "assistant  Nora  [4 of 9 prompt tokens cached, first token after 500 ms, without 500 ms]"
     assert shown[3].startswith("assistant  Ben   [0 of 9") and shown[3].endswith("  (right: Nora)")
@@ -101,7 +104,7 @@ def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
 def test_a_difference_is_told() -> None:
     prompt = Prompt(np.arange(9, dtype=np.int32))
     turn = Turn("And gate?", "ab")
-    on, off = Measurement(prompt, "ab", (1, 2), 4, 0.5), Measurement(prompt, "ac", (1, 3), 0, 1.0)
+    on, off = Measurement(prompt, "ab", (1, 2), 4, 0.5, 1.0, 2), Measurement(prompt, "ac", (1, 3), 0, 1.0, 1.0, 2)
     shown = table([Row("a", turn, on, on), Row("b", turn, on, off)])
     assert "NO" in shown and "2.0x" in shown and "1 of 2 outputs identical" in shown
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from forkpoint.client.answer import Answer
-from forkpoint.client.protocol import CacheUse
 from forkpoint.client.server import CHAT, COMPLETIONS, Server, base_url
 from forkpoint.errors import (
     BrokenAnswerError,
@@ -39,7 +38,7 @@ def test_a_streamed_answer_is_put_together(server: FakeServer, path: str, cut: i
     assert answer.usage is not None
     usage = answer.usage
     assert (usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens) == (100, 3, 64)
-    assert answer.cache == CacheUse(kv_num_tokens=64, miss="cold")
+    assert answer.miss == "cold"
     assert answer.time_to_first_token_s is not None and answer.time_to_first_token_s >= 0.05
     assert len(answer.gaps_s) == 2 and all(gap >= 0.015 for gap in answer.gaps_s)
     assert answer.latency_s >= answer.time_to_first_token_s + sum(answer.gaps_s)
@@ -55,7 +54,7 @@ def test_reasoning_is_kept_apart_and_counts_as_tokens(server: FakeServer) -> Non
 def test_a_server_without_the_extensions_is_understood(server: FakeServer) -> None:
     server.script = Script(num_cached_tokens=None)
     answer = ask(server.url)
-    assert answer.usage is not None and answer.usage.num_cached_tokens is None and answer.cache is None
+    assert answer.usage is not None and answer.usage.num_cached_tokens is None and answer.miss is None
 
 
 def test_the_key_is_sent(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
