@@ -31,7 +31,8 @@ def demo(options: argparse.Namespace) -> int:
     drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine, say=_warn)
     print(f"One long answer, with up to {drafts.NUM_DRAFTS} drafts a step:\n")
     print(*aligned(drafts.cells(drafted)), sep="\n")
-    return int(not all(row.identical for row in [*rows, *drafted]))
+    identical = [*(row.identical for row in rows), *(row.identical for row in drafted)]
+    return int(not all(identical))
 
 
 def _warn(text: str) -> None:
