@@ -16,7 +16,7 @@ Outputs = TypeVar("Outputs")
 
 MAX_GRAPH_TOKENS = 1024  # steps of more are long enough to hide the launches of their kernels
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_BESIDE = (0, 8, 32, 64, 128, 256)  # decode rows of steps that prefill too
+_BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows of steps that prefill too
 _DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of steps with drafts
 _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # their tokens a row
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
@@ -40,12 +40,12 @@ def graph_shapes(
             for size in sorted(windows)
             if count * size <= max_num_tokens
         ]
+    beside = sorted({min(count, max_num_rows * (1 + max_num_drafts)) for count in _BESIDE})
     for total in (total for total in _TOTALS if total <= max_num_tokens):
-        for count in sorted({min(count, max_num_rows) for count in _BESIDE}):
+        for count in (count for count in beside if total - count >= total // 2):
             tokens = total - count
-            if tokens >= total // 2:
-                segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)
-                shapes.append(StepShape(count, tokens, segments, count if max_num_drafts else 0))
+            segments = max(_MIN_SEGMENTS, tokens // _TOKENS_PER_SEGMENT)
+            shapes.append(StepShape(count, tokens, segments, min(count, max_num_rows) if max_num_drafts else 0))
     return tuple(sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_decodes), reverse=True))
 
 

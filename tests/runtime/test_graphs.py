@@ -70,6 +70,12 @@ def test_the_smallest_shape_that_fits_is_found(
         raise AssertionError("every decode batch has a shape")
 
 
+def test_a_whole_batch_with_drafts_has_a_shape_beside_prompts() -> None:
+    exact = StepShape(3 * 125, 640, 3, 125)
+    found = ShapeTable(graph_shapes(128, max_num_drafts=2)).find(exact)
+    assert found is not None and found.num_verified == 128 and found.num_tokens == 1024
+
+
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=6), st.sampled_from([None, 1, 7, 64]))
 def test_parts_cover_each_row_once(kv_lens: list[int], wanted: int | None) -> None:
     splits, longest = KeySplits(64, wanted), -(-max(kv_lens) // 64)
