@@ -154,3 +154,9 @@ class Build:
     @property
     def ranks(self) -> Ranks:
         return self.shares.ranks
+
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether such a sum may be left as `unmade.Parts`."""
+        alone = self.ranks.size == 1
+        return self.defers and (alone or self.ranks.norms_sums(self.config.hidden_size, self.weights.dtype))

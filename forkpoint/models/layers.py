@@ -55,7 +55,7 @@ def read_projection(
 
 
 class Unsummed(Unmade):
-    """What one rank has of a sum over ranks."""
+    """What one rank has of a sum over ranks, which may be `Parts`."""
 
 
 class RowParallel:
@@ -72,7 +72,7 @@ class RowParallel:
         elif build.ranks.rank:
             build.weights.get(f"{name}.bias", (rows,)) if bias else None
             adds_bias = False  # once in the sum
-        linear = build.ops.linear_parts if build.defers and build.ranks.size == 1 else None
+        linear = build.ops.linear_parts if build.leaves_parts else None
         self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ class RMSNorm:
         if residual is None:
             return self(x), x
         if isinstance(x, Unsummed):
-            normed = self._ranks.sum_add_rmsnorm(x.own, residual, self.weight, self.eps)
-            if normed is not None:
-                return normed, residual
+            if self._ranks.norms_sums(residual.shape[1], residual.dtype):
+                rounded = self._ops.rounds
+                return self._ranks.sum_add_rmsnorm(x.own, residual, self.weight, self.eps, rounded), residual
             x = self._ranks.sum(x.own)
         return self._ops.add_rmsnorm(x, residual, self.weight, self.eps)
 

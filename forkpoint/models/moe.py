@@ -111,7 +111,7 @@ class SparseMLP:
         self._ops, self._moe, self._ranks, source = build.ops, moe, build.ranks, build.weights
         defers = build.defers and not moe.latent_size
         self._defers = defers and build.ranks.defers
-        left = build.ops.experts_parts if defers and build.ranks.size == 1 else None
+        left = build.ops.experts_parts if defers and build.leaves_parts else None
         self._apply = left or build.ops.experts
         rows = {f"{name}.gate.weight": moe.num_experts}
         if moe.rule.shared == "gated":

@@ -64,11 +64,15 @@ class Ranks:
         dist.all_reduce(x)
         return x
 
-    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """The norm of `residual + sum(x)`, after `residual += sum(x)` in place, by one kernel; None: there is none."""
-        if self._peers is None or not self._peers.takes_rows(x):
-            return None
-        return self._peers.sum_add_rmsnorm(x, residual, weight, eps)
+    def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether one kernel makes sums of rows of this width, also of `Parts`, and the norms behind them."""
+        return self.defers and self._peers is not None and self._peers.norms_sums(width, dtype)
+
+    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> Tensor:
+        """The norm of `residual + sum(x)`, after `residual += sum(x)` in place, where `norms_sums` holds; in FP8 too if
+        `rounded`."""
+        assert self._peers is not None
+        return self._peers.sum_add_rmsnorm(x, residual, weight, eps, rounded)
 
     def gathers_at_once(self, x: Tensor) -> bool:
         """Whether `gather` of x is one kernel."""

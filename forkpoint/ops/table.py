@@ -324,3 +324,4 @@ class OpTable:
     linear_both: Callable[[Tensor, Any, Any], tuple[Tensor, Tensor] | None] | None = None
     conv_record: ConvRecord | None = None
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made
+    rounds: bool = False  # this is such a table

@@ -73,4 +73,4 @@ def triton_table(base: OpTable) -> OpTable:
     names = ("rmsnorm", "add_rmsnorm", "gated_rmsnorm")
     rounding: dict[str, Any] = {name: partial(replaced[name], rounded=True) for name in names}
     rounding["linear_silu_mul"] = DeviceLinear(False, partial(activation.silu_mul, rounded=True)).linear_silu_mul
-    return replace(table, rounding=replace(table, **rounding))
+    return replace(table, rounding=replace(table, **rounding, rounds=True))

@@ -14,7 +14,7 @@ class Unmade(Tensor):
 
     @classmethod
     def of(cls, own: Tensor) -> Self:
-        found = own.as_subclass(cls)
+        found = (own.own if isinstance(own, Unmade) else own).as_subclass(cls)
         found.own = own
         return found
 

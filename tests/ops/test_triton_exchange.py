@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, words_each
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
 from forkpoint.ops.exchange.peers import Peers, inbox_words
+from forkpoint.ops.linear import fp8_kernel
+from forkpoint.ops.linear.fp8_kernel import Rounded, narrow
 from forkpoint.ops.select import torch_table
+from forkpoint.ops.unmade import Parts
 from tests.ops.triton_cases import DEVICE, sized, triton_ops
 
 triton_ops()  # teaches the interpreter bfloat16
@@ -60,6 +64,39 @@ def test_the_norm_of_a_sum(shape: tuple[int, int]) -> None:
             found = peers.sum_add_rmsnorm(xs[rank], own, weight, 1e-6)
             assert torch.equal(own, total)
             torch.testing.assert_close(found, want, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("few_bytes", [1 << 19, 0])
+@pytest.mark.parametrize("kind", ["experts", "splits"])
+def test_parts_of_a_sum_and_the_norm_in_fp8(kind: str, few_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that each have a share, in bfloat16, or splits of K, in fp32; of exact values, so that orders agree."""
+    monkeypatch.setattr(exchanges, "FEW_BYTES", few_bytes)
+    monkeypatch.setattr(fp8_kernel, "FEW_SCALED", 0)
+    monkeypatch.setattr(fp8_kernel, "traits_of", lambda device: SimpleNamespace(multiplies_fp8=True))
+    count, width, num_parts = 3, 256, 3
+    inboxes = [torch.zeros(inbox_words(SIZE), dtype=torch.int64, device=DEVICE) for _ in range(SIZE)]
+    ranks = [Peers(rank, [inbox.data_ptr() for inbox in inboxes], DEVICE) for rank in range(SIZE)]
+    weight, residual = torch.rand(width, device=DEVICE), torch.randint(-9, 9, (count, width), device=DEVICE).bfloat16()
+    owns = torch.randint(-9, 9, (SIZE, num_parts, count, width), device=DEVICE).float()
+    if kind == "experts":
+        shares = torch.randint(1, 4, (SIZE, count, num_parts), device=DEVICE).float()
+        xs = (owns.transpose(1, 2) * shares[..., None]).sum(2).bfloat16()
+        answers = owns.transpose(1, 2).bfloat16().contiguous()
+        parts = [Parts.weighed(*pair) for pair in zip(answers, shares, strict=True)]
+    else:
+        xs, parts = owns.sum(1).bfloat16(), [Parts.of(own.transpose(0, 1)) for own in owns]
+    want, total = torch_table().add_rmsnorm(xs.sum(0), residual.clone(), weight, 1e-6)
+    for rank, later in itertools.combinations(range(SIZE), 2):
+        come(inboxes[rank], later, xs[later], 1, by_row=True)
+        rows_come(inboxes[rank], later, rank, xs[later], [1] * count)
+    for rank, peers in enumerate(ranks):
+        own = residual.clone()
+        found = peers.sum_add_rmsnorm(parts[rank], own, weight, 1e-6, rounded=True)
+        assert torch.equal(own, total) and isinstance(found, Rounded)
+        torch.testing.assert_close(found.as_subclass(Tensor), want, atol=2e-2, rtol=1e-2)
+        codes, scales = narrow(found.as_subclass(Tensor), 128)
+        assert torch.equal(found.codes[:count].float(), codes[:count].float())
+        assert torch.equal(found.scales[:count], scales[:count])
 
 
 def rows_come(inbox: Tensor, rank: int, receiver: int, x: Tensor, numbers: list[int]) -> None:

@@ -6,18 +6,24 @@ number of the exchange. It waits until its own inbox has that number everywhere,
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_before, overlap, start_next
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.scaled import BLOCK
+from forkpoint.ops.unmade import Parts
 
 WORD_BYTES = 4  # of data
 WORDS = 2048  # of a program at most
 PROGRAMS = 256  # at most, so that all of them are at work at once, whatever waits for whom
 FEW_WORDS = 256  # at least
 FEW_ROWS = 32  # of a norm, each of which has more threads then
+PIECE = tl.constexpr(BLOCK)  # elements of a row that have one scale in FP8
 
 
 @triton.jit
@@ -68,6 +74,45 @@ def _joined(low, high):
     """The same back, rounded."""
     low_bits = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low_bits | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def own_words(x, shares, row, x_row, x_part, at, inside, PARTS: tl.constexpr):
+    """The words `at` of a row of x; with PARTS those of the sum of so many, each times its share if there are any,
+    rounded as it would be, were it stored."""
+    x += row * x_row
+    if PARTS == 0:
+        words = tl.load(x + at, mask=inside, other=0)
+    else:
+        low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
+        for part in tl.static_range(PARTS):  # no loop, so that all loads are under way together
+            if x.dtype.element_ty == tl.float32:
+                more_low = tl.load(x + part * x_part + 2 * at, mask=inside, other=0.0)
+                more_high = tl.load(x + part * x_part + 2 * at + 1, mask=inside, other=0.0)
+            else:
+                more_low, more_high = _halves(tl.load(x + part * x_part + at, mask=inside, other=0))
+            share = 1.0 if shares is None else tl.load(shares + row * PARTS + part)
+            low += share * more_low
+            high += share * more_high
+        words = _joined(low, high)
+    return words
+
+
+@triton.jit
+def store_norm(
+    total, weight_low, weight_high, out, codes, scales, padded_rows, row, at, inside, width, eps, ROUNDS: tl.constexpr
+):
+    """The norm of a row of `width` words, and with ROUNDS the same in FP8."""
+    low, high = _halves(total)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * width) + eps)
+    normed = _joined(low * scale * weight_low, high * scale * weight_high)
+    tl.store(out + row * width + at, normed, mask=inside)
+    if ROUNDS:
+        low, high = _halves(normed)
+        value = tl.reshape(tl.join(low, high), (2 * at.shape[0] // PIECE, PIECE))
+        pieces = tl.arange(0, 2 * at.shape[0] // PIECE)
+        rows = tl.zeros(pieces.shape, tl.int32) + row
+        store_narrowed(value, codes, scales, rows, pieces, pieces < 2 * width // PIECE, 2 * width, padded_rows)
 
 
 @triton.jit
@@ -124,9 +169,15 @@ def _exchange_kernel(
 @triton.jit
 def _sum_norm_kernel(
     x,
+    shares,
+    x_row,
+    x_part,
     residual,
     weight,
     out,
+    codes,
+    scales,
+    padded_rows,
     inboxes,
     numbers,
     width,
@@ -136,24 +187,26 @@ def _sum_norm_kernel(
     COUNT: tl.constexpr,
     PLACES: tl.constexpr,
     PLACE_WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A row of `width` words, of two bfloat16, for one program: `residual` plus the sum over ranks, and its norm. All
     but `x` is older than the launch before."""
-    at = tl.arange(0, COUNT)
-    inside, index = at < width, tl.program_id(0).to(tl.int64) * width + at
+    at, row = tl.arange(0, COUNT), tl.program_id(0).to(tl.int64)
+    inside, index = at < width, row * width + at
     side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
     weight_low = tl.load(weight + 2 * at, mask=inside, other=0.0)
     weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
     await_before(OVERLAP)
-    own = tl.load(x + index, mask=inside, other=0)
+    own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
     number, places = _send(own, inside, inboxes, numbers, RANK, SIZE, PLACES, PLACE_WORDS)
     low, high = _halves(_summed(own, inside, number, places, inboxes, RANK, SIZE, PLACE_WORDS))
     total = _joined(low + side_low, high + side_high)
     tl.store(residual + index, total, mask=inside)
-    low, high = _halves(total)
-    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * width) + eps)
-    tl.store(out + index, _joined(low * scale * weight_low, high * scale * weight_high), mask=inside)
+    store_norm(
+        total, weight_low, weight_high, out, codes, scales, padded_rows, row, at, inside, width, eps, ROUNDS
+    )  # fmt: skip
     _end(number, numbers)
     start_next(OVERLAP)
 
@@ -201,20 +254,59 @@ def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int
     return out
 
 
+class Own(NamedTuple):
+    """What kernels are given of rows that a rank brings to a sum: words of two bfloat16, or parts of them, which may be
+    in fp32; `shares`, their strides of a row and of a part, and how many there are, 0 of plain rows."""
+
+    rows: Tensor
+    shares: Tensor | None
+    row_stride: int
+    part_stride: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """`x[M, D]`, or `Parts` of it."""
+        if not isinstance(x, Parts):
+            words = x.contiguous().view(torch.int32)
+            return cls(words, None, words.shape[1], 0, 0)
+        own = x.own if x.own.dtype == torch.float32 else x.own.view(torch.int32)
+        return cls(own, x.shares, own.stride(0), own.stride(1), own.shape[1])
+
+    def part(self, rows: slice) -> Self:
+        """Some of the rows."""
+        return self._replace(rows=self.rows[rows], shares=None if self.shares is None else self.shares[rows])
+
+
+def empty_norm(residual: Tensor, rounded: bool) -> Tensor:
+    """Room for the norm of `residual[M, D]`; if `rounded`, in FP8 too where products take that."""
+    if rounded and takes_rounded(residual, residual.shape[1]):
+        return Rounded.empty(*residual.shape, like=residual)
+    return torch.empty_like(residual)
+
+
+def fp8_sizes(out: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """What kernels write beside `out`: codes and scales, and the rows that these have room for."""
+    return out.sizes if isinstance(out, Rounded) else (None, None, 0)
+
+
 def sum_add_rmsnorm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int
+    own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int, out: Tensor
 ) -> Tensor:
-    """The norm of `residual + x`, with x[T, D] summed over ranks and rounded, after `residual += x` in place; at most
-    PROGRAMS rows, of at most WORDS words of two elements."""
-    x, out = x.contiguous(), x.new_empty(x.shape)
+    """`out`, the norm of `residual + x`, with x[T, D] summed over ranks and rounded, after `residual += x` in place; at
+    most PROGRAMS rows, of at most WORDS words of two elements."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
-    width = x.shape[1] // 2
-    if len(x):
-        _sum_norm_kernel[(len(x),)](
-            x.view(torch.int32),
+    num_rows, width = len(residual), residual.shape[1] // 2
+    if num_rows:
+        _sum_norm_kernel[(num_rows,)](
+            own.rows,
+            own.shares,
+            own.row_stride,
+            own.part_stride,
             residual.view(torch.int32),
             weight,
             out.view(torch.int32),
+            *fp8_sizes(out),
             inboxes,
             numbers,
             width,
@@ -224,7 +316,9 @@ def sum_add_rmsnorm(
             COUNT=triton.next_power_of_2(width),
             PLACES=PROGRAMS,
             PLACE_WORDS=WORDS,
-            num_warps=16 if len(x) <= FEW_ROWS else 8,
-            **overlap(x.device, len(x)),
+            PARTS=own.num_parts,
+            ROUNDS=isinstance(out, Rounded),
+            num_warps=16 if num_rows <= FEW_ROWS else 8,
+            **overlap(residual.device, num_rows),
         )
     return out

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forkpoint.ops.exchange import rows_kernel as rows
-from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, exchange, sum_add_rmsnorm, takes
+from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, Own, empty_norm, exchange, sum_add_rmsnorm, takes
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
 
 FEW_BYTES = 1 << 19  # of a rank, which go word by word
@@ -66,15 +66,17 @@ class Peers:
             return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
         return rows.gather(x, out, self._row_inboxes, self._row_numbers, self.rank)
 
-    def takes_rows(self, x: Tensor) -> bool:
-        """Whether `sum_add_rmsnorm` can be asked for `x[T, D]`."""
-        return x.dtype == torch.bfloat16 and rows.takes(x)
+    def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether `sum_add_rmsnorm` can be asked for rows of this width."""
+        return dtype == torch.bfloat16 and rows.takes_row(width * dtype.itemsize)
 
-    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place."""
-        if _is_few(x) and len(x) <= PROGRAMS and x.shape[1] <= 2 * WORDS:
-            return sum_add_rmsnorm(x, residual, weight, eps, self._inboxes, self._numbers, self.rank)
-        return rows.sum_add_rmsnorm(x, residual, weight, eps, self._row_inboxes, self._row_numbers, self.rank)
+    def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
+        """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place; x may be `Parts`. As
+        `rmsnorm` if `rounded`."""
+        own, out = Own.of(x), empty_norm(residual, rounded)
+        if _is_few(residual) and len(residual) <= PROGRAMS and residual.shape[1] <= 2 * WORDS:
+            return sum_add_rmsnorm(own, residual, weight, eps, self._inboxes, self._numbers, self.rank, out)
+        return rows.sum_add_rmsnorm(own, residual, weight, eps, self._row_inboxes, self._row_numbers, self.rank, out)
 
 
 def _is_few(x: Tensor) -> bool:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import _halves, _joined
+from forkpoint.ops.exchange.kernel import Own, _halves, _joined, fp8_sizes, own_words, store_norm
+from forkpoint.ops.linear.fp8_kernel import Rounded
 
 MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
 WIDEST = 4096  # words of a row
@@ -65,9 +66,15 @@ def _receive(
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_norm_kernel(
     x,
+    shares,
+    x_row,
+    x_part,
     residual,
     weight,
     out,
+    codes,
+    scales,
+    padded_rows,
     inboxes,
     numbers,
     num_rows,
@@ -79,6 +86,8 @@ def _sum_norm_kernel(
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
     WIDEST: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Rows of WIDTH words, of two bfloat16, one after the other: `residual` plus the sum over ranks, and its norm."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
@@ -88,7 +97,7 @@ def _sum_norm_kernel(
     number = tl.load(numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
-        own = tl.load(x + index, mask=inside, other=0)
+        own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
         _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
         side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
         low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
@@ -102,9 +111,9 @@ def _sum_norm_kernel(
         low, high = _halves(_joined(low, high))
         total = _joined(low + side_low, high + side_high)
         tl.store(residual + index, total, mask=inside)
-        low, high = _halves(total)
-        scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / (2 * WIDTH) + eps)
-        tl.store(out + index, _joined(low * scale * weight_low, high * scale * weight_high), mask=inside)
+        store_norm(
+            total, weight_low, weight_high, out, codes, scales, padded_rows, row, at, inside, WIDTH, eps, ROUNDS
+        )  # fmt: skip
     tl.debug_barrier()  # all threads have read the number
     tl.store(numbers + program, number)
 
@@ -148,21 +157,41 @@ def inbox_words(size: int) -> int:
 
 def takes(x: Tensor) -> bool:
     """Whether rows of `x[T, D]` can be exchanged."""
-    row = x.shape[-1] * x.element_size()
-    return x.dim() == 2 and row % 4 == 0 and row <= 4 * WIDEST
+    return x.dim() == 2 and takes_row(x.shape[-1] * x.element_size())
+
+
+def takes_row(num_bytes: int) -> bool:
+    """The same of one row."""
+    return num_bytes % 4 == 0 and num_bytes <= 4 * WIDEST
 
 
 def sum_add_rmsnorm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int
+    own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int, out: Tensor
 ) -> Tensor:
-    """The norm of `residual + x`, with x[T, D], bfloat16, summed over ranks and rounded, after `residual += x` in
-    place. `inboxes[size]` int64 are the addresses of the inboxes, `numbers[PROGRAMS]` int32; all start as zeros."""
-    out = torch.empty_like(x)
+    """`out`, the norm of `residual + x`, with x[T, D], bfloat16, summed over ranks and rounded, after `residual += x`
+    in place. `inboxes[size]` int64 are the addresses of the inboxes, `numbers[PROGRAMS]` int32; all start as zeros."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
-    for part in _parts(x):
-        own, side, to = (tensor[part].view(torch.int32) for tensor in (x.contiguous(), residual, out))
-        _sum_norm_kernel[(min(len(own), PROGRAMS),)](
-            own, side, weight, to, inboxes, numbers, len(own), eps, **_sizes(own, rank, inboxes)
+    codes, scales, padded_rows = fp8_sizes(out)
+    for part in _parts(residual):
+        given, side, to = own.part(part), residual[part].view(torch.int32), out[part].view(torch.int32)
+        _sum_norm_kernel[(min(len(side), PROGRAMS),)](
+            given.rows,
+            given.shares,
+            given.row_stride,
+            given.part_stride,
+            side,
+            weight,
+            to,
+            None if codes is None else codes[part],
+            None if scales is None else scales[part],
+            padded_rows,
+            inboxes,
+            numbers,
+            len(side),
+            eps,
+            PARTS=given.num_parts,
+            ROUNDS=isinstance(out, Rounded),
+            **_sizes(side, rank, inboxes),
         )
     return out
 
