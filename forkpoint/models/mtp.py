@@ -43,6 +43,7 @@ class MTPHead:
     """
 
     def __init__(self, build: Build) -> None:
+        build = replace(build, defers=True)
         self._layer, hidden = len(build.config.layers), build.config.hidden_size
         _, attention, mlp = build.config.draft_layer
         assert isinstance(attention, AttentionConfig)
