@@ -19,7 +19,7 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
-from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request, RequestUpdate
@@ -80,17 +80,9 @@ class Rig:
         self.layout = layout = loaded.layout
         num_pages = options.num_pages or layout.num_pages_for(options.ample_tokens, AMPLE_SLOTS) + 1
         config = SchedulerConfig(max_num_batched_tokens=options.budget, max_num_seqs=options.max_num_seqs)
-        runner = ModelRunner(
-            loaded.model,
-            loaded.ops,
-            layout,
-            num_pages,
-            max_num_rows=options.max_num_seqs,
-            max_model_len=options.max_model_len,
-            platform=loaded.platform,
-            graph_shapes=graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS),
-            max_num_drafts=loaded.max_num_drafts,
-        )
+        shapes = graph_shapes(options.max_num_seqs, MAX_GRAPH_TOKENS)
+        ready = Loaded(loaded.model, loaded.ops, layout, config, loaded.platform, shapes, loaded.max_num_drafts)
+        runner = ModelRunner(ready, num_pages, max_model_len=options.max_model_len)
         runner.record_graphs()
         self.sched = Scheduler(
             layout,

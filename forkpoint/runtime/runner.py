@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import SchedulerConfig
 from forkpoint.errors import StepFailedError
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.table import OpTable
-from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
@@ -49,11 +49,25 @@ class StepOutputs(NamedTuple):
     likeliest: tuple[Tensor, Tensor] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on a device, whose arena is still to be cut. `shapes` are those of graphs to record."""
+
+    model: Model
+    ops: OpTable
+    layout: CacheLayout
+    sched: SchedulerConfig
+    platform: Platform
+    shapes: Sequence[StepShape] = ()
+    max_num_drafts: int = 0
+    state_write_interval: int = 1
+
+
 class ModelRunner:
     """Implements `sched.plan.Runner` on one device: owns the arena's bytes and the batch.
 
     A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
-    device with graphs, steps that fit into one of `graph_shapes` replay graphs, which `record_graphs` makes.
+    device with graphs, steps that fit into one of the `shapes` replay graphs, which `record_graphs` makes.
     `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name find their
     states copied to where they write. When a step raises, its rows and blocks are
     updated all the same; steps submitted before `result()` has raised that failure are not run and raise
@@ -62,41 +76,37 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
-        ops: OpTable,
-        layout: CacheLayout,
+        loaded: Loaded,
         num_pages: int,
         *,
-        max_num_rows: int,
-        max_model_len: int,
-        platform: Platform | None = None,
-        graph_shapes: Sequence[StepShape] = (),
-        max_num_drafts: int = 0,
-        state_write_interval: int = 1,
+        num_rows: int | None = None,
+        shapes: Sequence[StepShape] | None = None,
+        max_model_len: int | None = None,
     ) -> None:
-        self.platform = platform or CpuPlatform()
-        self.arena = ArenaBuffer(layout, num_pages, self.platform.device)
-        self.batch = Batch(layout, max_num_rows, max_model_len, model.config.vocab_size, self.platform)
-        self._model = model
-        self._ops = ops
+        """By default for the rows, graphs and lengths that an engine is to have."""
+        model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
+        num_rows, most = num_rows or loaded.sched.max_num_seqs, loaded.max_num_drafts
+        shapes = (loaded.shapes if shapes is None else shapes) if platform.has_graphs else ()
+        self.platform, self._model, self._ops = platform, model, ops
+        self.arena = ArenaBuffer(layout, num_pages, platform.device)
+        longest = max_model_len or model.config.max_model_len
+        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
-        splits = None if self.platform.shares_memory else _splits(layout, ops.deterministic, self.platform.device)
+        splits = None if platform.shares_memory else _splits(layout, ops.deterministic, platform.device)
         self._records: TokenRecords | None = None
         self._drafts: DraftGraphs | None = None
-        self.write_interval = state_write_interval
-        if max_num_drafts or state_write_interval > 1:
-            tokens = (max_num_rows, 1 + max_num_drafts, state_write_interval)
-            self._records = TokenRecords(self.arena, ops, *tokens, self.platform, model.fold_constants)
-            if max_num_drafts and model.config.draft_layer:
-                parts = (model, self.batch, self._records, self.platform)
-                self._drafts = DraftGraphs(*parts, max_num_drafts, graph_shapes)
-        kept = (self._states.copies, self._records, self._drafts.most if self._drafts else 0)
+        self.write_interval = loaded.state_write_interval
+        if most or self.write_interval > 1:
+            sizes = (num_rows, 1 + most, self.write_interval)
+            self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
+            if most and model.config.draft_layer:
+                self._drafts = DraftGraphs(model, self.batch, self._records, platform, most, shapes)
+        kept = (self._states.copies, self._records, most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
-        shapes = graph_shapes if self.platform.has_graphs else ()
         self._shapes = ShapeTable(shapes)
         padding = {shape: self._builder.padding(shape) for shape in shapes}
-        self._graphs: Graphs[StepShape, StepOutputs] = Graphs(self.platform, padding)
+        self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:

@@ -25,8 +25,8 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import resolve_platform
 from forkpoint.runtime.graphs import graph_shapes
-from forkpoint.runtime.runner import ModelRunner
-from forkpoint.worker.memory import GIB, Loaded, bytes_beside_arena, explained_exhaustion
+from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.sizing import choose_num_pages
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
@@ -168,7 +168,7 @@ def _make_runner(config: EngineConfig, loaded: Loaded, num_pages: int) -> ModelR
     size = f"{num_pages * loaded.layout.page_bytes / GIB:.1f} GiB"
     remedy = "lower kv_cache_memory_bytes or gpu_memory_utilization"
     with explained_exhaustion(f"allocating an arena of {size}", remedy):
-        runner = loaded.runner(num_pages)
+        runner = ModelRunner(loaded, num_pages)
     if loaded.shapes:
         remedy = "lower gpu_memory_utilization, kv_cache_memory_bytes or max_num_seqs, or give enforce_eager"
         bar = partial(tqdm, desc="Recording graphs", disable=not _shows_progress(config), dynamic_ncols=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,13 +11,9 @@ import torch
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
-from forkpoint.models.decoder import Model
-from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
-from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.records import records_bytes
-from forkpoint.runtime.runner import ModelRunner
-from forkpoint.runtime.step_inputs import StepShape
+from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
@@ -38,37 +33,6 @@ def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise ConfigError(f"memory ran out while {doing}; {remedy} ({_first_line(error)})") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model on a device, whose arena is still to be cut. `shapes` are those of graphs to record."""
-
-    model: Model
-    ops: OpTable
-    layout: CacheLayout
-    sched: SchedulerConfig
-    platform: Platform
-    shapes: Sequence[StepShape] = ()
-    max_num_drafts: int = 0
-    state_write_interval: int = 1
-
-    def runner(
-        self, num_pages: int, *, num_rows: int | None = None, shapes: Sequence[StepShape] | None = None
-    ) -> ModelRunner:
-        """With an arena of its own; by default for the rows and graphs that the engine is to have."""
-        return ModelRunner(
-            self.model,
-            self.ops,
-            self.layout,
-            num_pages,
-            max_num_rows=num_rows or self.sched.max_num_seqs,
-            max_model_len=self.model.config.max_model_len,
-            platform=self.platform,
-            graph_shapes=tuple(self.shapes if shapes is None else shapes),
-            max_num_drafts=self.max_num_drafts,
-            state_write_interval=self.state_write_interval,
-        )
 
 
 def bytes_beside_arena(loaded: Loaded) -> int:
@@ -102,7 +66,7 @@ def graph_bytes(loaded: Loaded) -> int:
     trials = loaded.shapes[:: max(1, len(loaded.shapes) // NUM_TRIALS)]
 
     def record() -> tuple[ModelRunner, int]:
-        runner = loaded.runner(1 + layout.num_pages_for(layout.block_size, 1), shapes=trials)
+        runner = ModelRunner(loaded, 1 + layout.num_pages_for(layout.block_size, 1), shapes=trials)
         before = platform.free_bytes()
         runner.record_graphs()
         return runner, before - platform.free_bytes()
@@ -123,7 +87,7 @@ def run_full_step(loaded: Loaded) -> None:
     layout, sched, limit = loaded.layout, loaded.sched, loaded.model.config.max_model_len
     num_pages = full_step_pages(layout, sched, limit)
     prompts = _prompts(sched, limit)
-    runner = loaded.runner(num_pages, num_rows=len(prompts), shapes=())
+    runner = ModelRunner(loaded, num_pages, num_rows=len(prompts), shapes=())
     planner = Scheduler(layout, num_pages, CacheConfig(enable_prefix_caching=False), sched, max_model_len=limit)
     params = SamplingParams(max_tokens=1)
     for number, length in enumerate(prompts):

@@ -139,7 +139,7 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     """With the Triton kernels, launched and recorded."""
     ops = triton_ops()
     model = tiny_hybrid(tmp_path, ops, 1, 1, torch.device("npu", 0))
-    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(2, 0, 0)])
+    driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(2, 0, 0)])
     assert driver.runner.batch.table.kernel_block_size == 32  # half of a block
     fake_npu.counted()
     driver.runner.record_graphs()
@@ -205,7 +205,7 @@ def test_steps_with_drafts_read_no_scalars_either(
         plain.run([plain.decode(0, at, slot, slot)])
     want = plain.outputs[0]
     options = {"max_num_drafts": 2, "state_write_interval": interval}
-    driver = Driver.create(model, ops, platform=NpuPlatform(), graph_shapes=[StepShape(3, 0, 0, 1)], **options)
+    driver = Driver.create(model, ops, platform=NpuPlatform(), shapes=[StepShape(3, 0, 0, 1)], **options)
     fake_npu.counted()
     driver.runner.record_graphs()
     slot, got, wrong = driver.slot(), list[int](), (want[2] + 1) % 96

@@ -30,7 +30,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
-from forkpoint.runtime.runner import ModelRunner, StepOutputs
+from forkpoint.runtime.runner import Loaded, ModelRunner, StepOutputs
 from forkpoint.runtime.sampler import Sampler
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import PendingStep, StepPlan, StepResult, TokenMasks
@@ -344,27 +344,17 @@ def start(
     layout = CacheLayout.create(models[0].layer_specs, kernel_block_sizes=options.kernel_block_sizes)
     num_pages = options.num_pages or layout.num_pages_for(4 * MAX_MODEL_LEN, 64) + 1
     ops = select_table(options.cpu_ops, options.deterministic, options.force_state_copy)
-    runners = [
-        ModelRunner(
-            model,
-            ops,
-            layout,
-            num_pages,
-            max_num_rows=options.max_num_seqs,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_drafts=options.max_num_drafts,
-            state_write_interval=options.state_write_interval,
-            platform=platform,
-        )
-        for model in models
-    ]
-    for runner in runners:
-        runner.arena.data.fill_(0xFF)  # NaN in every dtype
     config = SchedulerConfig(
         max_num_batched_tokens=options.budget,
         max_num_seqs=options.max_num_seqs,
         max_queue_len=options.max_queue_len,
     )
+    device = platform or CpuPlatform()
+    drafts, interval = options.max_num_drafts, options.state_write_interval
+    loaded = [Loaded(model, ops, layout, config, device, (), drafts, interval) for model in models]
+    runners = [ModelRunner(each, num_pages, max_model_len=MAX_MODEL_LEN) for each in loaded]
+    for runner in runners:
+        runner.arena.data.fill_(0xFF)  # NaN in every dtype
     sched = Scheduler(
         layout,
         num_pages,

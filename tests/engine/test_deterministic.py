@@ -20,7 +20,8 @@ from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import select_table
 from forkpoint.params import SamplingParams
-from forkpoint.runtime.runner import ModelRunner
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
@@ -58,7 +59,8 @@ class Serving:
         num_pages = num_pages or layout.num_pages_for(16 * MAX_LEN, 64) + 1
         config = SchedulerConfig(max_num_batched_tokens=BUDGET, max_num_seqs=rows)
         self.layout = layout
-        self.runner = ModelRunner(model, ops, layout, num_pages, max_num_rows=rows, max_model_len=MAX_LEN)
+        loaded = Loaded(model, ops, layout, config, CpuPlatform())
+        self.runner = ModelRunner(loaded, num_pages, max_model_len=MAX_LEN)
         self.runner.arena.data.fill_(0xFF)  # NaN in every dtype
         self.sched = Scheduler(layout, num_pages, cache, config, max_model_len=MAX_LEN, deterministic=True)
         self.log: Log = {}

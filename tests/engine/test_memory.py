@@ -21,14 +21,13 @@ from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.worker import build
 from forkpoint.worker.memory import (
     SAMPLER_BYTES_PER_LOGIT,
     SLACK_BYTES,
-    Loaded,
     bytes_beside_arena,
     full_step_pages,
     graph_bytes,
@@ -153,7 +152,7 @@ def test_exhaustion_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     def full(*arguments: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("Tried to allocate")
 
-    monkeypatch.setattr(Loaded, "runner", full)
+    monkeypatch.setattr(ModelRunner, "__init__", full)
     with pytest.raises(ConfigError, match=r"allocating an arena of .* GiB; lower kv_cache_memory_bytes"):
         _started(folder, CpuPlatform(), monkeypatch)
     monkeypatch.setattr(build, "load_model", full)

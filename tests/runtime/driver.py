@@ -12,13 +12,14 @@ import torch
 import transformers
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import SchedulerConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.registry import load_model
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
-from forkpoint.runtime.runner import ModelRunner
+from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, StepResult
 from tests.plans import Row, decode, plan_of
 
@@ -86,18 +87,13 @@ class Driver:
         max_model_len: int = 1024,
         **options: Any,
     ) -> Driver:
-        platform, ops = options.get("platform", CpuPlatform()), ops or torch_table()
+        platform, ops = options.pop("platform", CpuPlatform()), ops or torch_table()
         sizes = platform.traits(platform.device).kernel_block_sizes
         layout = CacheLayout.create(model.layer_specs, kernel_block_sizes=sizes)
-        runner = ModelRunner(
-            model,
-            replace(ops, redirects=frozenset()) if force_state_copy else ops,
-            layout,
-            200,
-            max_num_rows=8,
-            max_model_len=max_model_len,
-            **options,
-        )
+        sched = SchedulerConfig(max_num_seqs=8)
+        ops = replace(ops, redirects=frozenset()) if force_state_copy else ops
+        loaded = Loaded(model, ops, layout, sched, platform, **options)
+        runner = ModelRunner(loaded, 200, max_model_len=max_model_len)
         runner.arena.data.fill_(0xFF)  # NaN in every dtype: what nobody wrote must not be read
         return cls(runner, _next_block=layout.blocks_per_page, _next_slot=100 * layout.slots_per_page)
 

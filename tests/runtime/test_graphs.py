@@ -203,7 +203,7 @@ def test_recorded_steps_do_what_others_do(models: tuple[Model, Model], interval:
     ours, plain = models
     shapes = [StepShape(0, 68, 2), StepShape(2, 6, 2), StepShape(4, 0, 0)]
     driver = Driver.create(
-        ours, triton_ops(), platform=RecordingPlatform(), graph_shapes=shapes, state_write_interval=interval
+        ours, triton_ops(), platform=RecordingPlatform(), shapes=shapes, state_write_interval=interval
     )
     driver.runner.record_graphs()
     got = play(driver)
@@ -232,7 +232,7 @@ def test_recorded_steps_verify_drafts(models: tuple[Model, Model]) -> None:
     shapes = [StepShape(0, 70, 2), StepShape(5, 6, 2, 5), StepShape(6, 0, 0, 3)]
     platform = RecordingPlatform()
     driver = Driver.create(
-        ours, triton_ops(), platform=platform, graph_shapes=shapes, max_num_drafts=2, state_write_interval=2
+        ours, triton_ops(), platform=platform, shapes=shapes, max_num_drafts=2, state_write_interval=2
     )
     driver.runner.record_graphs()
     slots, wrong = begin(driver), [(want[r][2] + 1) % 96 for r in range(2)]
@@ -269,7 +269,7 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
     sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, repetition_penalty=1.2))
     for ops, platform, recorded in ((torch_table(), CpuPlatform(), []), (triton_ops(), RecordingPlatform(), shapes)):
         model = tiny_hybrid(tmp_path, ops, 1, 1, mtp=True)
-        driver = Driver.create(model, ops, platform=platform, graph_shapes=recorded, max_num_drafts=2)
+        driver = Driver.create(model, ops, platform=platform, shapes=recorded, max_num_drafts=2)
         driver.runner.record_graphs()
         slots, ends = [driver.slot(), driver.slot()], [len(ids) for ids in prompts]
         chunks = [driver.chunk(i, 0, len(ids), -1, slots[i], samples=True) for i, ids in enumerate(prompts)]
