@@ -11,8 +11,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from forkpoint.ops.attention import expanded_kernel, latent_kernel
+from forkpoint.ops.attention import expanded_kernel, latent_kernel, latent_step_kernel
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
@@ -54,7 +56,7 @@ def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
     constants = {arg: value for arg, value in constants.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource)(
         fn=function, signature=signature, constexprs={places[arg]: value for arg, value in constants.items()}
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": 1})
@@ -74,6 +76,10 @@ def main() -> None:
     for decode in (True, False):
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
+    tiles = NVMMASharedLayout(128, 16, 3)
+    POINTERS.update(dict.fromkeys(("values", "ropes"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
+    sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16}
+    compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}

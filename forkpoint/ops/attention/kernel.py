@@ -155,6 +155,15 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
     )
 
 
+def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
+    """Whether `latent_step_kernel` is for these queries `[T, H, R + P]` and latents `[N, 1, block, R + P]`: two of its
+    programs fit on a processor, and tiles of them can be described."""
+    (_, heads, dim), block = q.shape, cache.shape[2]
+    fits = q.element_size() == 2 and heads <= 32 and rank in (64, 128, 256, 512) and dim - rank == 64 and block == TILE
+    aligned = cache.data_ptr() % 16 == 0 and 2 * cache.stride(0) % 16 == 0
+    return traits_of(q.device).has_warpgroups and fits and aligned
+
+
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
@@ -226,10 +235,16 @@ class PagedAttention:
         scratch = _scratch(max(num_parts, shares) * heads, rank, q.device)
         row_block, shared = max(16, wide_heads), {"QUERIES": queries, "TOKENS": TILE}
         in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
+        stepped = num_parts and _takes_steps(q, cache, rank)
         for decode, items, rows in [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in in_turns)]:
             # What on-chip memory has room for.
             keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
-            if items.shape[0]:
+            if decode and stepped:
+                from forkpoint.ops.attention.latent_step_kernel import latent_steps  # not every Triton has Gluon
+
+                where = (out, *scratch, work.parts, work.part_ptr, index.kv_lens, index.table_rows, index.block_table)
+                latent_steps(q, cache, rank, num_parts, (*where, index.num_decodes), call.scale, options)
+            elif items.shape[0]:
                 latent_kernel[(items.shape[0] * (1 if decode else subs * splits),)](
                     q,
                     cache,

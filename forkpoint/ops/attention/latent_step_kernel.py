@@ -1,0 +1,162 @@
+"""Steps over latents on a Hopper GPU, in Gluon: `latent_kernel` for rows of one query, its tiles and waits by hand.
+
+A program holds one tile of latents as it was loaded, for scores and sums, and asks for the next one when the matrix
+units are through with it. Two programs share a processor: one waits, or takes exponentials, while the other multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from forkpoint.ops.attention.softmax import LOWEST
+from forkpoint.ops.launch import await_inputs
+from forkpoint.ops.metadata import TILE
+
+
+@gluon.jit(do_not_specialize=["num_decodes", "table_stride"])
+def latent_step_kernel(
+    q,
+    values,
+    ropes,
+    out,
+    acc_ptr,
+    l_ptr,
+    m_ptr,
+    items,
+    part_ptr,
+    kv_lens,
+    table_rows,
+    block_table,
+    num_decodes,
+    table_stride,
+    q_token,
+    q_head,
+    scale,
+    HEADS: gl.constexpr,
+    R: gl.constexpr,
+    P: gl.constexpr,
+    KEYS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """One of `items`, parts of decode rows; columns of products are heads. `values` and `ropes` describe the cache:
+    tiles of KEYS latents' R dims and of their last P."""
+    await_inputs(OVERLAP)
+    pid = gl.program_id(0)
+    if pid >= gl.load(part_ptr + num_decodes):
+        return
+    row, low, end = gl.load(items + 3 * pid), gl.load(items + 3 * pid + 1), gl.load(items + 3 * pid + 2)
+    kv_len = gl.load(kv_lens + row)
+    alone = gl.load(part_ptr + row + 1) - gl.load(part_ptr + row) == 1
+    end = gl.minimum(end, (kv_len + KEYS - 1) // KEYS)
+    table = block_table + gl.load(table_rows + row).to(gl.int64) * table_stride
+    dtype: gl.constexpr = q.dtype.element_ty
+    BYTES: gl.constexpr = KEYS * (R + P) * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HELD: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    latent = gl.allocate_shared_memory(dtype, [1, KEYS, R], values.layout)
+    rope = gl.allocate_shared_memory(dtype, [1, KEYS, P], ropes.layout)
+    mbarrier.init(arrived, count=1)
+    fence_async_shared()
+    block, more = gl.load(table + low), low < end
+    mbarrier.expect(arrived, BYTES, pred=more)
+    tma.async_copy_global_to_shared(ropes, [block, 0, R], arrived, rope, pred=more)
+    tma.async_copy_global_to_shared(values, [block, 0, 0], arrived, latent, pred=more)
+    head = gl.arange(0, COLUMNS, gl.SliceLayout(1, LOADED))
+    r, p = gl.arange(0, R, gl.SliceLayout(0, LOADED)), gl.arange(0, P, gl.SliceLayout(0, LOADED))
+    q_at = q + row.to(gl.int64) * q_token + head[:, None] * q_head
+    present = (head < HEADS)[:, None]
+    loaded = gl.load(q_at + r[None, :], mask=present, other=0.0)
+    q_latent = gl.allocate_shared_memory(dtype, [COLUMNS, R], HELD, loaded).permute((1, 0))
+    loaded = gl.load(q_at + R + p[None, :], mask=present, other=0.0)
+    q_rope = gl.allocate_shared_memory(dtype, [COLUMNS, P], HELD, loaded).permute((1, 0))
+    weighted = gl.allocate_shared_memory(dtype, [KEYS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2))
+    fence_async_shared()
+
+    tile, rotated = latent.reshape([KEYS, R]), rope.reshape([KEYS, P])
+    acc, sums = gl.zeros((R, COLUMNS), gl.float32, SUMS), gl.zeros((KEYS, COLUMNS), gl.float32, SUMS)
+    m_i = gl.full((COLUMNS,), LOWEST, gl.float32, gl.SliceLayout(0, SUMS))
+    for j in range(low, end):
+        more, stored = j + 1 < end, kv_len - j * KEYS
+        block = gl.load(table + gl.minimum(j + 1, end - 1))
+        mbarrier.wait(arrived, (j - low) & 1)
+        if stored < KEYS:  # what lies behind a row's last latent may be anything
+            kept = (gl.arange(0, KEYS, gl.SliceLayout(1, LOADED)) < stored)[:, None]
+            for c in gl.static_range(R // P):
+                part = tile.slice(c * P, P, 1)
+                part.store(gl.where(kept, part.load(LOADED), 0.0))
+            fence_async_shared()
+        scores = gl.zeros((KEYS, COLUMNS), gl.float32, SUMS)
+        scores = warpgroup_mma(rotated, q_rope, scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(tile, q_latent, scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        seen = gl.arange(0, KEYS, gl.SliceLayout(1, SUMS)) < stored
+        scores = gl.where(seen[:, None], scores, float("-inf"))
+        m_new = gl.maximum(m_i, gl.max(scores, axis=0) * scale)
+        weights, alpha = gl.exp2(scores * scale - m_new[None, :]), gl.exp2(m_i - m_new)
+        sums, m_i = sums * alpha[None, :] + weights, m_new
+        weighted.store(weights.to(dtype))
+        fence_async_shared()
+        mbarrier.expect(arrived, BYTES, pred=more)
+        tma.async_copy_global_to_shared(ropes, [block, 0, R], arrived, rope, pred=more)
+        acc = warpgroup_mma(tile.permute((1, 0)), weighted, acc * alpha[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        tma.async_copy_global_to_shared(values, [block, 0, 0], arrived, latent, pred=more)
+
+    l_i = gl.sum(sums, axis=0)
+    column, dim = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS)), gl.arange(0, R, gl.SliceLayout(1, SUMS))
+    inside = (column < HEADS)[None, :]
+    if alone:
+        out_at = out + (row.to(gl.int64) * HEADS + column)[None, :] * R + dim[:, None]
+        gl.store(out_at, (acc / l_i[None, :]).to(dtype), mask=inside)
+    else:
+        entry = pid.to(gl.int64) * HEADS + column
+        gl.store(acc_ptr + entry[None, :] * R + dim[:, None], acc, mask=inside)
+        gl.store(l_ptr + entry, l_i, mask=column < HEADS)
+        gl.store(m_ptr + entry, m_i, mask=column < HEADS)
+
+
+def latent_steps(
+    q: Tensor,
+    cache: Tensor,
+    rank: int,
+    num_parts: int,
+    operands: tuple[Any, ...],
+    scale: float,
+    options: dict[str, Any],
+) -> None:
+    """Launch it; `operands` are its arguments from `out` to `num_decodes`."""
+    _, heads, dim = q.shape
+    tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
+    described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))
+    latent_step_kernel[(num_parts,)](
+        q,
+        *described,
+        *operands,
+        operands[-2].stride(0),
+        *q.stride()[:2],
+        scale,
+        HEADS=heads,
+        R=rank,
+        P=dim - rank,
+        KEYS=TILE,
+        COLUMNS=max(16, triton.next_power_of_2(heads)),
+        **options,
+        num_warps=4,
+    )
