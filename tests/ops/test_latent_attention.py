@@ -72,7 +72,7 @@ def test_against_plain_softmax(ops: OpTable, dtype: torch.dtype) -> None:
     assert got.dtype == dtype and relative_error(got, batch.plain()) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("heads", [20, 32])
+@pytest.mark.parametrize("heads", [8, 20])
 def test_steps_of_full_width(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For which a Hopper GPU has a kernel of its own; last tiles in part, and NaN behind them."""
     for name, value in (("HEADS", heads), ("RANK", 512), ("SHARED", 64)):
