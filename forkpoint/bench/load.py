@@ -98,26 +98,22 @@ def prompt_style(backend: Literal["openai", "openai-chat"], vocabulary: Vocabula
     return ChatStyle(vocabulary) if backend == "openai-chat" else PromptStyle(vocabulary)
 
 
+@dataclass
 class Load:
-    """Sends each request once it is due: at its arrival time, or when the one that it follows has ended."""
+    """Sends each request once it is due: at its arrival time, or when the one that it follows has ended.
 
-    def __init__(
-        self,
-        server: Server,
-        path: str,
-        style: PromptStyle,
-        body: Mapping[str, Any],
-        *,
-        max_concurrency: int | None = None,
-        on_end: Callable[[Outcome], object] = lambda outcome: None,
-    ) -> None:
-        """`body` holds the fields that all requests share; `on_end` is called as each request ends."""
-        self._server = server
-        self._path = path
-        self._style = style
-        self._body = body
-        self._slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._on_end = on_end
+    `body` holds the fields that all requests share; `on_end` is called as each request ends.
+    """
+
+    server: Server
+    path: str
+    style: PromptStyle
+    body: Mapping[str, Any]
+    max_concurrency: int | None = None
+    on_end: Callable[[Outcome], object] = lambda outcome: None
+
+    def __post_init__(self) -> None:
+        self._slots = nullcontext() if self.max_concurrency is None else asyncio.Semaphore(self.max_concurrency)
 
     async def run(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Outcome]:
         """Send all `requests`, in whose order the outcomes come; `arrivals[i]` counts where nothing precedes i.
@@ -149,16 +145,16 @@ class Load:
                 return self._ended(Outcome(request, Answer(), "the request before it failed")), None
             await asyncio.sleep(request.think_s)
         async with self._slots:
-            prompt = self._style.prompt(request, history if request.continues else None)
+            prompt = self.style.prompt(request, history if request.continues else None)
             outcome = await self._send(request, prompt)
-        kept = self._style.answered(prompt, outcome.answer.text) if followed else None
+        kept = self.style.answered(prompt, outcome.answer.text) if followed else None
         return self._ended(outcome), kept
 
     async def _send(self, request: BenchRequest, prompt: Prompt) -> Outcome:
-        body = {**self._body, **self._style.body(prompt, request.num_output_tokens)}
+        body = {**self.body, **self.style.body(prompt, request.num_output_tokens)}
         answer = Answer()
         try:
-            async for _ in answer.read(self._server.stream(self._path, body)):
+            async for _ in answer.read(self.server.stream(self.path, body)):
                 pass
         except ServerError as error:
             return Outcome(request, answer, str(error))
@@ -167,5 +163,5 @@ class Load:
         return Outcome(request, answer)
 
     def _ended(self, outcome: Outcome) -> Outcome:
-        self._on_end(outcome)
+        self.on_end(outcome)
         return outcome

@@ -125,12 +125,9 @@ class ReportOptions:
         return _pairs("metadata", self.metadata)
 
     @property
-    def writes(self) -> bool:
-        return self.save_result or self.append_result
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.result_dir or ".")
+    def folder(self) -> Path | None:
+        """Where to write the result; None: nowhere."""
+        return Path(self.result_dir or ".") if self.save_result or self.append_result else None
 
     @property
     def metrics(self) -> tuple[str, ...]:

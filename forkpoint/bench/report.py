@@ -95,14 +95,14 @@ def about_run(
     }
 
 
-def result_path(about: Mapping[str, Any], report: ReportOptions) -> Path:
+def result_path(folder: Path, about: Mapping[str, Any], report: ReportOptions) -> Path:
     if report.result_filename is not None:
         name = report.result_filename
     else:
         together = "" if about["max_concurrency"] is None else f"-concurrency{about['max_concurrency']}"
         model = re.sub(r"[^\w.-]", "_", about["model_id"].rstrip("/").split("/")[-1])
         name = f"{about['label'] or about['backend']}-{about['request_rate']}qps{together}-{model}-{about['date']}.json"
-    return report.folder / name
+    return folder / name
 
 
 def require_folder(path: Path) -> None:

@@ -54,7 +54,7 @@ class ServeBench:
 
     async def _run(self) -> int:
         target, load = self.server, self.load
-        if self.report.writes:
+        if self.report.folder is not None:
             require_folder(self.report.folder)
         async with Server(target.url, api_key=target.api_key, headers=target.headers) as server:
             await self._wait_until_ready(server)
@@ -81,10 +81,10 @@ class ServeBench:
         errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
         for error, count in errors.most_common(5):
             print(f"error: {count} of {len(outcomes)} requests: {error}", file=sys.stderr)
-        if report.writes:
+        if report.folder is not None:
             about = about_run(model, tokenizer, self.server, self.load, report, datetime.now())
             about["dataset_name"] = self.dataset.dataset_name
-            path = result_path(about, report)
+            path = result_path(report.folder, about, report)
             extra = details(outcomes) if report.save_detailed else {}
             write_result({**about, **found, **extra}, path, append=report.append_result)
             print(f"result written to {path}", file=sys.stderr)

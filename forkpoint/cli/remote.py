@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from forkpoint.cli.generate import standard_input
 from forkpoint.cli.options import sampling_fields
@@ -17,11 +17,9 @@ from forkpoint.client.protocol import Delta
 from forkpoint.client.server import COMPLETIONS, Server
 from forkpoint.errors import ServerError
 
-
-class Ask(Protocol):
-    """Fills `answer`, showing each delta. Raises ServerError, and KeyboardInterrupt after Ctrl-C."""
-
-    def __call__(self, path: str, body: Mapping[str, Any], answer: Answer, show: Callable[[Delta], None]) -> None: ...
+Show: TypeAlias = Callable[[Delta], None]
+# Asks a path with a body and fills the answer, showing each delta. Raises ServerError; KeyboardInterrupt after Ctrl-C.
+Ask: TypeAlias = Callable[[str, Mapping[str, Any], Answer, Show], None]
 
 
 @contextmanager
@@ -29,12 +27,12 @@ def connection(options: argparse.Namespace) -> Iterator[Ask]:
     """To the server and the model that are named, from one thread. Raises ServerError or ConfigError."""
     fields = sampling_fields(options)
 
-    async def stream(path: str, body: Mapping[str, Any], answer: Answer, show: Callable[[Delta], None]) -> None:
+    async def stream(path: str, body: Mapping[str, Any], answer: Answer, show: Show) -> None:
         whole = {"model": model.id, **body, **fields}
         async for delta in answer.read(server.stream(path, whole, running_usage=True)):
             show(delta)
 
-    def ask(path: str, body: Mapping[str, Any], answer: Answer, show: Callable[[Delta], None]) -> None:
+    def ask(path: str, body: Mapping[str, Any], answer: Answer, show: Show) -> None:
         runner.run(stream(path, body, answer, show))
 
     server = Server(options.url, api_key=options.api_key)

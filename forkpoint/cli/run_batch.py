@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -53,42 +54,41 @@ def run_batch_command(options: argparse.Namespace) -> int:
     return int(tally.num_failed > 0)
 
 
+@dataclass(slots=True)
 class Tally:
-    """Writes each answer and counts."""
+    """Writes each answer and counts. `num_before` of `num_requests` were answered in an earlier run."""
 
-    def __init__(self, output: BatchOutput, *, num_requests: int, num_before: int) -> None:
-        """`num_before` of `num_requests` were answered in an earlier run."""
-        self.num_requests = num_requests
-        self.num_before = num_before
-        self.num_answered = 0
-        self.num_failed = 0
-        self._output = output
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
+    output: BatchOutput
+    num_requests: int
+    num_before: int
+    num_answered: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def num_open(self) -> int:
         return self.num_requests - self.num_before - self.num_answered - self.num_failed
 
     def add(self, answer: BatchAnswer) -> None:
-        self._output.write(answer)
+        self.output.write(answer)
         if answer.error is not None:
             self.num_failed += 1
             return
         self.num_answered += 1
         if answer.usage is not None:
-            self._num_prompt_tokens += answer.usage.num_prompt_tokens
-            self._num_cached_tokens += answer.usage.num_cached_tokens or 0
+            self.num_prompt_tokens += answer.usage.num_prompt_tokens
+            self.num_cached_tokens += answer.usage.num_cached_tokens or 0
 
     def summary(self) -> str:
         parts = [f"{self.num_answered:,} answered"]
-        parts.append(f"{self.num_failed:,} failed" + (f" (why: {self._output.path})" if self.num_failed else ""))
+        parts.append(f"{self.num_failed:,} failed" + (f" (why: {self.output.path})" if self.num_failed else ""))
         if self.num_before:
             parts.append(f"{self.num_before:,} were answered before")
         if self.num_open:
             parts.append(f"{self.num_open:,} left")
-        if self._num_prompt_tokens:
-            parts.append(f"{self._num_cached_tokens:,} of {self._num_prompt_tokens:,} prompt tokens cached")
+        if self.num_prompt_tokens:
+            parts.append(f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,} prompt tokens cached")
         return ", ".join(parts)
 
 

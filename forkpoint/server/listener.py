@@ -41,17 +41,10 @@ def _at_address(config: ServerConfig) -> socket.socket:
     where = f"{config.host}:{config.port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error}; give another --host") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --port or --host") from error
-    return listener
 
 
 @contextmanager

@@ -27,7 +27,6 @@ def add_page(app: FastAPI) -> None:
     files = PageFiles(packages=[("forkpoint.server", "static")])
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
-
-    app.mount(FOLDER, files)
+    @app.api_route(FOLDER + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page(request: Request, name: str = "index.html") -> Response:
+        return await files.get_response(name, request.scope)
