@@ -27,6 +27,7 @@ from benchmarks.gpu_ops import (
     randn,
     recurrence_params,
 )
+from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
@@ -99,8 +100,8 @@ def forks(rows: int, tokens: int) -> None:
     """Requests that go on from one checkpoint with `tokens` tokens of their own each."""
     layers = Layers.create(rows * tokens, rows + 1)
     lens, own = [tokens] * rows, range(1, rows + 1)
-    stay = SegmentIndex.create(lens, own, own, device=DEVICE)
-    move = SegmentIndex.create(lens, [0] * rows, own, device=DEVICE)
+    stay = segment_index(lens, own, own, device=DEVICE)
+    move = segment_index(lens, [0] * rows, own, device=DEVICE)
     source, target = ints([0] * rows), ints(list(own))
     report(
         f"{rows} forks of one checkpoint, {tokens} tokens each",

@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 
 from benchmarks.gpu_ops import DEVICE, DTYPE, OPS, SHAPE, median_seconds, randn, recurrence_params
+from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
-from forkpoint.ops.metadata import SegmentIndex
 
 LENGTHS = ([512], [2048], [8192], [32768], [1024] * 8, [704] * 32)
 
@@ -30,7 +30,7 @@ def compare(peer: Any, lens: Sequence[int]) -> tuple[float, float, float]:
     mixed, a, b = randn(tokens, SHAPE.mixed_dim), randn(tokens, heads), randn(tokens, heads)
     params = recurrence_params()
     pool = torch.randn(2 * rows, heads, SHAPE.value_dim, SHAPE.key_dim, device=DEVICE)
-    index = SegmentIndex.create(lens, range(rows), range(rows, 2 * rows), device=DEVICE)
+    index = segment_index(lens, range(rows), range(rows, 2 * rows), device=DEVICE)
     split = [keys, keys, heads * SHAPE.value_dim]
     widths = (SHAPE.num_k_heads, SHAPE.num_k_heads, heads)
     q, k, v = (

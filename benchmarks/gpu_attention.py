@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_ops import Call, Case, ceilings, median_seconds, randn, turns
+from benchmarks.indices import attention_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
 from forkpoint.ops.parameters import QKNorm
@@ -60,7 +61,7 @@ class Shape:
         q, gate = randn(self.rows * self.queries, HEADS, DIM), randn(self.rows * self.queries, HEADS * DIM)
         decodes, none = self.rows if self.queries == 1 else 0, torch.empty(0, dtype=torch.int64, device=DEVICE)
         lens = [self.queries] * self.rows, [self.length] * self.rows
-        indices = [AttentionIndex.create(*lens, table, none, decodes, splits=SPLITS) for table in tables]
+        indices = [attention_index(*lens, table, none, decodes, splits=SPLITS) for table in tables]
         return q, gate, cache[:, 0], cache[:, 1], indices
 
     def calls(self, attend: PagedAttention) -> list[Call]:

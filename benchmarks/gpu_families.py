@@ -39,8 +39,9 @@ from benchmarks.gpu_ops import (
     turns,
     verify_indices,
 )
+from benchmarks.indices import attention_index
 from benchmarks.machine import commit_hash, today
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits
+from forkpoint.ops.metadata import DecodeIndex, KeySplits
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams, ScanInputs, ScanParams
 from forkpoint.platforms.platform import DeviceTraits
 
@@ -167,7 +168,7 @@ def latents(rows: int, queries: int, length: int) -> Case:
         tables = torch.randperm(len(cache), device=DEVICE).int().view(count, rows, blocks)
         q, none = randn(tokens, HEADS, dim), torch.empty(0, dtype=torch.int64, device=DEVICE)
         lens, decodes = ([queries] * rows, [length] * rows), rows if queries == 1 else 0
-        indices = [AttentionIndex.create(*lens, table, none, decodes, splits=SPLITS) for table in tables]
+        indices = [attention_index(*lens, table, none, decodes, splits=SPLITS) for table in tables]
         scale = (OWN + SHARED) ** -0.5
         return [lambda i=i: OPS.paged_attention(q, cache, cache[..., :RANK], i, scale, None) for i in indices]  # type: ignore[misc]
 
@@ -185,7 +186,7 @@ def made_latents(queries: int, length: int) -> Case:
     def make() -> list[Call]:
         cache, packed = randn(blocks, 1, 64, RANK + SHARED), OPS.prepare_linear(randn(width, RANK), None)
         table, none = torch.randperm(blocks, device=DEVICE).int().view(1, -1), torch.empty(0, dtype=torch.int64)
-        index = AttentionIndex.create([queries], [length], table, none, splits=SPLITS)
+        index = attention_index([queries], [length], table, none, splits=SPLITS)
         own, shared = randn(queries, HEADS, OWN), randn(queries, HEADS, SHARED)
         out, scale = randn(queries, HEADS, VALUE), (OWN + SHARED) ** -0.5
 

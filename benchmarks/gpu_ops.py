@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
@@ -81,7 +82,7 @@ def recurrence_params() -> RecurrenceParams:
 
 
 def segments(lens: list[int]) -> SegmentIndex:
-    return SegmentIndex.create(lens, range(len(lens)), range(len(lens)), device=DEVICE)
+    return segment_index(lens, range(len(lens)), range(len(lens)), device=DEVICE)
 
 
 def turns(num_bytes: float) -> int:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index, segment_index
 from benchmarks.model131m import SHAPE_131M as MODEL
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
@@ -92,7 +93,7 @@ def recurrence_decode_case(rows: int) -> Case:
 
 
 def _segment(tokens: int) -> SegmentIndex:
-    return SegmentIndex.create([tokens], [-1], [0], [[(tokens, 1)]])
+    return segment_index([tokens], [-1], [0], [[(tokens, 1)]])
 
 
 def recurrence_prefill_case(tokens: int) -> Case:
@@ -112,7 +113,7 @@ def attention_case(queries: int, kv_len: int, rows: int) -> Case:
     blocks = -(-kv_len // 64)
     k, v = (torch.randn(blocks * rows, hkv, 64, dim).to(DTYPE) for _ in range(2))
     q = torch.randn(rows * queries, hq, dim).to(DTYPE)
-    index = AttentionIndex.create(
+    index = attention_index(
         [queries] * rows,
         [kv_len] * rows,
         torch.arange(blocks * rows, dtype=torch.int32).view(rows, blocks),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index, segment_index
 from forkpoint.cache.layout import CacheLayout, KVSpec, LayerSpec
 from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.models.decoder import Model
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex
+from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 64
@@ -88,7 +89,7 @@ class Driver:
         width = max(len(w.row.blocks) for w in work)
         table = ints([b for w in work for b in w.row.blocks + [0] * (width - len(w.row.blocks))]).to(self.device)
         mapping, at = (torch.tensor(values, device=self.device) for values in (slots, positions))
-        attention = AttentionIndex.create(lens, kv_lens, table.view(len(work), width), mapping, num_decodes)
+        attention = attention_index(lens, kv_lens, table.view(len(work), width), mapping, num_decodes)
         names = self.layout.state_operators
         decode = dict.fromkeys(names, _decode_index(work[:num_decodes], self.device))
         prefill = dict.fromkeys(names, _segment_index(work[num_decodes:], self.device))
@@ -147,7 +148,7 @@ def _decode_index(work: Sequence[Work], device: torch.device) -> DecodeIndex:
 
 
 def _segment_index(work: Sequence[Work], device: torch.device) -> SegmentIndex:
-    return SegmentIndex.create(
+    return segment_index(
         [len(w.tokens) for w in work],
         [w.row.read_slot for w in work],
         [_write_slot(w) for w in work],

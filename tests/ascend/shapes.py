@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index, segment_index
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.linear.device_linear import within
 from forkpoint.ops.linear.kernel import multiply
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import ScaledMatrix
 from forkpoint.ops.linear.tiles import FEW_GATED, fastest_gated_tile, fastest_tile, fixed_gated_tile, fixed_tile
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import DecodeIndex, KeySplits, RecordIndex, VerifyIndex
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
 from forkpoint.ops.moe.reference import PackedExperts
@@ -128,7 +129,7 @@ def _attention(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     }
     for name, (lens, kv_lens, decodes, window, gated) in cases.items():
         count = sum(lens)
-        index = AttentionIndex.create(lens, kv_lens, table, positions.repeat(count), decodes, splits=SPLITS)
+        index = attention_index(lens, kv_lens, table, positions.repeat(count), decodes, splits=SPLITS)
         queries, gate = s.empty(count, s.heads, s.dim), s.empty(count, s.heads * s.dim) if gated else None
         yield (
             f"attention {name}",
@@ -161,8 +162,8 @@ def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     decays = s.empty(spec.num_decays, dtype=FP32)
     skip = None if spec.delta else s.empty(heads, dtype=FP32)
     params = RecurrenceParams(spec, s.empty(heads, dtype=FP32), decays, skip)
-    saves = SegmentIndex.create([100, 64], [0, -1], [2, 3], [[(64, 4)], []])
-    long, many = SegmentIndex.create([600], [0], [2]), SegmentIndex.create([64] * 12, [0] * 12, [1] * 12)
+    saves = segment_index([100, 64], [0, -1], [2, 3], [[(64, 4)], []])
+    long, many = segment_index([600], [0], [2]), segment_index([64] * 12, [0] * 12, [1] * 12)
     for name, index, count in (("with saves", saves, 164), ("long", long, 600), ("many", many, 768)):
         x, bias, beta = s.empty(count, dim), s.empty(dim), s.empty(count, heads) if spec.delta else None
         a = s.empty(count, spec.num_decays)

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index, segment_index
 from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import ScaledLinear, ScaledMatrix
-from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, SegmentIndex, VerifyIndex
+from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
@@ -135,14 +136,14 @@ def _prefill(s: Shape, ops: OpTable) -> None:
     states = real(6, spec.num_v_heads, spec.value_dim, spec.key_dim)
     for lens in ([TOKENS], [TOKENS // ROWS] * ROWS):
         count, device = len(lens), torch.device("meta")
-        index = SegmentIndex.create(lens, [0] * count, [1] * count, device=device)
+        index = segment_index(lens, [0] * count, [1] * count, device=device)
         x, a = s.empty(TOKENS, spec.mixed_dim), s.empty(TOKENS, spec.num_decays)
         ops.conv_prefill(x, s.empty(4, spec.mixed_dim).t(), None, pool, index, True)
         b = s.empty(TOKENS, spec.num_v_heads) if spec.delta else None
         ops.recurrence_prefill(x, a, b, _params(s), states, index)
         if s.scan is not None:
             ops.scan_prefill(_scanned(s, TOKENS), *_scan(s), index)
-        _attend(s, ops, AttentionIndex.create(lens, lens, whole(count, 2048), whole(TOKENS)), TOKENS)
+        _attend(s, ops, attention_index(lens, lens, whole(count, 2048), whole(TOKENS)), TOKENS)
 
 
 def _scanned(s: Shape, count: int) -> ScanInputs:
@@ -188,7 +189,7 @@ def _decode(s: Shape, ops: OpTable) -> None:
         lines = [real(ROWS, 12, *heads, spec.value_dim), *(real(ROWS, 17, *size) for size in (keys, keys[:1], heads))]
         ops.recurrence_record(x, a, b, _params(s), states, record, lines)
     table, splits = whole(ROWS, 512), KeySplits(64, 24)
-    _attend(s, ops, AttentionIndex.create([1] * ROWS, [32_768] * ROWS, table, whole(ROWS), ROWS, splits=splits), ROWS)
+    _attend(s, ops, attention_index([1] * ROWS, [32_768] * ROWS, table, whole(ROWS), ROWS, splits=splits), ROWS)
     logits, at = s.empty(count, s.vocab), torch.empty(count, dtype=torch.int64)
     ops.greedy(logits)
     ops.sample_rows(logits, SamplingColumns(*(real(count) for _ in range(2)), whole(count), real(count), real(count)))

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from benchmarks.indices import attention_index
 from forkpoint.models import latent_attention
 from forkpoint.models.config import Build
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.weights import DummyWeights
-from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
 from tests.ops.triton_cases import DEVICE, triton_ops
 
@@ -27,7 +27,7 @@ def test_long_rows(queries: list[int], lens: list[int], monkeypatch: pytest.Monk
     decodes = queries.count(1)
     table = torch.arange(3 * len(lens), dtype=torch.int32, device=DEVICE).view(len(lens), 3)
     places = [torch.arange(n - q, n) + 192 * r for r, (q, n) in enumerate(zip(queries, lens, strict=True))]
-    index = AttentionIndex.create(queries, lens, table, torch.cat(places).to(DEVICE), decodes)
+    index = attention_index(queries, lens, table, torch.cat(places).to(DEVICE), decodes)
     before = torch.randn(3 * len(lens), 1, 64, CONFIG.rank + CONFIG.shared_dim).to(DEVICE)
     x, found = torch.randn(sum(queries), HIDDEN).to(DEVICE), []
     for ops in (torch_table(), triton_ops()):

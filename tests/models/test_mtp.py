@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.models.registry import load_config, load_model
-from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
 from tests.checkpoints import add_mtp, write_checkpoint
 from tests.driver import BLOCK, Driver, Row, Work
@@ -65,7 +65,7 @@ def drafted(driver: Driver, row: Row, tokens: Sequence[int]) -> list[Tensor]:
     table = torch.tensor([row.blocks], dtype=torch.int32)
     for at in range(known, known + DEPTH):
         place = torch.tensor([row.blocks[at // BLOCK] * BLOCK + at % BLOCK])
-        index = AttentionIndex.create([1], [at + 1], table, place, 1, first_key=FIRST_KEY)
+        index = attention_index([1], [at + 1], table, place, 1, first_key=FIRST_KEY)
         ctx = ForwardContext(torch.tensor([at - 1]), 1, index, {}, {}, driver.caches)
         hidden = model.draft(torch.tensor(tokens[at : at + 1]), hidden, ctx)
         found.append(model.logits(hidden)[0].float())

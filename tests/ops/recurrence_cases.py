@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.indices import segment_index
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 
@@ -22,7 +23,7 @@ def segments(
     lens: list[int], src: list[int], dst: list[int], saves: list[list[tuple[int, int]]] | None = None
 ) -> SegmentIndex:
     """A SegmentIndex; `saves[n]` lists (position, slot) of segment n."""
-    return SegmentIndex.create(lens, src, dst, saves or ())
+    return segment_index(lens, src, dst, saves or ())
 
 
 def rows(src: list[int], dst: list[int]) -> DecodeIndex:

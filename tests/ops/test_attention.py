@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.ops.attention.reference import kv_write, paged_attention, paged_attention_fixed
 from forkpoint.ops.metadata import AttentionIndex
 from tests.ops.cpu_table import cpp
@@ -40,7 +41,7 @@ class Batch:
         kv_write(torch.cat(self.k), torch.cat(self.v), self.k_cache, self.v_cache, torch.tensor(slots))
         padded = [row + [0] * (max(widths) - len(row)) for row in table]
         lines = torch.randperm(len(padded))  # the table's lines stand in another order than the rows
-        self.index = AttentionIndex.create(
+        self.index = attention_index(
             queries,
             kv_lens,
             torch.tensor(padded, dtype=torch.int32)[lines],
@@ -90,7 +91,7 @@ def test_fixed_tiles_do_not_see_the_chunking(dtype: torch.dtype) -> None:
     whole = Batch([300], [300], 0, dtype)
     want = paged_attention_fixed(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.25, None)
     for start, end in ((0, 64), (64, 192), (256, 300), (128, 300)):
-        index = AttentionIndex.create([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
+        index = attention_index([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
         got = paged_attention_fixed(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.25, None)
         assert torch.equal(got, want[start:end])
 

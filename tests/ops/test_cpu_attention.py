@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.reference import kv_write
-from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import build, cpp
 from tests.ops.recurrence_cases import GATED_NORMS, ints
@@ -61,7 +61,7 @@ class _Rows:
         self.q = torch.randn(sum(queries), hq, dims[0]).to(dtype)
         self.lens, self.queries, self.heads = lens, queries, heads
         order = torch.randperm(len(lens))  # the table's lines stand in another order than the rows
-        self.index = AttentionIndex.create(
+        self.index = attention_index(
             queries, lens, table[order], torch.empty(0, dtype=torch.int64), decodes, order.argsort().tolist()
         )
 
@@ -109,7 +109,7 @@ def test_rows_and_cuts_do_not_change_the_bits(window: int | None, dtype: torch.d
             lens = [400, 520]
             queries = [400 - start, 200]
             count = len(rows)
-            index = AttentionIndex.create(
+            index = attention_index(
                 queries[:count], lens[:count], i.block_table, i.slot_mapping, 0, i.table_rows[rows].tolist()
             )
             q = torch.cat([case.q[start:400], *([case.q[401:]] if 2 in rows else [])])
@@ -124,7 +124,7 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
     whole, i = case.run(0.2, None), case.index
     for row in range(3):
         lens, line = [int(i.kv_lens[row])], [int(i.table_rows[row])]
-        one = AttentionIndex.create([1], lens, i.block_table, i.slot_mapping, 1, line)
+        one = attention_index([1], lens, i.block_table, i.slot_mapping, 1, line)
         got = CPP.paged_attention(case.q[row : row + 1], case.k_cache, case.v_cache, one, 0.2, None)
         assert torch.equal(got[0], whole[row])
 

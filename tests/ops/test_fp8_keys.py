@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.ops.attention.reference import kv_write
 from forkpoint.ops.cpu.table import cpp_table
@@ -94,7 +95,7 @@ class Rows:
 
     def index_of(self, queries: list[int], kv_lens: list[int], decodes: int, lines: list[int]) -> AttentionIndex:
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-        return AttentionIndex.create(queries, kv_lens, self.table, none, decodes, lines)
+        return attention_index(queries, kv_lens, self.table, none, decodes, lines)
 
     def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """By the table's own operator, which leaves keys without norm and rotation as they are."""

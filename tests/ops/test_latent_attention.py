@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.ops.attention import expanded_kernel, kernel
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import AttentionIndex, KeySplits
@@ -48,7 +49,7 @@ class Batch:
         padded = torch.tensor([row + [-1] * (max(widths) - len(row)) for row in table], dtype=torch.int32)
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
         splits = KeySplits(block)
-        self.index = AttentionIndex.create(queries, kv_lens, padded.to(DEVICE), none, decodes, splits=splits)
+        self.index = attention_index(queries, kv_lens, padded.to(DEVICE), none, decodes, splits=splits)
 
     def run(self, ops: OpTable, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q
@@ -132,7 +133,7 @@ def test_fixed_tables_do_not_see_the_chunking() -> None:
     for ops in tables:
         want = whole.run(ops)
         for start, end in ((0, 64), (64, 130), (128, 130)):
-            index = AttentionIndex.create([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
+            index = attention_index([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
             assert torch.equal(whole.run(ops, index, whole.q[start:end]), want[start:end])
 
 

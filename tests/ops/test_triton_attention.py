@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.kernel import FEW, MANY, MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits
@@ -69,7 +70,7 @@ class Batch:
     def index_of(self, rows: range | list[int], queries: list[int], kv_lens: list[int], decodes: int) -> AttentionIndex:
         none = torch.empty(0, dtype=torch.int64, device=DEVICE)
         lines, splits = [self.lines[row] for row in rows], KeySplits(self.block)
-        return AttentionIndex.create(queries, kv_lens, self.table, none, decodes, lines, splits)
+        return attention_index(queries, kv_lens, self.table, none, decodes, lines, splits)
 
     def run(self, window: int | None, index: AttentionIndex | None = None, q: Tensor | None = None) -> Tensor:
         q = self.q if q is None else q

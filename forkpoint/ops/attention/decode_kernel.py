@@ -47,9 +47,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     FIRST: tl.constexpr,
-    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Programs take turns over (part, key head), KEYS keys at a time. A row's only part is its answer; else the sums
@@ -63,7 +61,7 @@ def decode_kernel(
         low, end = tl.load(parts + 3 * part + 1), tl.load(parts + 3 * part + 2)
         kv_len, line = tl.load(kv_lens + row), tl.load(table_rows + row)
         alone = tl.load(part_ptr + row + 1) - tl.load(part_ptr + row) == 1
-        if HAS_WINDOW:
+        if window is not None:
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
         table = block_table + line.to(tl.int64) * table_stride
         coming = tl.load(table + low)
@@ -101,17 +99,14 @@ def decode_kernel(
                 D,
                 DV,
                 KEYS,
-                BLOCK_D,
-                BLOCK_DV,
                 True,
-                HAS_WINDOW,
                 FIRST,
             )
         inside = (m < GROUP)[:, None] & (at_v < DV)[None, :]
         if alone:
             token = row.to(tl.int64)
             answer = acc / l_i[:, None]
-            if GATED:
+            if gate is not None:
                 gate_at = gate + token * gate_token + head[:, None] * DV + at_v[None, :]
                 answer = gated(answer, tl.load(gate_at, mask=inside, other=0.0))
             out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]

@@ -14,54 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.softmax import LOG2_E, LOWEST
+from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, attend
 from forkpoint.ops.metadata import AttentionIndex
 
 PIECE = 8192  # keys that are made at once
 QUERIES = 128  # of a program
-
-
-@triton.jit
-def _step(
-    own,
-    shared,
-    acc,
-    l_i,
-    m_i,
-    up_at,
-    latent_at,
-    up_row,
-    latent_row,
-    first,
-    position,
-    num_keys,
-    scale,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    V: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add keys `[first, first + KEYS)` of a piece to the sums; `position` are the queries' in the piece."""
-    key, k, p, v = first + tl.arange(0, KEYS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
-    stored = key < num_keys if MASKED else key >= 0
-    rows = up_at + key[:, None].to(tl.int64) * up_row
-    keys = tl.load(rows + k[None, :], mask=stored[:, None] & (k < K)[None, :], other=0.0)
-    common_at = latent_at + key[:, None] * latent_row + p[None, :]
-    common = tl.load(common_at, mask=stored[:, None] & (p < P)[None, :], other=0.0)
-    values = tl.load(rows + K + v[None, :], mask=stored[:, None] & (v < V)[None, :], other=0.0)
-    scores = tl.dot(own, tl.trans(keys), input_precision="ieee")
-    scores = tl.dot(shared, tl.trans(common), scores, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(position[:, None] >= key[None, :], scores, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
-    weights, alpha = tl.exp2(scores * scale - m_new[:, None]), tl.exp2(m_i - m_new)
-    l_i = l_i * alpha + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
-    return acc, l_i, m_new
 
 
 @triton.jit(do_not_specialize=["num_queries", "before", "num_keys"])
@@ -122,7 +79,7 @@ def _expanded_kernel(
         acc = tl.load(sums_at, mask=in_sums, other=0.0)
         l_i = tl.load(l_ptr + entry, mask=present, other=0.0)
         m_i = tl.load(m_ptr + entry, mask=present, other=LOWEST)
-    up_at, latent_at = up + head * (K + V), latent
+    up_at = up + head * (K + V)
     position = before + query
     end = tl.minimum(num_keys, before + tl.minimum((tile + 1) * BLOCK_M, num_queries))
     full = tl.maximum(0, tl.minimum(num_keys, before + tile * BLOCK_M + 1)) // KEYS * KEYS  # which all queries see
@@ -131,28 +88,31 @@ def _expanded_kernel(
         if masked:
             from_key, to_key = full, end
         for first in range(from_key, to_key, KEYS):
-            acc, l_i, m_i = _step(
+            keys_at = up_at + first * up_row.to(tl.int64)
+            acc, l_i, m_i = attend(
                 own,
-                shared,
                 acc,
                 l_i,
                 m_i,
-                up_at,
-                latent_at,
-                up_row,
-                latent_row,
+                keys_at,
+                keys_at + K,
+                None,
+                None,
                 first,
                 position,
                 num_keys,
                 scale,
+                None,
                 K,
-                P,
                 V,
                 KEYS,
-                BLOCK_K,
-                BLOCK_P,
-                BLOCK_V,
                 masked,
+                0,
+                up_row,
+                shared,
+                latent + first * latent_row,
+                latent_row,
+                P,
             )
     if LAST:
         out_at = out + entry[:, None] * V + v[None, :]

@@ -104,7 +104,6 @@ class _Call:
             "BLOCK": block,
             "BLOCK_D": max(16, triton.next_power_of_2(dim)),
             "BLOCK_DV": max(FEWEST_WIDENED if self.scales else 16, triton.next_power_of_2(value_dim)),
-            "HAS_WINDOW": self.window is not None,
         }
 
     @property
@@ -123,7 +122,7 @@ class _Call:
     @property
     def options(self) -> dict[str, Any]:
         """What all launches have in common."""
-        return {"GATED": self.gate is not None, **overlap(self.q.device, self.q.shape[0])}
+        return overlap(self.q.device, self.q.shape[0])
 
 
 def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
@@ -134,14 +133,14 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
     join_kernel[((work.tiles.shape[0] * TILE if splits else index.num_decodes) * heads,)](
         *scratch,
         call.out,
-        call.out if call.gate is None else call.gate,
+        call.gate,
         work.part_ptr,
         work.tiles if splits else None,
         index.cu_queries,
         index.kv_lens,
         splits,
         call.gate_token,
-        call.window or 0,
+        call.window,
         HEADS=heads,
         DV=sizes["DV"],
         BLOCK=sizes["BLOCK"],
@@ -149,7 +148,6 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
         QUERIES=queries,
         TOKENS=TILE,
         PARTS=triton.next_power_of_2(splits) if splits else JOINED_PARTS,
-        HAS_WINDOW=sizes["HAS_WINDOW"],
         **call.options,
         num_warps=2,
     )
@@ -293,7 +291,6 @@ class PagedAttention:
         assert work is not None
         num_parts = work.parts.shape[0]
         scratch = _scratch(num_parts * heads, sizes["DV"], call.q.device)
-        gate = call.out if call.gate is None else call.gate
         if num_parts:
             most = how.num_programs or WAVES_OF_PARTS * traits_of(call.q.device).num_processors
             decode_kernel[(min(num_parts * sizes["HEADS"], most),)](
@@ -302,7 +299,7 @@ class PagedAttention:
                 call.v_cache,
                 *call.scale_tensors,
                 call.out,
-                gate,
+                call.gate,
                 *scratch,
                 work.parts,
                 work.part_ptr,
@@ -314,7 +311,7 @@ class PagedAttention:
                 call.gate_token,
                 *call.strides,
                 call.scale,
-                call.window or 0,
+                call.window,
                 **sizes,
                 **call.options,
                 FIRST=index.first_key,
@@ -347,7 +344,6 @@ class PagedAttention:
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
-        gate = call.out if call.gate is None else call.gate
         shared = {"QUERIES": queries, "TOKENS": TILE, **call.options}
         each = subs * sizes["HEADS"] * splits
         for tiles in turns(work.tiles, each):  # in parts only if there are no splits
@@ -357,7 +353,7 @@ class PagedAttention:
                 call.v_cache,
                 *call.scale_tensors,
                 call.out,
-                gate,
+                call.gate,
                 *scratch,
                 tiles,
                 index.cu_queries,
@@ -370,7 +366,7 @@ class PagedAttention:
                 call.gate_token,
                 *call.strides,
                 call.scale,
-                call.window or 0,
+                call.window,
                 **sizes,
                 **shared,
                 **form,

@@ -70,7 +70,7 @@ def latent_kernel(
     else:
         share, own = pid // (num_tiles * SUBS), pid % (num_tiles * SUBS)
         row, first, last, start, before, low, end = _place(
-            items, cu_queries, kv_lens, own // SUBS, own % SUBS, 0, QUERIES, TOKENS, BLOCK, False
+            items, cu_queries, kv_lens, own // SUBS, own % SUBS, None, QUERIES, TOKENS, BLOCK
         )
         alone = True
         if SPLIT:

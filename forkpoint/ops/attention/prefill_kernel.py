@@ -22,7 +22,6 @@ def _place(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ):
     """Of QUERIES queries of a tile: (row, first and last query in the row, the row's first token, tokens before the
     row's queries, first and end block of the keys that they see). A tile of padding has last <= first."""
@@ -36,7 +35,7 @@ def _place(
     last = tl.minimum(tl.minimum(first + QUERIES, num_queries), offset + TOKENS)
     last = tl.where(present, last, first)
     low = 0
-    if HAS_WINDOW:
+    if window is not None:
         low = tl.maximum(0, before + first - window + 1) // BLOCK
     return row, first, last, start, before, low, (before + last - 1) // BLOCK + 1
 
@@ -89,9 +88,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     SUBS: tl.constexpr,
     TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    GATED: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -107,7 +104,7 @@ def prefill_kernel(
     share, own = rest // (num_tiles * SUBS), num_tiles * SUBS - 1 - rest % (num_tiles * SUBS)
     tile, sub = own // SUBS, own % SUBS
     row, first, last, start, before, low, end = _place(
-        tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
+        tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, TOKENS, BLOCK
     )
     alone = True
     if SPLIT:
@@ -137,7 +134,7 @@ def prefill_kernel(
         m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
         table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
         full = low
-        if not (HAS_WINDOW or SPLIT):  # a share is too short for two loops
+        if window is None and not SPLIT:  # a share is too short for two loops
             full = tl.minimum(end, tl.maximum(low, (before + first + 1) // BLOCK))
         for masked in tl.static_range(2):
             from_block, to_block = low, full
@@ -166,10 +163,7 @@ def prefill_kernel(
                     D,
                     DV,
                     BLOCK,
-                    BLOCK_D,
-                    BLOCK_DV,
                     masked,
-                    HAS_WINDOW,
                 )
         if STRAIGHT:
             inside = present[:, :, None] & (at_v < DV)[None, None, :]
@@ -179,7 +173,7 @@ def prefill_kernel(
             answer = acc / l_i[:, None]
             if STRAIGHT:
                 answer = tl.reshape(answer, (QUERIES, WIDE, BLOCK_DV))
-            if GATED:
+            if gate is not None:
                 if STRAIGHT:
                     gate_at = gate + _spots(token, gate_token, head, DV, at_v, QUERIES, WIDE)
                 else:
@@ -227,8 +221,6 @@ def join_kernel(
     QUERIES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One query head of one query, of which several programs saw some keys each: a decode row's parts (without `tiles`;
@@ -242,7 +234,7 @@ def join_kernel(
         await_inputs(OVERLAP)
         tile, query = within // TOKENS, within % TOKENS
         _, first, last, start, _, low, end = _place(
-            tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK, HAS_WINDOW
+            tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK
         )
         size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
         query = first + query % QUERIES
@@ -251,7 +243,7 @@ def join_kernel(
     if several:
         at = tl.arange(0, BLOCK_DV)
         answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, HEADS, at, DV, PARTS)
-        if GATED:
+        if gate is not None:
             gate_at = gate + token * gate_token + head * DV + at
             answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
         tl.store(out + (token * HEADS + head) * DV + at, answer.to(out.dtype.element_ty), mask=at < DV)

@@ -29,11 +29,13 @@ def attend(
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     FIRST: tl.constexpr = 0,
+    row=None,
+    shared=None,
+    shared_at=None,
+    shared_row=None,
+    P: tl.constexpr = 0,
 ):
     """One step of the online softmax: add a block of keys to (acc, l_i, m_i) of query rows.
 
@@ -41,21 +43,29 @@ def attend(
     `position[M]` are the rows' absolute positions, `scale` includes log2(e) and is positive. MASKED blocks hold keys
     that some row does not see, or that were never stored. A block that a row does not see leaves its sums as they
     are, bit for bit. Keys and values in 8 bits have their scales at `key_scales` and `value_scales` (else None).
+    Rows of keys and of values lie side by side, or `row` apart. With `shared[M, P]` keys have P more dims, `shared_at`.
     """
+    BLOCK_D: tl.constexpr = q.shape[1]
+    BLOCK_DV: tl.constexpr = acc.shape[1]
     key, at, at_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    keys_at = key_at + key[None, :] * D + at[:, None]
-    values_at = value_at + key[:, None] * DV + at_v[None, :]
+    keys_at = key_at + key[None, :] * (D if row is None else row) + at[:, None]
+    values_at = value_at + key[:, None] * (DV if row is None else row) + at_v[None, :]
     # Keys behind the last stored one may be anything: their scores are masked.
     keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
     if key_scales is not None:
         keys = keys.to(q.dtype)  # exact
     scores = tl.dot(q, keys, input_precision="ieee")
+    if shared is not None:
+        more = tl.arange(0, shared.shape[1])
+        common_at = shared_at + key[None, :] * shared_row + more[:, None]
+        common = tl.load(common_at) if shared.shape[1] == P else tl.load(common_at, mask=(more < P)[:, None], other=0.0)
+        scores = tl.dot(shared, common, scores, input_precision="ieee")
     if key_scales is not None:
         scores *= tl.load(key_scales + key)[None, :]
     if MASKED:
         back = position[:, None] - (first_key + key)[None, :]
         seen = back >= 0
-        if HAS_WINDOW:
+        if window is not None:
             seen = seen & (back < window)
         if FIRST:
             seen = seen & (first_key + key >= FIRST)[None, :]

@@ -1,0 +1,80 @@
+"""Index tensors of a step from host lists, which forkpoint itself has in arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.ops.metadata import (
+    AttentionIndex,
+    AttentionWork,
+    IntArray,
+    KeySplits,
+    SegmentIndex,
+    running_total,
+    tile_table,
+)
+
+SPLITS = KeySplits()
+
+
+def segment_index(
+    lens: Sequence[int],
+    src: Sequence[int],
+    dst: Sequence[int],
+    saves: Sequence[Sequence[tuple[int, int]]] = (),
+    device: torch.device | None = None,
+) -> SegmentIndex:
+    """`saves[n]` are (position, slot) of segment `n`. Host copies are kept."""
+    saves = saves or [()] * len(lens)
+    pairs = np.asarray([pair for own in saves for pair in own], np.int32).reshape(-1, 2)
+
+    def there(values: Sequence[int] | IntArray) -> Tensor:
+        return torch.from_numpy(np.array(values, np.int32)).to(device=device)
+
+    return SegmentIndex(
+        cu_seqlens=there(running_total(lens)),
+        src=there(src),
+        dst=there(dst),
+        save_ptr=there(running_total([len(own) for own in saves])),
+        save_pos=there(pairs[:, 0]),
+        save_dst=there(pairs[:, 1]),
+        lens=tuple(lens),
+        tiles=there(tile_table(np.asarray(lens, np.int32))),
+    )
+
+
+def attention_index(
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    num_decodes: int = 0,
+    table_rows: Sequence[int] | None = None,
+    splits: KeySplits | None = SPLITS,
+    first_key: int = 0,
+) -> AttentionIndex:
+    """On the block table's device; line `r` of the table is row `r`'s if not said otherwise. Without `splits` it is for
+    operators on the host."""
+    device = block_table.device
+    queries, keys = np.asarray(query_lens, np.int32), np.asarray(kv_lens, np.int32)
+    lines = np.arange(len(keys)) if table_rows is None else np.asarray(table_rows)
+    work = None
+    if splits is not None:
+        arrays = [tile_table(queries[num_decodes:], num_decodes), *splits.table(keys[:num_decodes])]
+        work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
+    return AttentionIndex(
+        num_decodes,
+        torch.from_numpy(running_total(queries)).to(device),
+        torch.from_numpy(keys).to(device),
+        block_table,
+        torch.from_numpy(lines.astype(np.int32)).to(device),
+        slot_mapping,
+        tuple(queries.tolist()),
+        tuple(keys.tolist()),
+        work,
+        first_key,
+    )
