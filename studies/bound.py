@@ -35,6 +35,10 @@ NUM_BINS = 48  # prices are constant inside a bin of requests
 NUM_ROUNDS = 160
 
 
+def num_prompt_tokens(trace: Trace) -> int:
+    return sum(request.num_prompt_tokens for request in trace.requests)
+
+
 def by_arrival(trace: Trace) -> list[TraceRequest]:
     """Requests in the order in which they would arrive if every request took no time."""
     when: dict[str, float] = {}

@@ -16,7 +16,7 @@ from forkpoint.sim.cost import Device
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, WEIGHT_BYTES, ModelShape
 from forkpoint.sim.table import GIB, markdown
 from forkpoint.sim.trace import Trace
-from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
 from studies.plots import Curve, write_plot
 from studies.systems import CLAIRVOYANT, ENGINE, PEERS, make_system
 
@@ -106,7 +106,7 @@ def _panel(
     problem: ReuseProblem,
     found: Mapping[tuple[str, str, int, str], CaseResult],
 ) -> Panel:
-    sizes, layout, tokens = tuple(plan.sizes(shape)), shape.layout, trace.num_prompt_tokens
+    sizes, layout, tokens = tuple(plan.sizes(shape)), shape.layout, num_prompt_tokens(trace)
     bounds = {
         size: clairvoyant_bound(problem, size, layout.block_bytes, layout.slot_bytes).worth / tokens for size in sizes
     }
@@ -117,15 +117,15 @@ def _panel(
 def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
     rows = [("trace", "requests", "sessions", "prompt tokens", "output tokens", "reusable with unlimited memory")]
     for trace in plan.traces:
-        reusable = problems[trace.name].unlimited / trace.num_prompt_tokens
+        reusable = problems[trace.name].unlimited / num_prompt_tokens(trace)
         sessions = len({request.session for request in trace.requests})
         rows.append(
             (
                 trace.name,
                 f"{len(trace.requests):,}",
                 f"{sessions:,}",
-                f"{trace.num_prompt_tokens:,}",
-                f"{trace.num_output_tokens:,}",
+                f"{num_prompt_tokens(trace):,}",
+                f"{sum(request.num_output_tokens for request in trace.requests):,}",
                 f"{reusable:.1%}",
             )
         )

@@ -13,7 +13,7 @@ from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case, CaseResult
 from forkpoint.sim.table import case_rows
-from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound
+from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
 from studies.report import ReportPlan, write_report
 from studies.systems import CLAIRVOYANT, PEERS, make_system
 
@@ -70,7 +70,7 @@ def bounds_of(cases: Sequence[Case]) -> dict[tuple[str, int], float]:
         if key not in found:
             memory = case.memory_bytes * case.num_replicas
             bound = clairvoyant_bound(problems[case.trace.name], memory, layout.block_bytes, layout.slot_bytes)
-            found[key] = bound.worth / case.trace.num_prompt_tokens
+            found[key] = bound.worth / num_prompt_tokens(case.trace)
     return found
 
 

@@ -18,7 +18,6 @@ from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
-from forkpoint.cache.saves import SavePlanner
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import CacheConfig
@@ -51,7 +50,6 @@ class CacheManager:
         self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), self.ghosts)
         self.holdings = Holdings(layout, self.arena, self.store.tree)
         self.filing = Filing(self.store)
-        self.saves = SavePlanner(self.store)
 
     def watch_restorable(self) -> Restorable:
         """Keep account of what lookups find from now on; to be called while the cache is empty."""
@@ -275,11 +273,9 @@ class CacheManager:
     def finish_plan(self) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
         """The plan under construction is complete; returns the moves that it has to carry, and what was filed since
         the last one."""
-        if self.saves.planned:
-            self.saves.clear()
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        return moves, self.filing.drain() if self.filing.filed else []
+        return moves, self.filing.drain()
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """One reader of a checkpoint's slot is done."""

@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.fleet.messages import Route
-from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
+from forkpoint.routing.feed import EventFeed, RestorableIndex
 from forkpoint.routing.router import Router
 
 
@@ -44,7 +44,7 @@ class RestorableRouter(RequestRouter):
         for gone in self._feeds.keys() - running.keys():
             self._feeds.pop(gone).close()
         for name in running.keys() - self._feeds.keys():
-            self._feeds[name] = EventFeed(EventSource(**running[name].replica_metadata))
+            self._feeds[name] = EventFeed(**running[name].replica_metadata)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         name = pending_request.metadata.internal_request_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -63,25 +62,17 @@ POLL_MS: Final = 200
 REPLAY_MS: Final = 2000  # that a replay may take from one batch to the next
 
 
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """Where a replica publishes, as this process reaches it."""
-
-    endpoint: str
-    replay_endpoint: str
-
-
 class EventFeed:
     """What one replica can restore, kept up to date by a thread. Whoever asks may see a batch half taken in, which
     costs a miss at worst.
 
     Batches that were missed, the first ones included, are asked for again; what the replica keeps no more, it tells
-    anew by itself.
+    anew by itself. The endpoints are those of the replica, as this process reaches them.
     """
 
-    def __init__(self, source: EventSource) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.index = RestorableIndex()
-        self._source = source
+        self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._next = 0  # the number of the batch to come
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="event-feed", daemon=True)
@@ -95,7 +86,7 @@ class EventFeed:
         with zmq.Context() as context, context.socket(zmq.SUB) as live:
             live.set_hwm(0)
             live.subscribe(b"")
-            live.connect(self._source.endpoint)
+            live.connect(self._endpoint)
             self._catch_up(context)
             while not self._stop.is_set():
                 if not live.poll(POLL_MS):
@@ -109,14 +100,14 @@ class EventFeed:
         """Take in what is replayed from the first batch that is missing."""
         with context.socket(zmq.DEALER) as replay:
             replay.setsockopt(zmq.LINGER, 0)
-            replay.connect(self._source.replay_endpoint)
+            replay.connect(self._replay_endpoint)
             replay.send_multipart((b"", wire.sequence_bytes(self._next)))
             while replay.poll(REPLAY_MS) and not self._stop.is_set():
                 frames = replay.recv_multipart()
                 if frames[1:2] == [wire.END_OF_REPLAY]:
                     return
                 self._take(frames)
-        LOGGER.warning("a replica at %s did not answer; its cache is known in part", self._source.replay_endpoint)
+        LOGGER.warning("a replica at %s did not answer; its cache is known in part", self._replay_endpoint)
 
     def _take(self, frames: Sequence[bytes]) -> None:
         """Take in a message, if it is one, and none that came before."""
@@ -124,7 +115,7 @@ class EventFeed:
             _, number_bytes, data = frames
             batch = wire.decode(data)
         except (ValueError, msgspec.MsgspecError) as error:
-            LOGGER.warning("a message of %s is no batch of events: %s", self._source.endpoint, error)
+            LOGGER.warning("a message of %s is no batch of events: %s", self._endpoint, error)
             return
         number = int.from_bytes(number_bytes, "big")
         if number >= self._next:

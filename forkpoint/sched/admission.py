@@ -48,7 +48,7 @@ class Admission:
             if builder.budget < self._cache.layout.checkpoint_grid and not self._may_end(builder, entry, usable):
                 passed_over += 1
                 continue
-            soon = self._cache.saves.reusable_soon(entry.lease, usable)
+            soon = self._cache.filing.reusable_soon(entry.lease, usable)
             if soon < MIN_GAIN_TO_WAIT and not self._may_fit(builder, entry):
                 return
             hit = self._cache.lookup(entry.lease, entry.request.num_tokens, not entry.request.wants_prompt_logprobs)

@@ -49,6 +49,6 @@ class ChunkPlanner:
             num_survived_tokens=lease.num_survived_tokens,
             interval=self._interval,
         )
-        self._cache.saves.plan(lease, start, end, self._capture.candidates(context))
+        self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))
         entry.planned_step = builder.step
         builder.add_prefill(entry, end)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from forkpoint.outputs import CacheReport
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel
 from forkpoint.sim.system import ServedSystem, SystemCounters
@@ -23,8 +24,7 @@ class RequestRecord:
     refused: bool = False
     first_token_s: float | None = None
     finished_s: float | None = None
-    num_cached_tokens: int = 0
-    kv_num_tokens: int = 0
+    cache: CacheReport = field(default_factory=CacheReport)
 
     @property
     def ttft_s(self) -> float | None:
@@ -127,9 +127,8 @@ class Simulator:
             if record.first_token_s is None:
                 record.first_token_s = now
         for name in news.finished:
-            record, report = self._records[name], system.cache_report(name)
-            record.finished_s = now
-            record.num_cached_tokens, record.kv_num_tokens = report.num_cached_tokens, report.kv_num_tokens
+            record = self._records[name]
+            record.finished_s, record.cache = now, system.cache_report(name)
             self._follow_up(now, record.request)
         if news.finished:
             self._on_finish(len(news.finished))

@@ -54,14 +54,6 @@ class Trace:
                 raise TraceError(f"trace {self.name}: {request.id!r} needs one prompt and one output token at least")
             seen.add(request.id)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(request.num_prompt_tokens for request in self.requests)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(request.num_output_tokens for request in self.requests)
-
     def scaled(self, arrivals: float = 1.0, think: float = 1.0) -> Trace:
         """The same requests with arrivals `arrivals` times, and think times `think` times, as far apart."""
         requests = [replace(r, arrival_s=r.arrival_s * arrivals, think_s=r.think_s * think) for r in self.requests]

@@ -10,7 +10,7 @@ import numpy as np
 import zmq
 
 from forkpoint.routing import wire
-from forkpoint.routing.feed import EventFeed, EventSource, RestorableIndex
+from forkpoint.routing.feed import EventFeed, RestorableIndex
 from forkpoint.routing.router import Router
 from tests.cache.published import sent_hashes
 from tests.engine.test_events import publishing, serve, wait_for
@@ -85,7 +85,7 @@ def test_a_feed_knows_what_was_there_before_it_came(tmp_path: Path) -> None:
     harness = Harness()
     with publishing(harness, tmp_path) as (publisher, _, _):
         prompts = serve(harness, publisher, range(3))
-        feed = EventFeed(EventSource(f"ipc://{tmp_path}/endpoint", f"ipc://{tmp_path}/replay_endpoint"))
+        feed = EventFeed(f"ipc://{tmp_path}/endpoint", f"ipc://{tmp_path}/replay_endpoint")
         try:
             wait_for(lambda: knows(feed, prompts))
             more = serve(harness, publisher, range(3, 6))
@@ -103,13 +103,13 @@ def knows(feed: EventFeed, prompts: list[np.ndarray]) -> bool:
 
 def test_a_gap_is_asked_for_again_and_nonsense_is_passed_over(tmp_path: Path) -> None:
     batches = [wire.encode(stored([block], [block], block - 1 or None)) for block in range(1, 7)]
-    source = EventSource(f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay")
+    endpoints = f"ipc://{tmp_path}/live", f"ipc://{tmp_path}/replay"
     with zmq.Context() as context, context.socket(zmq.XPUB) as out, context.socket(zmq.ROUTER) as replay:
-        for socket, endpoint in ((out, source.endpoint), (replay, source.replay_endpoint)):
+        for socket, endpoint in zip((out, replay), endpoints, strict=True):
             socket.setsockopt(zmq.RCVTIMEO, 20_000)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(endpoint)
-        feed = EventFeed(source)
+        feed = EventFeed(*endpoints)
         try:
             out.recv()  # the subscription
             assert answer(replay, batches[:2]) == 0

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from forkpoint.routing.feed import EventFeed, EventSource
+from forkpoint.routing.feed import EventFeed
 from tests.engine.test_events import wait_for
 from tests.server.conftest import EVENTS
 from tests.server.running import RunningServer
@@ -18,7 +18,7 @@ LONG = "".join(f"the {number}th of many words, " for number in range(12))
 
 @pytest.fixture
 def feed(server: RunningServer) -> Iterator[EventFeed]:
-    found = EventFeed(EventSource(**{name: at.format(server.log_path.parent) for name, at in EVENTS.items()}))
+    found = EventFeed(**{name: at.format(server.log_path.parent) for name, at in EVENTS.items()})
     yield found
     found.close()
 

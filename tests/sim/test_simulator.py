@@ -186,7 +186,7 @@ def test_drafts_change_what_is_cached_and_when_nothing_else() -> None:
     )
     assert all(record.finished_s is not None for record in drafted.records)
     assert drafted.busy_s < plain.busy_s and drafted.num_steps < plain.num_steps
-    reused = [sum(record.num_cached_tokens for record in result.records) for result in (plain, drafted)]
+    reused = [sum(record.cache.num_cached_tokens for record in result.records) for result in (plain, drafted)]
     assert abs(reused[0] - reused[1]) <= 0.02 * reused[0]
 
 
@@ -241,7 +241,7 @@ def test_prefix_aware_routing_finds_the_replica_of_a_conversation() -> None:
     trace = make_workload("chat:sessions=30,turns=5,gap_s=0.2,think_s=3")
 
     def hits(router: str) -> int:
-        return sum(record.num_cached_tokens for record in simulate(trace, 3, router).records)
+        return sum(record.cache.num_cached_tokens for record in simulate(trace, 3, router).records)
 
     assert hits("prefix-aware") > 1.2 * hits("round-robin")
 
