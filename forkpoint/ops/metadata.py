@@ -88,6 +88,10 @@ class DecodeIndex:
     src: Tensor  # [B]
     dst: Tensor  # [B]
 
+    @property
+    def columns(self) -> list[Tensor]:
+        return [self.src, self.dst]
+
     def __len__(self) -> int:
         return int(self.src.shape[0])
 

@@ -18,7 +18,7 @@ from forkpoint.ops.linear.device_linear import DeviceLinear
 from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
-from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel, verify_kernel
+from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
 from forkpoint.ops.recurrence.step_kernel import conv_record
 from forkpoint.ops.sampling import choose_kernel
 from forkpoint.ops.sampling import kernel as sampling
@@ -32,7 +32,7 @@ from forkpoint.ops.table import OpTable
 # Each of their functions with the name of an operator is it.
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
-    *(decode_kernel, prefill_kernel, record_kernel, verify_kernel, scan, scan_prefill, scan_verify),
+    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, scan_verify),
 )
 
 

@@ -9,17 +9,31 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, check_layout, load_rows
+from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, check_layout
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.platforms.table import traits_of
 
 
 @triton.jit
-def _input(pool_at, line_at, at, row_stride, present, D: tl.constexpr, W: tl.constexpr):
-    """Input `at` of the old window followed by the line's records."""
-    old = tl.load(pool_at + at * row_stride, mask=present & (at < W - 1), other=0.0)
-    return tl.where(at < W - 1, old, tl.load(line_at + (at - (W - 1)) * D, mask=present & (at >= W - 1), other=0.0))
+def _input(x_at, pool_at, line_at, at, count, x_stride, row_stride, present, seen, D: tl.constexpr, W: tl.constexpr):
+    """Input `at` of the old window followed by `count` records of the line and the row's tokens."""
+    kind = x_at.dtype.element_ty
+    old = tl.load(pool_at + at * row_stride, mask=seen & (at < W - 1), other=0.0).to(kind)
+    recorded = (at >= W - 1) & (at < W - 1 + count)
+    record = tl.load(line_at + (at - (W - 1)) * D, mask=present & recorded, other=0.0).to(kind)
+    token = at - (W - 1) - count
+    fresh = tl.load(x_at + token * x_stride, mask=present & (token >= 0), other=0.0)
+    return tl.where(token >= 0, fresh, tl.where(recorded, record, old)).to(tl.float32)
+
+
+@triton.jit
+def _window(pool, source, line, position, channel, row_stride, seen, D: tl.constexpr, W: tl.constexpr):
+    """The window after `position` records, `[rows, channels]`, and where its rows lie in a slot."""
+    row = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
+    at, shown = position + row, channel[None, :]
+    old = tl.load(pool + source + at * row_stride + shown, mask=(at < W - 1) & seen[None, :], other=0.0)
+    fresh = (row < W - 1) & (at >= W - 1) & (channel < D)[None, :]
+    return tl.where(at < W - 1, old, tl.load(line + (at - (W - 1)) * D + shown, mask=fresh, other=0.0).to(old.dtype))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -55,104 +69,9 @@ def _verify_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one row. Without COMPUTES there are no tokens."""
+    """BLOCK channels of one row. Without COMPUTES there are no tokens. Inputs are read where they are needed, for the
+    compiler for NPUs knows no tuples to keep them in."""
     await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    row = pid // PIECES
-    channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
-    present = channel < D
-    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
-    count, position = tl.load(pending + row), tl.load(mark + row)
-    pool_at, seen = pool + source * slot_stride + channel, present & (source >= 0)
-    line_at = inputs + tl.load(read + row).to(tl.int64) * (MOST * D) + channel
-    window = ()
-    for j in tl.static_range(W - 1):
-        window += (_input(pool_at, line_at, count + j, row_stride, seen, D, W),)  # type: ignore[assignment]
-    if position > 0:
-        marked = ()
-        for j in tl.static_range(W - 1):
-            marked += (_input(pool_at, line_at, position + j, row_stride, seen, D, W),)  # type: ignore[assignment]
-        _store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + channel, marked, row_stride, present, W)
-    kept = present & (target >= 0)
-    if not COMPUTES:
-        _store(pool + target * slot_stride + channel, window, row_stride, kept, W)
-    else:
-        first = tl.load(cu_tokens + row).to(tl.int64)
-        length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
-        if length > 1:
-            _store(pool + target * slot_stride + channel, window, row_stride, kept, W)
-        taps = load_rows(weight + channel * w_channel, w_tap, present, W)
-        write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
-        shift = tl.zeros((BLOCK,), tl.float32)
-        if HAS_BIAS:
-            shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # the line written may be the one read above
-        for t in range(length):
-            newest = tl.load(x + (first + t) * x_stride + channel, mask=present, other=0.0)
-            total = tl.zeros((BLOCK,), tl.float32)
-            for j in tl.static_range(W - 1):
-                total += window[j].to(x.dtype.element_ty).to(tl.float32) * taps[j].to(tl.float32)
-            total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)
-            if HAS_BIAS:
-                total += shift
-            if SILU:
-                total = silu_fp32(total)
-            tl.store(out + (first + t) * D + channel, total.to(out.dtype.element_ty), mask=present)
-            if length > 1:
-                tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
-            window = window[1:]
-            window += (newest.to(pool.dtype.element_ty),)  # type: ignore[assignment]
-        if length == 1:
-            _store(pool + target * slot_stride + channel, window, row_stride, kept, W)
-        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
-            nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
-            tl.store(out + token * D + channel, nothing, mask=present)
-
-
-@triton.jit
-def _window(pool, source, line, position, channel, row_stride, seen, D: tl.constexpr, W: tl.constexpr):
-    """The window after `position` records, `[rows, channels]`, and where its rows lie in a slot."""
-    row = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
-    at, shown = position + row, channel[None, :]
-    old = tl.load(pool + source + at * row_stride + shown, mask=(at < W - 1) & seen[None, :], other=0.0)
-    fresh = (row < W - 1) & (at >= W - 1) & (channel < D)[None, :]
-    return tl.where(at < W - 1, old, tl.load(line + (at - (W - 1)) * D + shown, mask=fresh, other=0.0).to(old.dtype))
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def _straight_kernel(
-    x,
-    weight,
-    bias,
-    pool,
-    out,
-    inputs,
-    src,
-    dst,
-    cu_tokens,
-    pending,
-    mark,
-    mark_dst,
-    read,
-    write,
-    num_rows,
-    num_tokens,
-    x_stride,
-    slot_stride,
-    row_stride,
-    w_channel,
-    w_tap,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    MOST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    COMPUTES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """As `_verify_kernel`, for the compiler for NPUs, which knows no tuples: inputs are read where they are needed."""
     pid = tl.program_id(0)
     row = pid // PIECES
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
@@ -165,16 +84,12 @@ def _straight_kernel(
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
+        x_at = x + first * x_stride + channel
         for t in range(length):
             total = tl.zeros((BLOCK,), tl.float32)
             for j in tl.static_range(W):
-                value = tl.zeros((BLOCK,), tl.float32)
-                at = t + j - (W - 1)  # of the row's tokens
-                if at >= 0:
-                    value = tl.load(x + (first + at) * x_stride + channel, mask=present, other=0.0).to(tl.float32)
-                else:
-                    old = _input(pool_at, line_at, count + t + j, row_stride, seen, D, W)
-                    value = old.to(x.dtype.element_ty).to(tl.float32)
+                at = count + t + j
+                value = _input(x_at, pool_at, line_at, at, count, x_stride, row_stride, present, seen, D, W)
                 tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
                 total += value * tap.to(tl.float32)
             if HAS_BIAS:
@@ -192,6 +107,7 @@ def _straight_kernel(
     marked = _window(pool, old, line, position, channel, row_stride, seen, D, W)
     behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
     in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
+    tl.debug_barrier()
     if length > 1:
         write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
         for t in range(length):
@@ -205,12 +121,6 @@ def _straight_kernel(
             newest = tl.load(x + first * x_stride + channel, mask=present, other=0.0)
             last = pool + target * slot_stride + (W - 2) * row_stride + channel
             tl.store(last, newest.to(pool.dtype.element_ty), mask=present)
-
-
-@triton.jit
-def _store(place, window, row_stride, mask, W: tl.constexpr):
-    for j in tl.static_range(W - 1):
-        tl.store(place + j * row_stride, window[j], mask=mask)
 
 
 def conv_verify(
@@ -249,8 +159,7 @@ def _launch(
     (dim, width), (lines,) = weight.shape, records
     assert lines.is_contiguous(), "records must be dense"
     pieces = triton.cdiv(dim, UPDATE_CHANNELS)
-    kernel = _verify_kernel if traits_of(pool.device).masks_gathers else _straight_kernel
-    kernel[(len(index) * pieces,)](
+    _verify_kernel[(len(index) * pieces,)](
         x,
         weight,
         x if bias is None else bias,

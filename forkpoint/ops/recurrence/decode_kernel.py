@@ -1,6 +1,9 @@
-"""One step of a recurrence in Triton; reference.py has the formulas."""
+"""Steps of a recurrence in Triton: rows of one token, and rows with drafts, whose tokens have the same bits; reference.py
+has the formulas."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -8,20 +11,9 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
-from forkpoint.ops.metadata import DecodeIndex
-from forkpoint.ops.parameters import RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, modes, sizes, weight
-from forkpoint.ops.recurrence.key_kernel import key_decode
-
-
-@triton.jit
-def token_inputs(token, key_head, head, col, at, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """(q, k, v) of a head in fp32, as they are in `mixed`."""
-    key_at = token + key_head * K + col
-    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
-    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
-    v = tl.load(token + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
-    return q, k, v
+from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, key_decay, modes, sizes, weight
 
 
 @triton.jit
@@ -32,41 +24,66 @@ def normed(q, k, scale):
 
 
 @triton.jit
-def read_state(
+def _updated(state, kept, fresh, k, PER_KEY: tl.constexpr):
+    """`e^g S + u k^T`; with decays for each key of a state that has decayed."""
+    return tl.fma(fresh[:, None], k[None, :], state) if PER_KEY else kept * state + fresh[:, None] * k[None, :]
+
+
+@triton.jit
+def _token(
     state,
-    q,
-    k,
-    v,
-    raw_a,
-    raw_b,
+    token,
+    a,
+    b,
     a_log,
     dt_bias,
     skip,
+    scale,
     head,
+    col,
+    at,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
     DELTA: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    BOUND: tl.constexpr,
 ):
-    """A token's answer, and what the state is then updated by: (answer, update, decay)."""
-    g, step = decay(raw_a, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
+    """Of one head: (a token's answer, its key, what the state is then updated by, decay, the state after it)."""
+    key_at = token + head // (HV // H) * K + col
+    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
+    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
+    v = tl.load(token + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
     if DELTA:
-        beta = weight(raw_b, DOUBLE_BETA)
-    kept = tl.exp(g)
-    fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
-    answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
-    if skip is not None:
-        answer += tl.load(skip + head) * v
-    return answer, fresh, kept
+        q, k = normed(q, k, scale)
+    if PER_KEY:
+        raw = tl.load(a + head * K + col, mask=col < K, other=0.0)
+        bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
+        kept = tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))
+        state *= kept[None, :]
+        fresh = weight(tl.load(b + head), DOUBLE_BETA) * (v - tl.sum(state * k[None, :], axis=1))
+        state = _updated(state, kept, fresh, k, True)
+        answer = tl.sum(state * q[None, :], axis=1)
+    else:
+        raw = tl.load(a + head)
+        if DELTA:
+            beta = weight(tl.load(b + head), DOUBLE_BETA)
+        g, step = decay(raw, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
+        kept = tl.exp(g)
+        fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
+        answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
+        if skip is not None:
+            answer += tl.load(skip + head) * v
+        state = _updated(state, kept, fresh, k, False)
+    return answer, k, fresh, kept, state
 
 
-@triton.jit
-def update(state, kept, fresh, k):
-    return kept * state + fresh[:, None] * k[None, :]
-
-
-@triton.jit
-def _decode_kernel(
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def _step_kernel(
     mixed,
     a,
     b,
@@ -75,8 +92,19 @@ def _decode_kernel(
     skip,
     pool,
     out,
+    updates,
+    keys,
+    decays,
     src,
     dst,
+    cu_tokens,
+    pending,
+    mark,
+    mark_dst,
+    read,
+    write,
+    num_rows,
+    num_tokens,
     mixed_stride,
     a_stride,
     b_stride,
@@ -86,6 +114,7 @@ def _decode_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES_V: tl.constexpr,
@@ -93,33 +122,76 @@ def _decode_kernel(
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    PER_KEY: tl.constexpr,
+    BOUND: tl.constexpr,
+    COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head of one sequence: the state is read once and written once."""
+    """BLOCK_V value rows of one head of one row: the state is read once and written once. Without `cu_tokens` rows have
+    one token each and nothing pending; without COMPUTES there are no tokens."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
-    head = (pid // TILES_V) % HV
-    row = (pid // (TILES_V * HV)).to(tl.int64)
-    col, at = tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
+    key_head = head // (HV // H)
+    col, at = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     inside = (at < V)[:, None] & (col < K)[None, :]
     slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
     state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     if source >= 0:
         state = tl.load(slot_at + source * slot_stride, mask=inside, other=0.0).to(tl.float32)
-    token = mixed + row * mixed_stride
-    q, k, v = token_inputs(token, head // (HV // H), head, col, at, H, K, V)
-    if DELTA:
-        q, k = normed(q, k, scale)
-    raw_a = tl.load(a + row * a_stride + head)
-    raw_b = tl.load(b + row * b_stride + head)
-    answer, fresh, kept = read_state(
-        state, q, k, v, raw_a, raw_b, a_log, dt_bias, skip, head, DELTA, DOUBLE_BETA, LOW, HIGH
-    )
-    tl.store(out + (row * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
-    if target >= 0:
-        state = update(state, kept, fresh, k)
-        tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+    first, length, line = row.to(tl.int64), 1, 0
+    DRAFTS: tl.constexpr = cu_tokens is not None
+    if DRAFTS:
+        entry = tl.load(read + row).to(tl.int64) * MOST
+        position = tl.load(mark + row)
+        for i in range(tl.load(pending + row)):
+            fresh = tl.load(updates + ((entry + i) * HV + head) * V + at, mask=at < V, other=0.0)
+            k = tl.load(keys + ((entry + i) * H + key_head) * K + col, mask=col < K, other=0.0)
+            if PER_KEY:
+                kept = tl.load(decays + ((entry + i) * HV + head) * K + col, mask=col < K, other=0.0)
+                state = _updated(state * kept[None, :], kept, fresh, k, True)
+            else:
+                state = _updated(state, tl.load(decays + (entry + i) * HV + head), fresh, k, False)
+            state = state.to(pool.dtype.element_ty).to(tl.float32)
+            if i + 1 == position:
+                marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
+                tl.store(marked, state.to(pool.dtype.element_ty), mask=inside)
+        if COMPUTES:
+            first = tl.load(cu_tokens + row).to(tl.int64)
+            length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
+            line = tl.load(write + row).to(tl.int64) * MOST
+    if not COMPUTES:
+        if target >= 0:
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+    else:
+        if DRAFTS:
+            if (target >= 0) & (length > 1):
+                tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        for t in range(length):
+            token, entry = first + t, line + t
+            answer, k, fresh, kept, state = _token(
+                state, mixed + token * mixed_stride, a + token * a_stride, b + token * b_stride, a_log, dt_bias, skip,
+                scale, head, col, at, H, HV, K, V, DELTA, DOUBLE_BETA, LOW, HIGH, PER_KEY, BOUND,
+            )  # fmt: skip
+            tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
+            if DRAFTS:
+                if length > 1:
+                    tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
+                    if tile == 0:
+                        if PER_KEY:
+                            tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
+                        else:
+                            tl.store(decays + entry * HV + head, kept)
+                        if head % (HV // H) == 0:
+                            tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
+            state = state.to(pool.dtype.element_ty).to(tl.float32)
+        if (target >= 0) & (length == 1):
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        if DRAFTS:
+            for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+                nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
+                tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)
 
 
 def recurrence_decode(
@@ -132,13 +204,52 @@ def recurrence_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`, in `out` if given."""
-    shape = params.spec
-    if shape.per_key:
-        return key_decode(mixed, a, b, params, pool, index, out)
-    b, out = checked(shape, mixed, a, b, pool, out)
-    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(shape.value_dim))
-    tiles_v = triton.cdiv(shape.value_dim, block_v)
-    _decode_kernel[(mixed.shape[0] * shape.num_v_heads * tiles_v,)](
+    b, out = checked(params.spec, mixed, a, b, pool, out)
+    _launch(mixed, a, b, params, pool, out, index, ())
+    return out
+
+
+def recurrence_verify(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    params: RecurrenceParams,
+    pool: Tensor,
+    index: VerifyIndex,
+    records: Sequence[Tensor],
+) -> Tensor:
+    """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
+    b, out = checked(params.spec, mixed, a, b, pool, None)
+    _launch(mixed, a, b, params, pool, out, index, records)
+    return out
+
+
+def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    """The states after the pending tokens, and at the marks."""
+    (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
+    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[2].dim() > 3)
+    params = RecurrenceParams(spec, records[2], records[2])
+    none = pool.new_empty(0, 1)
+    _launch(none, none, none, params, pool, none, index, records)
+
+
+def _launch(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: RecurrenceParams,
+    pool: Tensor,
+    out: Tensor,
+    index: DecodeIndex | VerifyIndex,
+    records: Sequence[Tensor],
+) -> None:
+    """Without `records` rows have one token each."""
+    spec, num_tokens = params.spec, mixed.shape[0]
+    assert all(record.is_contiguous() for record in records), "records must be dense"
+    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
+    tiles_v = triton.cdiv(spec.value_dim, block_v)
+    own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
+    _step_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
         mixed,
         a,
         b,
@@ -147,18 +258,24 @@ def recurrence_decode(
         params.D,
         pool,
         out,
-        index.src,
-        index.dst,
-        *(x.stride(0) for x in (mixed, a, b)),
+        *own,
+        len(index),
+        num_tokens,
+        mixed.stride(0),
+        a.stride(0),
+        b.stride(0),
         pool.stride(0),
-        shape.key_dim**-0.5,
-        **sizes(shape),
-        BLOCK_K=key_block(shape),
+        spec.key_dim**-0.5,
+        **sizes(spec),
+        MOST=records[0].shape[1] if records else 0,
+        BLOCK_K=key_block(spec),
         BLOCK_V=block_v,
         TILES_V=tiles_v,
-        **modes(shape),
-        **overlap(mixed.device, mixed.shape[0]),
+        **modes(spec),
+        PER_KEY=spec.per_key,
+        BOUND=spec.bound or 0.0,
+        COMPUTES=num_tokens > 0,
+        **overlap(pool.device, num_tokens),
         num_warps=1,
         num_stages=1,
     )
-    return out

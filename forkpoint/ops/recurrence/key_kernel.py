@@ -11,85 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
-from forkpoint.ops.launch_table import launch_table, segments
-from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.launch_table import segments
+from forkpoint.ops.metadata import SegmentIndex
 from forkpoint.ops.parameters import RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, key_block, key_decay, weight
+from forkpoint.ops.recurrence.gates import checked
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
 
 SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
-
-
-@triton.jit
-def key_decays(a, a_log, dt_bias, head, col, K: tl.constexpr, BOUND: tl.constexpr):
-    """Of a token's head, whose raw ones are in `a`."""
-    raw = tl.load(a + head * K + col, mask=col < K, other=0.0)
-    bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
-    return tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))
-
-
-@triton.jit
-def key_update(state, fresh, k):
-    """Of a state that has decayed."""
-    return tl.fma(fresh[:, None], k[None, :], state)
-
-
-@triton.jit
-def key_step(state, q, k, v, beta):
-    """(a token's answer, what the state is updated by, the state after it), from a state that has decayed."""
-    fresh = beta * (v - tl.sum(state * k[None, :], axis=1))
-    state = key_update(state, fresh, k)
-    return tl.sum(state * q[None, :], axis=1), fresh, state
-
-
-@triton.jit
-def _decode_kernel(
-    mixed,
-    a,
-    b,
-    a_log,
-    dt_bias,
-    pool,
-    out,
-    src,
-    dst,
-    mixed_stride,
-    a_stride,
-    b_stride,
-    slot_stride,
-    scale,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TILES_V: tl.constexpr,
-    DOUBLE_BETA: tl.constexpr,
-    BOUND: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """BLOCK_V value rows of one head of one sequence: the state is read once and written once."""
-    await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    head = (pid // TILES_V) % H
-    row = (pid // (TILES_V * H)).to(tl.int64)
-    col, at = tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
-    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
-    inside = (at < V)[:, None] & (col < K)[None, :]
-    slot_at = pool + head * (V * K) + at[:, None] * K + col[None, :]
-    state = tl.load(slot_at + source * slot_stride, mask=inside & (source >= 0), other=0.0).to(tl.float32)
-    tokens = mixed + row * mixed_stride
-    q = tl.load(tokens + head * K + col, mask=col < K, other=0.0).to(tl.float32)
-    k = tl.load(tokens + H * K + head * K + col, mask=col < K, other=0.0).to(tl.float32)
-    v = tl.load(tokens + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
-    state *= key_decays(a + row * a_stride, a_log, dt_bias, head, col, K, BOUND)[None, :]
-    beta = weight(tl.load(b + row * b_stride + head), DOUBLE_BETA)
-    answer, _, state = key_step(state, q, k, v, beta)
-    tl.store(out + (row * H + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
-    tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside & (target >= 0))
 
 
 @triton.jit
@@ -210,47 +139,4 @@ def key_prefill(
             num_warps=4,
             num_stages=1 if mixed.dtype == torch.float32 else 3,
         )
-    return out
-
-
-def key_decode(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: DecodeIndex,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`recurrence_decode` where each key has its own decay: `a[B, H * K]`."""
-    spec = params.spec
-    b, out = checked(spec, mixed, a, b, pool, out)
-    heads, value_dim = spec.num_v_heads, spec.value_dim
-    block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(value_dim))
-    tiles_v = triton.cdiv(value_dim, block_v)
-    _decode_kernel[(mixed.shape[0] * heads * tiles_v,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        pool,
-        out,
-        index.src,
-        index.dst,
-        *(x.stride(0) for x in (mixed, a, b)),
-        pool.stride(0),
-        spec.key_dim**-0.5,
-        H=heads,
-        K=spec.key_dim,
-        V=value_dim,
-        BLOCK_K=key_block(spec),
-        BLOCK_V=block_v,
-        TILES_V=tiles_v,
-        DOUBLE_BETA=spec.double_beta,
-        BOUND=spec.bound or 0.0,
-        **overlap(mixed.device, mixed.shape[0]),
-        num_warps=1,
-        num_stages=1,
-    )
     return out
