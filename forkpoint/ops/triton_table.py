@@ -19,7 +19,6 @@ from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
-from forkpoint.ops.recurrence.step_kernel import conv_record
 from forkpoint.ops.sampling import choose_kernel
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
@@ -62,7 +61,7 @@ def triton_table(base: OpTable) -> OpTable:
     optional: dict[str, Any] = {
         "latent_prefill": long_latents,
         "linear_both": product.linear_both,
-        "conv_record": conv_record,
+        "conv_record": record_kernel.conv_record,
         "linear_parts": partial(product.linear, parts=True),
         "experts_parts": partial(experts, parts=True),
     }

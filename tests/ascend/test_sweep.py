@@ -18,12 +18,9 @@ from tests.ops.triton_cases import ON_GPU
 
 ROOT = Path(forkpoint.__file__).parent
 MASKS = "its loads would lose their masks"
-IN_ONE = "two operators are launched one by one"
 NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": "activations are not rounded to FP8, which it does not multiply",
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
-    "ops.recurrence.step_kernel._state_kernel": IN_ONE,
-    "ops.recurrence.step_kernel._step_kernel": IN_ONE,
     "ops.moe.kernel._pair_in_kernel": MASKS,
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,

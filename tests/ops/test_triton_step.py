@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from forkpoint.ops.launch_table import LaunchTable
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
-from forkpoint.ops.recurrence import step_kernel
-from forkpoint.ops.recurrence.step_kernel import conv_record
+from forkpoint.ops.recurrence import record_kernel
+from forkpoint.ops.recurrence.record_kernel import conv_record
 from tests.ops.recurrence_cases import ints
 from tests.ops.triton_cases import DEVICE, ON_GPU, triton_ops
 
@@ -24,9 +25,9 @@ def test_it_leaves_what_two_operators_leave(spec: Recurrence, turns: int, monkey
     """Windows and keys bit for bit; from one write of states to the next, with rows that move and a padded one."""
     torch.manual_seed(0)
     if turns:
-        monkeypatch.setattr(step_kernel, "FEW_ROWS", 0)
-        monkeypatch.setattr(step_kernel, "TURNS", turns)
-        monkeypatch.setattr(step_kernel, "VALUES", 2)
+        monkeypatch.setattr(record_kernel, "FEW_ROWS", 0)
+        monkeypatch.setitem(record_kernel.PARTS, "TURNS", turns)
+        monkeypatch.setattr(record_kernel, "launch_table", lambda device: LaunchTable(state_values=2))
     rows, interval, width, heads = 4, 4, 4, spec.num_v_heads
     dtype = torch.bfloat16
     params = RecurrenceParams(spec, torch.rand(heads).to(DEVICE) * -3, torch.rand(heads).to(DEVICE) - 2)

@@ -80,43 +80,29 @@ def fold(
 
 
 @triton.jit
-def advance(
-    state,
-    kept,
-    t,
-    length,
+def found_before(
     first,
-    begin,
+    t,
     rest,
     head,
-    at,
-    mixed,
-    mixed_stride,
-    skip,
-    out,
     vectors,
     gates,
-    update_at,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
-    LINE: tl.constexpr,
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DELTA: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Answers and updates of a row's tokens `t` to `t + CHUNK`; updates so far, with these if more tokens come."""
+    """What the first kernel has left of a row's tokens `t` to `t + CHUNK`: keys, queries, gates, and what these find in
+    the records and in each other."""
     key_head, col, past = head // (HV // H), tl.arange(0, BLOCK_K), tl.arange(0, PAST)
-    ks, qs, values, gated, by_keys, by_queries, by_others = (), (), (), (), (), (), ()
+    ks, qs, gated, by_keys, by_queries, by_others = (), (), (), (), (), ()
     for j in tl.static_range(CHUNK):  # all is on its way before any of it is waited for
         token = first + t + j
         vector_at = vectors + (token * H + key_head) * 2 * K + col
         ks += (tl.load(vector_at, mask=col < K, other=0.0),)  # type: ignore[assignment]
         qs += (tl.load(vector_at + K, mask=col < K, other=0.0),)  # type: ignore[assignment]
-        v_at = mixed + token * mixed_stride + head * V + at
-        values += (tl.load(v_at, mask=at < V, other=0.0).to(tl.float32),)  # type: ignore[assignment]
         gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
         gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2))  # type: ignore[assignment]
         by_keys += (tl.load(gate_at + GATES + past),)  # type: ignore[assignment]
@@ -124,15 +110,43 @@ def advance(
         before_at = gate_at + GATES + rest + t
         for i in tl.static_range(j):
             by_others += (tl.load(before_at + i), tl.load(before_at + PAST + i))  # type: ignore[assignment]
-    found, answers = (), ()
+    return ks, qs, gated, by_keys, by_queries, by_others
+
+
+@triton.jit
+def advance(
+    state,
+    kept,
+    given,
+    skip,
+    head,
+    value_at,
+    value_stride,
+    out_at,
+    update_at,
+    place,
+    present,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    LINE: tl.constexpr,
+    DELTA: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """The updates of CHUNK tokens, whose answers and updates are stored; `given` as of `found_before`. The first one's
+    record is at `place`."""
+    ks, qs, gated, by_keys, by_queries, by_others = given
+    values, found, answers, fresh = (), (), (), ()
+    for j in tl.static_range(CHUNK):
+        value = tl.load(value_at + j * value_stride, mask=present, other=0.0)
+        values += (value.to(tl.float32),)  # type: ignore[assignment]
     for j in tl.static_range(CHUNK):  # what they find in the state and the records
-        grown = gated[3 * j]  # type: ignore[var-annotated]
+        grown = gated[3 * j]
         if DELTA:
-            by = grown * product(state, ks[j]) + tl.sum(by_keys[j][:, None] * kept, axis=0)
+            by = grown * product(state, ks[j], SIDE) + tl.sum(by_keys[j][:, None] * kept, axis=0)
             found += (by,)  # type: ignore[assignment]
-        by = grown * product(state, qs[j]) + tl.sum(by_queries[j][:, None] * kept, axis=0)
+        by = grown * product(state, qs[j], SIDE) + tl.sum(by_queries[j][:, None] * kept, axis=0)
         answers += (by,)  # type: ignore[assignment]
-    fresh = ()
     for j in tl.static_range(CHUNK):  # and in each other
         answer, update = answers[j], values[j]  # type: ignore[var-annotated]
         if DELTA:
@@ -146,10 +160,6 @@ def advance(
         if skip is not None:
             answer += tl.load(skip + head) * values[j]
         fresh += (update,)  # type: ignore[assignment]
-        answer_at = out + ((first + t + j) * HV + head) * V + at
-        tl.store(answer_at, answer.to(out.dtype.element_ty), mask=at < V)
-        tl.store(update_at + (begin + t + j) % LINE * (HV * V), update, mask=at < V)
-    if t + CHUNK < length:
-        for j in tl.static_range(CHUNK):
-            kept = tl.where((past == rest + t + j)[:, None], fresh[j][None, :], kept)
-    return kept
+        tl.store(out_at + j * (HV * V), answer.to(out_at.dtype.element_ty), mask=present)
+        tl.store(update_at + (place + j) % LINE * (HV * V), update, mask=present)
+    return fresh

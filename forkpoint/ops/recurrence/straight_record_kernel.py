@@ -11,7 +11,7 @@ from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, r
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def straight_record_kernel(
-    mixed,
+    values,
     skip,
     pool,
     out,
@@ -31,7 +31,7 @@ def straight_record_kernel(
     mark_dst,
     num_rows,
     num_tokens,
-    mixed_stride,
+    value_stride,
     slot_stride,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -43,11 +43,11 @@ def straight_record_kernel(
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES_V: tl.constexpr,
     DELTA: tl.constexpr,
     COMPUTES: tl.constexpr,
 ):
     """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
+    TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
     key_head = head // (HV // H)
@@ -84,7 +84,7 @@ def straight_record_kernel(
             token = first + t
             vector_at = vectors + (token * H + key_head) * 2 * K + col
             k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
-            value = tl.load(mixed + token * mixed_stride + 2 * H * K + head * V + at, mask=at < V, other=0.0)
+            value = tl.load(values + token * value_stride + head * V + at, mask=at < V, other=0.0)
             value = value.to(tl.float32)
             gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
             grown, update = tl.load(gate_at), value

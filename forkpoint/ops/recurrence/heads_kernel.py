@@ -1,0 +1,242 @@
+"""What a recorded step does before it reads states, in Triton: see record_kernel.py. For each token and key head normed
+keys and queries, gates, and what a key and a query find in the records and in the tokens of the row before it. Of rows
+of one token each the short convolution may be in the same launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.activation.kernel import silu
+from forkpoint.ops.conv1d.kernel import check_layout, load_rows
+from forkpoint.ops.launch import await_inputs, capped_registers, straight
+from forkpoint.ops.metadata import DecodeIndex, RecordIndex
+from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.recurrence.decode_kernel import normed
+from forkpoint.ops.recurrence.gates import L2_EPS, decay, modes, weight
+from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
+from forkpoint.ops.recurrence.state_rows import SIDE, beside, product, state_tile
+
+MOST_REGISTERS = 128  # with the convolution: all programs of 128 rows are on the processors at once
+
+
+@triton.jit
+def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
+    """A token's channels in x's dtype, as `conv_update` stores them; their window goes on by one."""
+    newest = tl.load(x, mask=present, other=0.0)
+    total = tl.zeros(present.shape, tl.float32)
+    for j in tl.static_range(W - 1):
+        total += old[j].to(newest.dtype).to(tl.float32) * taps[j].to(tl.float32)
+        if j > 0:
+            tl.store(new + (j - 1) * row_stride, old[j], mask=kept)
+    total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)
+    tl.store(new + (W - 2) * row_stride, newest.to(new.dtype.element_ty), mask=kept)
+    return silu(total).to(newest.dtype)
+
+
+@triton.jit
+def _heads_kernel(
+    mixed,
+    taps,
+    windows,
+    values,
+    a,
+    b,
+    a_log,
+    dt_bias,
+    vectors,
+    gates,
+    keys,
+    scales,
+    decays,
+    src,
+    dst,
+    cu_tokens,
+    line,
+    written,
+    held,
+    mixed_stride,
+    slot_stride,
+    row_stride,
+    tap_channel,
+    tap_stride,
+    a_stride,
+    b_stride,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    INTERVAL: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PAST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DELTA: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SIDE: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Of one key head of a row, with the value heads that share it; also records keys and decays. With a convolution of
+    W taps rows have one token or none, and the value heads' channels go to `values`."""
+    pid = tl.program_id(0)
+    key_head, row = pid % H, pid // H
+    first = tl.load(cu_tokens + row).to(tl.int64)
+    length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
+    start, folded, rest = extent(row, written, held, INTERVAL)
+    own = tl.load(line + row).to(tl.int64) * LENGTH
+    col, past = tl.arange(0, BLOCK_K), tl.arange(0, PAST)
+    # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
+    head = key_head * (HV // H) + tl.arange(0, GROUP)
+    shared = tl.arange(0, GROUP) < HV // H
+    kept, fresh = past < rest, (past >= rest) & (past < rest + length)
+    near, entry = first + past - rest, own + places(start + folded, past, LENGTH, STRAIGHT)
+    end = end_of_line(start + folded, 0, rest, LENGTH)
+    old_at, there = state_tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
+    others = read_line(old_at, there, past[:, None, None], end, LENGTH, H * K, STRAIGHT)
+    decay_at = decays + entry[:, None] * HV + head[None, :]
+    old_g = read_line(decay_at, kept[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
+    scale_at = scales + entry * H + key_head
+    old_scale = read_line(scale_at, kept, past, end, LENGTH, H, STRAIGHT)
+    rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
+    channel, present = (H + key_head) * K + col, (col < K) & (length > 0)
+    if W > 0:
+        source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+        at = tl.arange(0, CHANNELS)
+        v_channel, is_value = 2 * H * K + key_head * (HV // H) * V + at, (at < HV // H * V) & (length > 0)
+        old, new = windows + source * slot_stride, windows + target * slot_stride
+        seen, moves = source >= 0, target >= 0
+        k_old = load_rows(old + channel, row_stride, present & seen, W - 1)
+        q_old = load_rows(old + channel - H * K, row_stride, present & seen, W - 1)
+        v_old = load_rows(old + v_channel, row_stride, is_value & seen, W - 1)
+        k_taps = load_rows(taps + channel * tap_channel, tap_stride, present, W)
+        q_taps = load_rows(taps + (channel - H * K) * tap_channel, tap_stride, present, W)
+        v_taps = load_rows(taps + v_channel * tap_channel, tap_stride, is_value, W)
+    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    key_at, b_at = mixed + first * mixed_stride + channel, b + first * b_stride + head
+    if not STRAIGHT:
+        raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
+    raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
+    if W > 0:
+        raw = _convolved(key_at, k_old, k_taps, new + channel, row_stride, present, present & moves, W)
+        q_at, new_q = key_at - H * K, new + channel - H * K
+        raw_q = _convolved(q_at, q_old, q_taps, new_q, row_stride, present, present & moves, W)
+        v_at, new_v = mixed + first * mixed_stride + v_channel, new + v_channel
+        value = _convolved(v_at, v_old, v_taps, new_v, row_stride, is_value, is_value & moves, W)
+        tl.store(values + first * (HV * V) + key_head * (HV // H) * V + at, value, mask=is_value)
+        fresh_keys = beside(raw, SIDE)
+    else:
+        if not STRAIGHT:
+            raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
+        new_at, there = state_tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
+        fresh_keys = tl.load(new_at, mask=there, other=0.0)
+    others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
+    g, step = decay(raw_a, rate[None, :], bias[None, :], LOW, HIGH)
+    g = tl.where(fresh[:, None], g, old_g)
+    since = tl.cumsum(g, axis=0)
+    new_scale = tl.full((PAST,), 1.0, tl.float32)
+    if DELTA:
+        new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
+    scaled = tl.where(fresh, new_scale, old_scale)
+    end = end_of_line(start + folded, rest, rest + length, LENGTH)
+    write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
+    write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
+    for t in range(length):
+        if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
+            own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
+            raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(own_b, mask=shared, other=0.0)
+        key, q, k = raw, raw_q.to(tl.float32), raw.to(tl.float32)
+        token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
+        if DELTA:
+            q, k = normed(q, k, scale)
+            beta = weight(raw_b, DOUBLE_BETA)
+        else:
+            beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
+        if not STRAIGHT and W == 0:  # the next token's, ahead of the stores
+            if t + 1 < length:
+                key_at, b_at = key_at + mixed_stride, b_at + b_stride
+                raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
+                raw_b = tl.load(b_at, mask=shared, other=0.0)
+        by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
+        total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
+        left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
+        tl.store(keys + (ring * H + key_head) * K + col, key, mask=col < K)
+        vector_at = vectors + (token * H + key_head) * 2 * K + col
+        tl.store(vector_at, k, mask=col < K)
+        tl.store(vector_at + K, q, mask=col < K)
+        gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
+        tl.store(gate_at, tl.exp(total), mask=shared)
+        tl.store(gate_at + 1, beta, mask=shared)
+        tl.store(gate_at + 2, tl.sum(k * q, axis=0), mask=shared)
+        found_at = gate_at[None, :] + GATES + past[:, None]
+        tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
+        tl.store(found_at + PAST, left * by_query[:, None], mask=shared[None, :])
+
+
+def launch_heads(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    params: RecurrenceParams,
+    index: RecordIndex,
+    kept: Sequence[Tensor],
+    convolution: tuple[Tensor, Tensor, DecodeIndex] | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, vectors, gates); `kept` are the records of keys, scales and decays, `convolution` its taps, windows and
+    their rows."""
+    spec, num_tokens, group = params.spec, mixed.shape[0], params.spec.num_v_heads // params.spec.num_k_heads
+    vectors = kept[1].new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
+    gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * options["PAST"])
+    taps, windows, src, dst = mixed, mixed, None, None
+    values, strides, width = mixed[:, 2 * spec.num_k_heads * spec.key_dim :], [0] * 4, 0
+    if convolution is not None:
+        taps, windows, rows = convolution
+        check_layout(mixed, windows)
+        src, dst, width, strides = rows.src, rows.dst, taps.shape[1], [*windows.stride()[:2], *taps.stride()]
+        values = mixed.new_empty(num_tokens, spec.num_v_heads * spec.value_dim)
+    form = straight(mixed.device)
+    if width:
+        options = options | capped_registers(mixed.device, MOST_REGISTERS)
+    _heads_kernel[(len(index) * spec.num_k_heads,)](
+        mixed,
+        taps,
+        windows,
+        values,
+        a,
+        b,
+        params.A_log,
+        params.dt_bias,
+        vectors,
+        gates,
+        *kept,
+        src,
+        dst,
+        index.cu_tokens,
+        index.line,
+        index.written,
+        index.held,
+        mixed.stride(0),
+        *strides,
+        a.stride(0),
+        b.stride(0),
+        spec.key_dim**-0.5,
+        W=width,
+        GROUP=triton.next_power_of_2(group),
+        CHANNELS=triton.next_power_of_2(group * spec.value_dim),
+        **modes(spec),
+        SIDE=options["BLOCK_K"] if form["STRAIGHT"] else SIDE.value,
+        **form,
+        **options,
+    )
+    return values, vectors, gates
