@@ -18,12 +18,31 @@ from forkpoint.ops.attention import expanded_kernel, latent_kernel, latent_step_
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
-from forkpoint.ops.recurrence import key_chunk_kernel, key_kernel, record_kernel, verify_kernel
+from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_chunk_kernel, key_kernel, record_kernel
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
 from forkpoint.ops.scan import verify_kernel as scan_verify
 
-HALF = ("x", "dt", "b", "c", "z", "q", "cache", "out", "mixed", "a", "latent", "q_rope", "inverses", "scores", "keys")
+HALF = (
+    "x",
+    "dt",
+    "b",
+    "c",
+    "z",
+    "q",
+    "cache",
+    "out",
+    "mixed",
+    "values",
+    "taps",
+    "windows",
+    "a",
+    "latent",
+    "q_rope",
+    "inverses",
+    "scores",
+    "keys",
+)
 HALF += ("inputs", "bias", "own_q", "shared_q", "up", "past_x", "past_dt", "past_b")
 WIDE = ("rates", "dt_bias", "skip", "pool", "a_log", "acc_ptr", "l_ptr", "m_ptr", "weight", "cos_sin", "wholes")
 WIDE += ("updates", "decays", "systems", "states", "totals", "vectors", "gates", "scales")
@@ -84,14 +103,22 @@ def main() -> None:
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
-    compiled("key_decode", key_kernel._decode_kernel, 1, **sizes, **flags)
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
     for keyed in (False, True):
-        compiled("verify", verify_kernel._verify_kernel, 1, **sizes, **flags, **drafting, PER_KEY=keyed)
+        compiled("verify", decode_kernel._step_kernel, 1, **sizes, **flags, **drafting, PER_KEY=keyed)
+        names = ("updates", "keys", "decays", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
+        plain = drafting | dict.fromkeys(names)
+        compiled("decode", decode_kernel._step_kernel, 1, **sizes, **flags, **plain, PER_KEY=keyed)
     drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "CHUNK": 4, "FOLDS": 4}
-    form = {"SIDE": 32, "STRAIGHT": False}
-    compiled("record_heads", record_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form)
-    compiled("record", record_kernel._record_kernel, 1, **sizes, **flags, **drafting)
+    form = {"SIDE": 32, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
+    compiled("record_heads", heads_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form, W=0)
+    for parts in (record_kernel.ONE_PART, {**record_kernel.PARTS, "CHUNK": 1}):
+        compiled(
+            "record",
+            record_kernel._record_kernel,
+            1,
+            **{**sizes, **flags, **drafting, **parts, "BLOCK_K": 64, "BLOCK_V": 8},
+        )
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)

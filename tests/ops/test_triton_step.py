@@ -15,7 +15,9 @@ from tests.ops.triton_cases import DEVICE, ON_GPU, triton_ops
 
 OURS = triton_ops()
 SHAPES = (
-    [Recurrence(2, 4, 128, 128), Recurrence(1, 3, 96, 64, double_beta=True)] if ON_GPU else [Recurrence(1, 3, 24, 8)]
+    [Recurrence(2, 4, 128, 128), Recurrence(1, 3, 96, 64, double_beta=True)]
+    if ON_GPU
+    else [Recurrence(1, 3, 24, 8), Recurrence(1, 2, 16, 8, delta=False)]
 )
 
 

@@ -71,7 +71,6 @@ def _verify_kernel(
 ):
     """BLOCK channels of one row. Without COMPUTES there are no tokens. Inputs are read where they are needed, for the
     compiler for NPUs knows no tuples to keep them in."""
-    await_inputs(OVERLAP)
     pid = tl.program_id(0)
     row = pid // PIECES
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
@@ -84,6 +83,13 @@ def _verify_kernel(
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
+    # What is stored may lie where the old window and its records were: both new ones are read before.
+    line, old = inputs + tl.load(read + row).to(tl.int64) * (MOST * D), source * slot_stride
+    alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
+    window = _window(pool, old, line, count + alone, channel, row_stride, seen, D, W)
+    marked = _window(pool, old, line, position, channel, row_stride, seen & (position > 0), D, W)
+    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    if COMPUTES:
         x_at = x + first * x_stride + channel
         for t in range(length):
             total = tl.zeros((BLOCK,), tl.float32)
@@ -100,11 +106,6 @@ def _verify_kernel(
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
             tl.store(out + token * D + channel, nothing, mask=present)
-    # What is stored may lie where the old window and its records were: both new ones are read before.
-    line, old = inputs + tl.load(read + row).to(tl.int64) * (MOST * D), source * slot_stride
-    alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
-    window = _window(pool, old, line, count + alone, channel, row_stride, seen, D, W)
-    marked = _window(pool, old, line, position, channel, row_stride, seen, D, W)
     behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
     in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
     tl.debug_barrier()

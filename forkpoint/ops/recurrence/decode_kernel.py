@@ -1,5 +1,5 @@
-"""Steps of a recurrence in Triton: rows of one token, and rows with drafts, whose tokens have the same bits; reference.py
-has the formulas."""
+"""Steps of a recurrence in Triton: rows of one token and rows with drafts, whose tokens have the same bits. Formulas
+are in reference.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, key_decay, modes, sizes, weight
+
+MOST_REGISTERS = 64  # of a program of one token: a processor has as many programs as it can
 
 
 @triton.jit
@@ -165,9 +167,8 @@ def _step_kernel(
         if target >= 0:
             tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
     else:
-        if DRAFTS:
-            if (target >= 0) & (length > 1):
-                tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        if DRAFTS and (target >= 0) & (length > 1):
+            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
         for t in range(length):
             token, entry = first + t, line + t
             answer, k, fresh, kept, state = _token(
@@ -175,16 +176,15 @@ def _step_kernel(
                 scale, head, col, at, H, HV, K, V, DELTA, DOUBLE_BETA, LOW, HIGH, PER_KEY, BOUND,
             )  # fmt: skip
             tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
-            if DRAFTS:
-                if length > 1:
-                    tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
-                    if tile == 0:
-                        if PER_KEY:
-                            tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
-                        else:
-                            tl.store(decays + entry * HV + head, kept)
-                        if head % (HV // H) == 0:
-                            tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
+            if DRAFTS and length > 1:
+                tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
+                if tile == 0:
+                    if PER_KEY:
+                        tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
+                    else:
+                        tl.store(decays + entry * HV + head, kept)
+                    if head % (HV // H) == 0:
+                        tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
             state = state.to(pool.dtype.element_ty).to(tl.float32)
         if (target >= 0) & (length == 1):
             tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
@@ -248,6 +248,7 @@ def _launch(
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
+    registers = {} if records else capped_registers(pool.device, MOST_REGISTERS)
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
     _step_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
         mixed,
@@ -278,4 +279,5 @@ def _launch(
         **overlap(pool.device, num_tokens),
         num_warps=1,
         num_stages=1,
+        **registers,
     )

@@ -19,9 +19,9 @@ from forkpoint.ops.parameters import RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, modes, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
-from forkpoint.ops.recurrence.state_rows import SIDE, beside, product, state_tile
+from forkpoint.ops.recurrence.state_rows import SIDE, product, state_tile
 
-MOST_REGISTERS = 128  # with the convolution: all programs of 128 rows are on the processors at once
+MOST_REGISTERS = 128  # of a program that convolves: those of 128 rows are on the processors at once
 
 
 @triton.jit
@@ -95,19 +95,6 @@ def _heads_kernel(
     start, folded, rest = extent(row, written, held, INTERVAL)
     own = tl.load(line + row).to(tl.int64) * LENGTH
     col, past = tl.arange(0, BLOCK_K), tl.arange(0, PAST)
-    # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
-    head = key_head * (HV // H) + tl.arange(0, GROUP)
-    shared = tl.arange(0, GROUP) < HV // H
-    kept, fresh = past < rest, (past >= rest) & (past < rest + length)
-    near, entry = first + past - rest, own + places(start + folded, past, LENGTH, STRAIGHT)
-    end = end_of_line(start + folded, 0, rest, LENGTH)
-    old_at, there = state_tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
-    others = read_line(old_at, there, past[:, None, None], end, LENGTH, H * K, STRAIGHT)
-    decay_at = decays + entry[:, None] * HV + head[None, :]
-    old_g = read_line(decay_at, kept[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
-    scale_at = scales + entry * H + key_head
-    old_scale = read_line(scale_at, kept, past, end, LENGTH, H, STRAIGHT)
-    rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
     channel, present = (H + key_head) * K + col, (col < K) & (length > 0)
     if W > 0:
         source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
@@ -121,36 +108,53 @@ def _heads_kernel(
         k_taps = load_rows(taps + channel * tap_channel, tap_stride, present, W)
         q_taps = load_rows(taps + (channel - H * K) * tap_channel, tap_stride, present, W)
         v_taps = load_rows(taps + v_channel * tap_channel, tap_stride, is_value, W)
+    # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
+    head = key_head * (HV // H) + tl.arange(0, GROUP)
+    shared = tl.arange(0, GROUP) < HV // H
+    kept, fresh = past < rest, (past >= rest) & (past < rest + length)
+    near, entry = first + past - rest, own + places(start + folded, past, LENGTH, STRAIGHT)
+    end = end_of_line(start + folded, 0, rest, LENGTH)
+    old_at, there = state_tile(keys, (entry * H + key_head) * K, kept, K, BLOCK_K, SIDE)
+    others = read_line(old_at, there, past[:, None, None], end, LENGTH, H * K, STRAIGHT)
+    decay_at = decays + entry[:, None] * HV + head[None, :]
+    old_g = read_line(decay_at, kept[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
+    scale_at = scales + entry * H + key_head
+    old_scale = read_line(scale_at, kept, past, end, LENGTH, H, STRAIGHT)
+    rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
     await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
     key_at, b_at = mixed + first * mixed_stride + channel, b + first * b_stride + head
     if not STRAIGHT:
         raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
-    raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
     if W > 0:
+        raw_a = tl.load(a + first * a_stride + head, mask=shared & (length > 0), other=0.0)[None, :]
         raw = _convolved(key_at, k_old, k_taps, new + channel, row_stride, present, present & moves, W)
         q_at, new_q = key_at - H * K, new + channel - H * K
         raw_q = _convolved(q_at, q_old, q_taps, new_q, row_stride, present, present & moves, W)
         v_at, new_v = mixed + first * mixed_stride + v_channel, new + v_channel
         value = _convolved(v_at, v_old, v_taps, new_v, row_stride, is_value, is_value & moves, W)
         tl.store(values + first * (HV * V) + key_head * (HV // H) * V + at, value, mask=is_value)
-        fresh_keys = beside(raw, SIDE)
+        others = others.to(tl.float32)
     else:
+        raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
         if not STRAIGHT:
             raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
         new_at, there = state_tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
         fresh_keys = tl.load(new_at, mask=there, other=0.0)
-    others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
+        others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
     g, step = decay(raw_a, rate[None, :], bias[None, :], LOW, HIGH)
     g = tl.where(fresh[:, None], g, old_g)
     since = tl.cumsum(g, axis=0)
     new_scale = tl.full((PAST,), 1.0, tl.float32)
     if DELTA:
-        new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
+        if W > 0:
+            new_scale *= tl.rsqrt(tl.sum(raw.to(tl.float32) * raw.to(tl.float32), axis=0) + L2_EPS)
+        else:
+            new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
     scaled = tl.where(fresh, new_scale, old_scale)
     end = end_of_line(start + folded, rest, rest + length, LENGTH)
     write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
     write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
-    for t in range(length):
+    for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, of whose results none is read
         if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
             own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
             raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
@@ -162,15 +166,14 @@ def _heads_kernel(
             beta = weight(raw_b, DOUBLE_BETA)
         else:
             beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
-        if not STRAIGHT and W == 0:  # the next token's, ahead of the stores
-            if t + 1 < length:
-                key_at, b_at = key_at + mixed_stride, b_at + b_stride
-                raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
-                raw_b = tl.load(b_at, mask=shared, other=0.0)
+        if not (STRAIGHT or W > 0) and t + 1 < length:  # the next token's, ahead of the stores
+            key_at, b_at = key_at + mixed_stride, b_at + b_stride
+            raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
+            raw_b = tl.load(b_at, mask=shared, other=0.0)
         by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
-        tl.store(keys + (ring * H + key_head) * K + col, key, mask=col < K)
+        tl.store(keys + (ring * H + key_head) * K + col, key, mask=present)
         vector_at = vectors + (token * H + key_head) * 2 * K + col
         tl.store(vector_at, k, mask=col < K)
         tl.store(vector_at + K, q, mask=col < K)

@@ -140,7 +140,8 @@ def _record_kernel(
     position = tl.where(position <= folded, position, 0)
     middle, marked = tl.where(position > 0, position, folded), tl.load(mark_dst + row).to(tl.int64)
     stores = (target >= 0) & ((folded > 0) | (source != target))
-    await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
+    if TURNS > 1:
+        await_inputs(OVERLAP)
     begin = start + folded + rest
     if TURNS > 1:
         token = tl.minimum(first, num_tokens - 1)
@@ -161,6 +162,8 @@ def _record_kernel(
                     wide, 0, middle, start, own, head, at, updates, keys, scales, decays,
                     H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS, SIDE,
                 )  # fmt: skip
+            if TURNS == 1:
+                await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
             if position > 0:
                 tl.store(place + marked * slot_stride, wide.to(pool.dtype.element_ty), mask=inside)
                 if middle < folded:
