@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.decoder import Model
@@ -17,24 +17,8 @@ class BailingHybrid(Model):
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
     field_names: ClassVar[Mapping[str, str]] = KimiLinear.field_names
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **KimiLinear.defaults,
-        "vocab_size": 157184,
-        "hidden_size": 2560,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 42,
-        "first_k_dense_replace": 2,
-        "num_experts": 512,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 6e6,
-        "max_position_embeddings": 262144,
-        "eos_token_id": 156895,
-        "num_nextn_predict_layers": 1,
-    }
+    config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
+    defaults: ClassVar = {"num_nextn_predict_layers": 1}
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.", ".self_attn."),

@@ -17,20 +17,7 @@ class Bamba(Model):
 
     architectures: ClassVar = ("BambaForCausalLM",)
     norms: ClassVar = ("input_layernorm", "pre_ff_layernorm")
-    defaults: ClassVar = {
-        "vocab_size": 128000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 262144,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "bamba.BambaConfig"
     weight_names: ClassVar = (("model.final_layernorm", "model.norm"), (".feed_forward.", ".mlp."))
 
     @classmethod

@@ -14,7 +14,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import padded_span
-from forkpoint.models.fields import Fields
+from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.mtp import MTPHead
@@ -69,7 +69,8 @@ class Model(ABC):
     architectures: ClassVar[tuple[str, ...]]
     centred_norms: ClassVar[bool] = False
     field_names: ClassVar[Mapping[str, str]] = {}  # of config.json -> the common ones
-    defaults: ClassVar[Mapping[str, Any]] = {}  # transformers', under the common names
+    config_class: ClassVar[str] = ""  # transformers', by the module in `transformers.models`, whose defaults hold
+    defaults: ClassVar[Mapping[str, Any]] = {}  # those that are not there, under the common names
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     defers_sums: ClassVar[bool] = True  # hidden states are looked at by norms alone
@@ -100,6 +101,11 @@ class Model(ABC):
     @abstractmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         """What config.json says. Raises ModelFolderError and UnsupportedModelError."""
+
+    @classmethod
+    def all_defaults(cls) -> dict[str, Any]:
+        """Of fields that are left out, under transformers' names or the common ones."""
+        return {**(class_defaults(cls.config_class) if cls.config_class else {}), **cls.defaults}
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""

@@ -22,7 +22,7 @@ class FalconH1(Model):
 
     architectures: ClassVar = ("FalconH1ForCausalLM",)
     norms: ClassVar = Bamba.norms
-    defaults: ClassVar = {**Bamba.defaults, "max_position_embeddings": 8192, "mamba_d_ssm": 1024}
+    config_class: ClassVar = "falcon_h1.FalconH1Config"
     weight_names: ClassVar = Bamba.weight_names
 
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +44,13 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
     return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
 
 
+def class_defaults(place: str) -> dict[str, Any]:
+    """What transformers takes for fields that are left out, by the place of its class, such as "llama.LlamaConfig"."""
+    module, name = place.split(".")
+    found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
+    return {each.name: each.default for each in fields(found) if each.default not in (None, MISSING)}
+
+
 class Fields:
     """One object of a config.json. All methods raise ModelFolderError or UnsupportedModelError, naming the field."""
 
@@ -50,10 +59,12 @@ class Fields:
         self.where = where
 
     def translated(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
-        """With fields under their common names, which win, and `defaults` for those that are absent or null."""
+        """With fields under their common names, which win, and `defaults` for those that are absent, under either."""
         given = {name: value for name, value in self.values.items() if value is not None}
-        common = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
-        return Fields({**self.values, **defaults, **given, **common}, self.where)
+        usual, common = (
+            {ours: values[theirs] for theirs, ours in names.items() if theirs in values} for values in (defaults, given)
+        )
+        return Fields({**defaults, **usual, **self.values, **common}, self.where)
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], needed: str) -> Any:
         value = self.values.get(name)

@@ -27,22 +27,7 @@ class GraniteHybrid(Model):
         "num_local_experts": "num_experts",
         "intermediate_size": "moe_intermediate_size",
     }
-    defaults: ClassVar = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "moe_intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024,
-        "max_position_embeddings": 2048,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "granitemoehybrid.GraniteMoeHybridConfig"
     weight_names: ClassVar = (
         ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),

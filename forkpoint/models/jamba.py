@@ -28,20 +28,8 @@ class Jamba(Model):
         "mamba_conv_bias": "use_conv_bias",
         "mamba_proj_bias": "use_bias",
     }
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 65536,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "moe_intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": False,
-        "max_position_embeddings": 262144,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "jamba.JambaConfig"
+    defaults: ClassVar = {"norm_topk_prob": False}
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("feed_forward.router.", "mlp.gate."),
         ("feed_forward.", "mlp."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -122,24 +122,7 @@ class KimiLinear(Model):
         "num_local_experts": "num_experts",
         "num_shared_experts": "n_shared_experts",
     }
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 163840,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "moe_intermediate_size": 1024,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 32,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.446,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 1 << 20,
-        "eos_token_id": 163586,
-    }
+    config_class: ClassVar = "kimi_linear.KimiLinearConfig"
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("block_sparse_moe.", "mlp."),
         (".w1.", ".gate_proj."),

@@ -24,19 +24,8 @@ class Lfm2(Model):
         "tie_embedding": "tie_word_embeddings",
         "block_ff_dim": "intermediate_size",
     }
-    defaults: ClassVar = {
-        "vocab_size": 65536,
-        "hidden_size": 2560,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 128_000,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "lfm2.Lfm2Config"
+    defaults: ClassVar = {"rope_theta": 1e6}
     weight_names: ClassVar = (
         ("embedding_norm", "norm"),
         ("feed_forward.", "mlp."),
@@ -77,14 +66,7 @@ class Lfm2Moe(Lfm2):
     """`Lfm2MoeForCausalLM`."""
 
     architectures: ClassVar = ("Lfm2MoeForCausalLM",)
-    defaults: ClassVar = {
-        **Lfm2.defaults,
-        "hidden_size": 2048,
-        "intermediate_size": 7168,
-        "moe_intermediate_size": 1792,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-    }
+    config_class: ClassVar = "lfm2_moe.Lfm2MoeConfig"
 
     @classmethod
     def mlp(cls, fields: Fields, layer: int) -> PartConfig:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig
@@ -17,15 +16,7 @@ class Llama(Model):
 
     architectures: ClassVar = ("LlamaForCausalLM",)
     qk_norm: ClassVar[Literal["head"] | None] = None
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "llama.LlamaConfig"
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
@@ -44,12 +35,7 @@ class Mistral(Llama):
     """`MistralForCausalLM`: all layers have a window, unless it is said to be null."""
 
     architectures: ClassVar = ("MistralForCausalLM",)
-    defaults: ClassVar = {
-        **Llama.defaults,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096 * 32,
-    }
+    config_class: ClassVar = "mistral.MistralConfig"
 
     @classmethod
     def windows(cls, fields: Fields) -> list[int | None]:
@@ -63,17 +49,7 @@ class Qwen3(Llama):
 
     architectures: ClassVar = ("Qwen3ForCausalLM",)
     qk_norm: ClassVar = "head"
-    defaults: ClassVar = {
-        **Llama.defaults,
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "eos_token_id": [],
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    }
+    config_class: ClassVar = "qwen3.Qwen3Config"
 
     @classmethod
     def windows(cls, fields: Fields) -> list[int | None]:

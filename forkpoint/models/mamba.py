@@ -149,15 +149,8 @@ class MambaModel(Model):
     architectures: ClassVar = ("MambaForCausalLM",)
     norms: ClassVar = ("norm",)
     field_names: ClassVar[Mapping[str, str]] = {"layer_norm_epsilon": "rms_norm_eps"}
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 50280,
-        "hidden_size": 768,
-        "num_hidden_layers": 32,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "eos_token_id": 0,
-        "max_position_embeddings": UNLIMITED,
-    }
+    config_class: ClassVar = "mamba.MambaConfig"
+    defaults: ClassVar = {"max_position_embeddings": UNLIMITED}
     weight_names: ClassVar = BACKBONE
 
     @classmethod
@@ -175,6 +168,7 @@ class FalconMamba(MambaModel):
     """`FalconMambaForCausalLM`: step, b and c are normalised, by weightless norms."""
 
     architectures: ClassVar = ("FalconMambaForCausalLM",)
+    config_class: ClassVar = "falcon_mamba.FalconMambaConfig"
 
     @classmethod
     def mixer(cls, fields: Fields) -> MambaConfig:

@@ -26,18 +26,8 @@ class Mamba2(Model):
         "use_conv_bias": "mamba_conv_bias",
         "layer_norm_epsilon": "rms_norm_eps",
     }
-    defaults: ClassVar = {
-        "vocab_size": 32768,
-        "hidden_size": 4096,
-        "num_hidden_layers": 64,
-        "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 8,
-        "mamba_d_state": 128,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 2,
-        "max_position_embeddings": 1 << 20,
-    }
+    config_class: ClassVar = "mamba2.Mamba2Config"
+    defaults: ClassVar = {"max_position_embeddings": 1 << 20}
     weight_names: ClassVar = BACKBONE
 
     @classmethod

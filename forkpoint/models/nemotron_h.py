@@ -37,27 +37,7 @@ class NemotronH(Model):
         "layer_norm_epsilon": "rms_norm_eps",
         "mamba_hidden_act": "hidden_act",
     }
-    defaults: ClassVar = {
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "intermediate_size": 21504,
-        "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_n_groups": 8,
-        "mamba_d_state": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "n_group": 1,
-        "topk_group": 1,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "nemotron_h.NemotronHConfig"
     weight_names: ClassVar = BACKBONE
 
     @classmethod

@@ -58,16 +58,7 @@ class OlmoHybrid(Model):
     """`OlmoHybridForCausalLM`."""
 
     architectures: ClassVar = ("OlmoHybridForCausalLM",)
-    defaults: ClassVar = {
-        "vocab_size": 100352,
-        "hidden_size": 3840,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 30,
-        "max_position_embeddings": 65536,
-        "linear_allow_neg_eigval": True,
-        "eos_token_id": 100257,
-    }
+    config_class: ClassVar = "olmo_hybrid.OlmoHybridConfig"
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

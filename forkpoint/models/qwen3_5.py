@@ -15,15 +15,7 @@ class Qwen35(Qwen3Next):
     """Dense models, and the text part of their multimodal folders."""
 
     architectures: ClassVar = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-    defaults: ClassVar = {
-        **Qwen3Next.defaults,
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 0,
-    }
+    config_class: ClassVar = "qwen3_5.Qwen3_5TextConfig"
 
     @staticmethod
     def read_input(build: Build, name: str, config: GDNConfig) -> tuple[Matrix, Matrix]:
@@ -37,10 +29,4 @@ class Qwen35Moe(Qwen35):
     """Sparse models, and the text part of their multimodal folders."""
 
     architectures: ClassVar = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
-    defaults: ClassVar = {
-        **Qwen3Next.defaults,
-        "vocab_size": 248320,
-        "num_hidden_layers": 40,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    }
+    config_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeTextConfig"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -23,24 +22,7 @@ class Qwen3Next(Model):
 
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     centred_norms: ClassVar = True
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    }
+    config_class: ClassVar = "qwen3_next.Qwen3NextConfig"
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:

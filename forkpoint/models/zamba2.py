@@ -125,19 +125,7 @@ class Zamba2(Model):
         "n_mamba_heads": "mamba_n_heads",
         "mamba_ngroups": "mamba_n_groups",
     }
-    defaults: ClassVar = {
-        "vocab_size": 32000,
-        "hidden_size": 2560,
-        "num_hidden_layers": 54,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-    }
+    config_class: ClassVar = "zamba2.Zamba2Config"
     weight_names: ClassVar = (("model.final_layernorm", "model.norm"), (".mamba_decoder.", "."))
 
     def __init__(self, build: Build) -> None:

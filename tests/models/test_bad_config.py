@@ -56,8 +56,11 @@ def wrong_configs(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 @pytest.mark.parametrize("name", [*HUB, *(family.architectures[0] for family in FAMILIES)])
 def test_a_wrong_field_is_told_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Registry, "_entry_points", lambda registry: [])  # which are looked up anew each time
-    defaults = {family.architectures[0]: family.defaults for family in FAMILIES}
-    config = json.loads(HUB[name].read_text()) if name in HUB else {"architectures": [name], **defaults[name]}
+    if name in HUB:
+        config = json.loads(HUB[name].read_text())
+    else:
+        family = next(family for family in FAMILIES if family.architectures[0] == name)
+        config = {**family.all_defaults(), "architectures": [name]}
     num_refused = 0
     for what, wrong in wrong_configs(config):
         (tmp_path / "config.json").write_text(json.dumps(wrong))
