@@ -353,10 +353,6 @@ class CacheManager:
             else:
                 self.store.drop_checkpoint(item)
 
-    def reset(self) -> None:
-        """Nothing cached so far is found again; what running requests hold is freed with them."""
-        self.store.reset()
-
     def _free_own_blocks(self, lease: Lease) -> None:
         if lease.own_blocks:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))

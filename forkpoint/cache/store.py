@@ -327,7 +327,7 @@ class PrefixStore:
             self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:
-        """Condemn everything and forget the ghosts."""
+        """Condemn everything and forget the ghosts; what running requests hold is freed with them."""
         if self.restorable is not None:
             self.restorable.clear()
         for node in [node for node in self.tree.nodes() if node.depth == 1]:

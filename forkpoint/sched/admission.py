@@ -1,15 +1,16 @@
-"""Which waiting requests start in a step, and from which prefix."""
+"""Which waiting requests start in a step, and from which prefix; where prefill chunks end, and what they store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.sched.builder import PlanBuilder
-from forkpoint.sched.chunks import ChunkPlanner
 from forkpoint.sched.entry import Entry
 from forkpoint.sched.queue import WaitingQueue
+from forkpoint.sched.request import Request
 from forkpoint.sched.running import RunningSet
 
 MIN_GAIN_TO_WAIT = 256  # tokens; a request waits one step for another's state only if that saves as much
@@ -17,21 +18,26 @@ MAX_PASSED_OVER = 32  # waiting requests looked at behind one that cannot start 
 
 
 class Admission:
-    """Moves entries from the queue to the batch while rows, budget and room last."""
+    """Moves entries from the queue to the batch while rows, budget and room last, and cuts prompts into chunks for a
+    step's budget."""
 
     def __init__(
         self,
         cache: CacheManager,
-        chunks: ChunkPlanner,
         waiting: WaitingQueue,
         running: RunningSet,
+        capture: CapturePolicy,
+        interval: int,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
-        self._chunks = chunks
         self._waiting = waiting
         self._running = running
+        self._capture = capture
+        self._interval = interval
         self._clock = clock
+        self._grid = cache.layout.checkpoint_grid
+        self._fallback_step = cache.layout.fallback_step(cache.arena.num_pages)
 
     def admit_waiting(
         self, builder: PlanBuilder, more_urgent_than: Entry | None = None, only: Entry | None = None
@@ -45,7 +51,7 @@ class Admission:
             if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
             usable = self._cache.layout.usable_prefix(entry.request.num_tokens)
-            if builder.budget < self._cache.layout.checkpoint_grid and not self._may_end(builder, entry, usable):
+            if builder.budget < self._grid and not self._may_end(builder, entry, usable):
                 passed_over += 1
                 continue
             soon = self._cache.filing.reusable_soon(entry.lease, usable)
@@ -55,9 +61,9 @@ class Admission:
             if soon - hit.num_tokens >= MIN_GAIN_TO_WAIT:
                 passed_over += 1
                 continue
-            prefill_end = self._chunks.prefill_end(entry.request)
+            prefill_end = self._prefill_end(entry.request)
             start = hit.num_tokens
-            if start < prefill_end and self._chunks.end(start, prefill_end, builder.budget) <= start:
+            if start < prefill_end and self.chunk_end(start, prefill_end, builder.budget) <= start:
                 passed_over += 1
                 continue
             if not self._admit(builder, entry, hit):
@@ -66,12 +72,12 @@ class Admission:
     def _may_end(self, builder: PlanBuilder, entry: Entry, usable: int) -> bool:
         """False, without a lookup, if a budget below the grid cannot take the entry to its prefill's end, where alone a
         chunk may end off the grid: not unless all of `usable` is reused."""
-        rest = self._chunks.prefill_end(entry.request) - usable
+        rest = self._prefill_end(entry.request) - usable
         return rest <= builder.budget and (rest <= 0 or self._cache.may_hit(entry.lease, usable))
 
     def _may_fit(self, builder: PlanBuilder, entry: Entry) -> bool:
         """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
-        if builder.budget < self._cache.layout.checkpoint_grid or not self._someone_else_has_pages():
+        if builder.budget < self._grid or not self._someone_else_has_pages():
             return True
         return self._cache.holdings.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running.entries))
 
@@ -83,8 +89,8 @@ class Admission:
                 return False
             hit = hit if self._cache.holdings.has_room(hit, request.num_tokens, 0) else NOTHING
         self._cache.attach(lease, hit)
-        start, prefill_end = hit.num_tokens, self._chunks.prefill_end(request)
-        end = self._chunks.end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
+        start, prefill_end = hit.num_tokens, self._prefill_end(request)
+        end = self.chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
         if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
             self._cache.release(lease)
             if self._someone_else_has_pages() or hit is NOTHING:
@@ -93,7 +99,7 @@ class Admission:
         self._waiting.remove(entry)
         self._start(builder, entry, hit, prefill_end)
         if start < prefill_end:
-            self._chunks.add(builder, entry, start, end)
+            self.add_chunk(builder, entry, start, end)
         else:
             entry.planned_step = builder.step
             builder.add_decode(entry)
@@ -111,3 +117,34 @@ class Admission:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(entry)
+
+    # --- chunks
+
+    def _prefill_end(self, request: Request) -> int:
+        """Tokens that go through the prefill kernels. Outputs of an earlier run do too, except in deterministic mode,
+        where they are replayed through the decode kernels."""
+        return request.num_prompt_tokens if self._cache.deterministic else request.num_tokens
+
+    def chunk_end(self, start: int, prefill_end: int, budget: int) -> int:
+        """Where a chunk from `start` ends: at the end of the prompt, else on the grid."""
+        end = min(prefill_end, start + budget)
+        return end if end == prefill_end else end // self._grid * self._grid
+
+    def add_chunk(self, builder: PlanBuilder, entry: Entry, start: int, end: int) -> None:
+        """Plan the chunk `[start, end)` of a running entry, for which there are blocks, and what it saves."""
+        request, lease = entry.request, entry.lease
+        context = CaptureContext(
+            start=start,
+            end=end,
+            prompt_end=entry.prefill_end,
+            grid=self._grid,
+            breakpoints=request.breakpoints,
+            junctions=entry.junctions,
+            waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
+            fallback_step=self._fallback_step,
+            num_survived_tokens=lease.num_survived_tokens,
+            interval=self._interval,
+        )
+        self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))
+        entry.planned_step = builder.step
+        builder.add_prefill(entry, end)

@@ -16,7 +16,7 @@ from forkpoint.sched.request import Request
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Written by the Scheduler and its parts: admission, chunks, running set.
+    """Written by the Scheduler and its parts: admission, running set.
 
     How many of its tokens are planned, and how many are confirmed, stands in its lease. `[0, prefill_end)` go through
     the prefill kernels, the others through the decode kernels; `num_known` tokens were known when the row was added,

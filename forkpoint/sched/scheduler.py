@@ -18,7 +18,6 @@ from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLar
 from forkpoint.params import FinishReason
 from forkpoint.sched.admission import Admission
 from forkpoint.sched.builder import PlanBuilder
-from forkpoint.sched.chunks import ChunkPlanner
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.entry import Entry, IssuedStep
@@ -60,9 +59,8 @@ class Scheduler:
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
         capture = capture or CAPTURE.find(cache.capture_policy)()
         interval = layout.capture_interval(cache.checkpoint_interval)
-        self._chunks = ChunkPlanner(self.cache, self._waiting, capture, interval, deterministic=deterministic)
         self._drafting = DraftPlanner(drafter, self.cache, clock) if drafter is not None else None
-        self._admission = Admission(self.cache, self._chunks, self._waiting, self._running, clock)
+        self._admission = Admission(self.cache, self._waiting, self._running, capture, interval, clock)
         self._entries: dict[str, Entry] = {}
         self._suspects: deque[Entry] = deque()  # of failed steps, each to be tried alone
         self._steps = itertools.count()
@@ -113,7 +111,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Nothing cached so far is found again."""
-        self.cache.reset()
+        self.cache.store.reset()
         return True
 
     def stats(self) -> SchedulerStats:
@@ -250,7 +248,7 @@ class Scheduler:
         self._drop_duplicates(builder, entry)
         self._try_jump(builder, entry)
         start = entry.lease.num_planned
-        end = self._chunks.end(start, entry.prefill_end, builder.budget)
+        end = self._admission.chunk_end(start, entry.prefill_end, builder.budget)
         if end <= start:
             return
         while not self.cache.ensure_blocks(entry.lease, end):
@@ -258,7 +256,7 @@ class Scheduler:
                 end = min(end, entry.lease.num_blocks * self.layout.block_size) if self.layout.has_kv else end
                 break
         if start < end:
-            self._chunks.add(builder, entry, start, end)
+            self._admission.add_chunk(builder, entry, start, end)
 
     def _try_jump(self, builder: PlanBuilder, entry: Entry) -> None:
         """If another request has meanwhile cached more of this prompt, go on from there."""
