@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from tqdm import tqdm
 
-from forkpoint.bench.datasets import SYNTHETIC, sharegpt_requests, synthetic, trace_requests
+from forkpoint.bench.datasets import sharegpt_requests, synthetic, trace_requests
 from forkpoint.bench.load import Load, Outcome, prompt_style
 from forkpoint.bench.metrics import figures
 from forkpoint.bench.options import DatasetOptions, LoadOptions, ReportOptions, TargetOptions
@@ -111,11 +111,10 @@ class ServeBench:
 
     def _requests(self, vocabulary: Vocabulary, count: int, seed: int, max_model_len: int | None) -> list[BenchRequest]:
         dataset = self.dataset
-        if dataset.dataset_name in SYNTHETIC:
-            return checked(synthetic(dataset, vocabulary, count, seed))
-        if dataset.dataset_name == "sharegpt":
-            return checked(sharegpt_requests(dataset, vocabulary, count, seed))
-        found = checked(trace_requests(dataset, vocabulary, count, seed))
+        make = {"sharegpt": sharegpt_requests, "trace": trace_requests}.get(dataset.dataset_name, synthetic)
+        found = checked(make(dataset, vocabulary, count, seed))
+        if make is not trace_requests:
+            return found
         fitting = without_too_long(found, max_model_len)
         if len(fitting) < len(found):
             print(f"left out {len(found) - len(fitting)} requests longer than {max_model_len} tokens", file=sys.stderr)

@@ -44,7 +44,8 @@ def _at_address(config: ServerConfig) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --port or --host") from error
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ConfigError(f"cannot listen on {where}: {reason}; give another --port or --host") from error
 
 
 @contextmanager

@@ -141,14 +141,13 @@ def _fork_reader(knowledge: Knowledge, channel: Connection, handle: int, nicenes
 
 
 def _bound_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     with contextlib.suppress(OSError, ValueError, IndexError):
         now = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        wanted = now + MAX_GROWTH_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
+        for kind, wanted in ((resource.RLIMIT_STACK, MAX_STACK_BYTES), (resource.RLIMIT_DATA, now + MAX_GROWTH_BYTES)):
+            hard = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
 def _read_requests(knowledge: Knowledge, own: socket.socket) -> None:

@@ -188,4 +188,4 @@ def test_chat_asks_one_thing_and_ends(
 def test_collect_env_names_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect-env"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{name}: " in shown for name in ("python", "torch", "transformers", "processor"))
+    assert all(f"{name}: " in shown for name in ("Python version", "torch", "transformers"))

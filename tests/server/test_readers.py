@@ -136,6 +136,26 @@ def test_a_reader_that_dies_ends_its_request_alone(slow: RunningServer) -> None:
     assert small(slow).status_code in (200, 500) and small(slow).status_code == 200
 
 
+def test_one_that_dies_of_a_grammar_ends_its_request_alone(slow: RunningServer) -> None:
+    grammar = {"json": {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 7919}]}}
+
+    def compile_endlessly() -> httpx2.Response:
+        with slow.client() as http:
+            body = {"prompt": "x", "max_tokens": 1, "structured_outputs": grammar}
+            return http.post("/v1/completions", json=body)
+
+    until(lambda: small(slow).status_code == 200)
+    before = set(slow.reader_pids)
+    with ThreadPoolExecutor(1) as pool:
+        doomed = pool.submit(compile_endlessly)
+        until(lambda: bool(set(slow.reader_pids) - before))
+        for pid in set(slow.reader_pids) - before:
+            os.kill(pid, signal.SIGKILL)
+        reply = doomed.result(30)
+    assert reply.status_code == 400 and "its process ended" in reply.text
+    assert small(slow).status_code == 200
+
+
 def test_readers_shield_the_engine_and_end_with_the_server(tiny_model: Path, tmp_path: Path) -> None:
     """Where memory runs out they go first. Nothing is left after the server was killed."""
     running = start_server(tiny_model, tmp_path, "--chat-template", SLOW).wait_ready()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -53,21 +51,6 @@ def test_who_leaves_takes_the_work_along(server: RunningServer) -> None:
         list(pool.map(leave, range(4 * NUM_AT_ONCE)))
     assert ask(server, regex="[a-z]{4}").status_code == 200
     assert time.monotonic() - started < 60
-
-
-def test_a_killed_process_ends_its_request_alone(server: RunningServer) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        before = set(server.reader_pids)
-        slow = pool.submit(ask, server, json={**ENDLESS, "title": "killed"})
-        until(lambda: bool(set(server.reader_pids) - before) or slow.done())
-        for pid in server.reader_pids:
-            os.kill(pid, signal.SIGKILL)
-        assert slow.result().status_code in (400, 500)  # the one that reads the request may be among them
-    for _ in range(2 * NUM_AT_ONCE):  # one that waits for work and is dead is found by its next request
-        reply = ask(server, regex="[a-z]{5}")
-        if reply.status_code == 200:
-            break
-    assert reply.status_code == 200
 
 
 def test_one_that_overflows_the_stack_ends_its_process_alone(server: RunningServer) -> None:
