@@ -14,7 +14,7 @@ def collect_env(options: argparse.Namespace) -> int:
 
     from forkpoint.platforms.table import num_devices
 
-    print(get_pretty_env_info(), end="\n\n")
+    print(get_pretty_env_info(), end="\n\n")  # type: ignore[no-untyped-call]
     print(*(f"{name}: {_version(name)}" for name in PACKAGES), sep="\n")
     print(f"torch threads: {torch.get_num_threads()}, CPU capability: {torch.backends.cpu.get_cpu_capability()}")
     print(*(f"devices of the kind {kind}: {count}" for kind, count in num_devices().items()), sep="\n")
