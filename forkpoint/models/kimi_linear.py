@@ -21,7 +21,7 @@ from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel,
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
 from forkpoint.models.weights import join_rows
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams, RouteRule
+from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.ranks import Ranks
 
 KINDS = ("linear_attention", "full_attention")  # of layers
@@ -153,17 +153,8 @@ def layers(
 ) -> list[tuple[PartConfig, ...]]:
     """Of these KINDS; the first are dense, the others choose experts by sigmoids, a shared one added."""
     fields.require("moe_router_activation_func", "sigmoid")
-    rule = RouteRule(
-        top_k=0,
-        score="sigmoid",
-        groups=fields.integer("n_group", 1),
-        top_groups=fields.integer("topk_group", 1),
-        eps=1e-20,
-        scale=fields.real("routed_scaling_factor"),
-    )
     shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
-    style = {"bias": "gate.e_score_correction_bias", "shared_name": "shared_experts"}
-    sparse = MoEConfig.of(fields, rule, shared_intermediate_size=shared, **style)
+    sparse = MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
     first = fields.integer("first_k_dense_replace", 1, low=0)
     listed = Fields({**fields.values, "layer_types": fields.values.get("mlp_layer_types")}, fields.where)
     mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")

@@ -50,6 +50,19 @@ class MoEConfig(PartConfig):
         return cls.of(fields, RouteRule(top_k=0, shared="gated"), shared_intermediate_size=shared)
 
     @classmethod
+    def read_grouped(cls, fields: Fields, **style: Any) -> MoEConfig:
+        """Under DeepSeek-V3's names: sigmoids and a correction bias choose experts in groups."""
+        rule = RouteRule(
+            top_k=0,
+            score="sigmoid",
+            groups=fields.integer("n_group", 1),
+            top_groups=fields.integer("topk_group", 1),
+            eps=1e-20,
+            scale=fields.real("routed_scaling_factor", 1.0),
+        )
+        return cls.of(fields, rule, bias="gate.e_score_correction_bias", shared_name="shared_experts", **style)
+
+    @classmethod
     def of(cls, fields: Fields, rule: RouteRule, **style: Any) -> MoEConfig:
         """What all families write alike; `rule` lacks the counts, and whether weights are normalised."""
         num_experts, top_k = fields.integer("num_experts"), fields.integer("num_experts_per_tok")

@@ -13,7 +13,6 @@ from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2_mixer import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
-from forkpoint.ops.parameters import RouteRule
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Names of other writers -> transformers'.
@@ -71,17 +70,8 @@ class NemotronH(Model):
     def experts(fields: Fields) -> PartConfig:
         """Routed experts, and a shared one for all tokens; with a latent size the routed ones see a projection."""
         shared = fields.integer("moe_shared_expert_intermediate_size")
-        rule = RouteRule(
-            top_k=0,
-            score="sigmoid",
-            groups=fields.integer("n_group"),
-            top_groups=fields.integer("topk_group"),
-            eps=1e-20,
-            scale=fields.real("routed_scaling_factor", 1.0),
-        )
-        style = {"gated": False, "bias": "gate.e_score_correction_bias", "shared_name": "shared_experts"}
         latent = fields.integer("moe_latent_size", 0, low=0)
         if not latent:
-            return MoEConfig.of(fields, rule, shared_intermediate_size=shared, name="mixer", **style)
-        routed = MoEConfig.of(fields, rule, latent_size=latent, name="", **style)
+            return MoEConfig.read_grouped(fields, gated=False, shared_intermediate_size=shared, name="mixer")
+        routed = MoEConfig.read_grouped(fields, gated=False, latent_size=latent, name="")
         return ParallelConfig((routed, MLPConfig(shared, gated=False, name="shared_experts")), name="mixer")
