@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from forkpoint.models.config import ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.kimi_linear import KINDS, KDAConfig, KimiLinear, layers
+from forkpoint.models.kimi_linear import KINDS, KDAConfig, layers
 from forkpoint.models.latent_attention import LatentAttentionConfig
 
 
@@ -16,9 +16,7 @@ class BailingHybrid(Model):
     """`BailingHybridForCausalLM`, and as the hub calls it."""
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
-    field_names: ClassVar[Mapping[str, str]] = KimiLinear.field_names
     config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
-    defaults: ClassVar = {"num_nextn_predict_layers": 1}
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.", ".self_attn."),

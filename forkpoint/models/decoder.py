@@ -103,9 +103,10 @@ class Model(ABC):
         """What config.json says. Raises ModelFolderError and UnsupportedModelError."""
 
     @classmethod
-    def all_defaults(cls) -> dict[str, Any]:
-        """Of fields that are left out, under transformers' names or the common ones."""
-        return {**(class_defaults(cls.config_class) if cls.config_class else {}), **cls.defaults}
+    def read(cls, fields: Fields) -> ModelConfig:
+        """`parse` of fields under all of their names, with those that are left out."""
+        defaults, pairs = class_defaults(cls.config_class) if cls.config_class else ({}, [])
+        return cls.parse(fields.translated(cls.field_names, {**defaults, **cls.defaults}, pairs))
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""

@@ -44,11 +44,13 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
     return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
 
 
-def class_defaults(place: str) -> dict[str, Any]:
-    """What transformers takes for fields that are left out, by the place of its class, such as "llama.LlamaConfig"."""
+def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What a class of transformers, such as "llama.LlamaConfig", takes for fields that are left out, and the pairs of
+    names that it has for one field."""
     module, name = place.split(".")
     found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
-    return {each.name: each.default for each in fields(found) if each.default not in (None, MISSING)}
+    defaults = {each.name: each.default for each in fields(found) if each.default not in (None, MISSING)}
+    return defaults, [*found.attribute_map.items()]
 
 
 class Fields:
@@ -58,13 +60,19 @@ class Fields:
         self.values = values
         self.where = where
 
-    def translated(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> Fields:
-        """With fields under their common names, which win, and `defaults` for those that are absent, under either."""
+    def translated(
+        self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]] = ()
+    ) -> Fields:
+        """With fields under their common names, which win, those of a pair under both names, and `defaults` for those
+        that are absent under any."""
+
+        def named(values: Mapping[str, Any]) -> dict[str, Any]:
+            both = [(one, other) for pair in pairs for one, other in (pair, pair[::-1])]
+            missing = {other: values[one] for one, other in both if one in values and other not in values}
+            return missing | {ours: values[theirs] for theirs, ours in names.items() if theirs in values}
+
         given = {name: value for name, value in self.values.items() if value is not None}
-        usual, common = (
-            {ours: values[theirs] for theirs, ours in names.items() if theirs in values} for values in (defaults, given)
-        )
-        return Fields({**defaults, **usual, **self.values, **common}, self.where)
+        return Fields({**defaults, **named(defaults), **self.values, **named(given)}, self.where)
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], needed: str) -> Any:
         value = self.values.get(name)

@@ -23,7 +23,6 @@ class GraniteHybrid(Model):
 
     architectures: ClassVar = ("GraniteMoeHybridForCausalLM",)
     field_names: ClassVar = {
-        "layers_block_type": "layer_types",
         "num_local_experts": "num_experts",
         "intermediate_size": "moe_intermediate_size",
     }

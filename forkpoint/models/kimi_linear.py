@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -114,14 +114,6 @@ class KimiLinear(Model):
     """`KimiLinearForCausalLM`."""
 
     architectures: ClassVar = ("KimiLinearForCausalLM",)
-    field_names: ClassVar[Mapping[str, str]] = {
-        "model_max_length": "max_position_embeddings",
-        "moe_renormalize": "norm_topk_prob",
-        "num_expert_group": "n_group",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_local_experts": "num_experts",
-        "num_shared_experts": "n_shared_experts",
-    }
     config_class: ClassVar = "kimi_linear.KimiLinearConfig"
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("block_sparse_moe.", "mlp."),

@@ -25,7 +25,6 @@ class NemotronH(Model):
     architectures: ClassVar = ("NemotronHForCausalLM",)
     norms: ClassVar = ("norm",)
     field_names: ClassVar = {
-        "layers_block_type": "layer_types",
         "n_routed_experts": "num_experts",
         "mamba_num_heads": "mamba_n_heads",
         "mamba_head_dim": "mamba_d_head",

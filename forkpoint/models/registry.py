@@ -78,7 +78,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         refuse_modelopt(folder)
         stored = Fp8Format(on_load=True) if options.get("quantization") == "fp8" else None
     family = _family(fields)
-    config = family.parse(fields.translated(family.field_names, family.all_defaults()))
+    config = family.read(fields)
     generation = folder / "generation_config.json"
     eos = config.eos_token_ids
     if generation.is_file():

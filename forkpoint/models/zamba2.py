@@ -121,7 +121,6 @@ class Zamba2(Model):
     norms: ClassVar = ("input_layernorm",)
     defers_sums: ClassVar = False
     field_names: ClassVar = {
-        "layers_block_type": "layer_types",
         "n_mamba_heads": "mamba_n_heads",
         "mamba_ngroups": "mamba_n_groups",
     }

@@ -11,7 +11,7 @@ import pytest
 
 from forkpoint.cli.model_shape import read_shape
 from forkpoint.errors import ForkpointError, ModelFolderError
-from forkpoint.models.fields import Fields
+from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.registry import FAMILIES
 from forkpoint.plugins import Registry
 
@@ -60,7 +60,7 @@ def test_a_wrong_field_is_told_in_words(name: str, tmp_path: Path, monkeypatch: 
         config = json.loads(HUB[name].read_text())
     else:
         family = next(family for family in FAMILIES if family.architectures[0] == name)
-        config = {**family.all_defaults(), "architectures": [name]}
+        config = {**class_defaults(family.config_class)[0], **family.defaults, "architectures": [name]}
     num_refused = 0
     for what, wrong in wrong_configs(config):
         (tmp_path / "config.json").write_text(json.dumps(wrong))
