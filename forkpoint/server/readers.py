@@ -133,6 +133,8 @@ class Readers:
         os.waitpid(self._pid, 0)
 
     async def _run(self, lane: Lane, function: bytes, data: bytes) -> Any:
+        while lane.idle and lane.idle[-1].inbox.at_eof():  # the system has ended it while it had nothing to do
+            self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
         try:
