@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec
-from forkpoint.models.config import Build, PartConfig
-from forkpoint.models.context import ForwardContext
+from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
-from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, gated_heads, kept_state
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.ranks import Ranks
@@ -58,8 +57,31 @@ class GDNConfig(PartConfig):
     def value_size(self) -> int:
         return self.shape.num_v_heads * self.shape.value_dim
 
-    def build(self, build: Build, name: str, layer: int) -> GatedDeltaNet:
-        return GatedDeltaNet(build, name, layer, self)
+    def build(self, build: Build, name: str, layer: int) -> Block:
+        shape, ops, weights = self.shape, build.ops, build.weights
+        matrices = self.read_input(build, name, self)
+        plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
+        # One product where both are plain.
+        products = [Projection(ops, m) for m in ([torch.cat(plain)] if len(plain) == 2 else matrices)]
+        taps = self.read_conv(build, name, self)
+        heads, fp32 = (shape.num_v_heads,), torch.float32
+        a_log = weights.get(f"{name}.A_log", heads, fp32, DUMMY_A_LOG)
+        dt_bias = weights.get(f"{name}.dt_bias", heads, fp32, DUMMY_DT_BIAS)
+        recurrence = ConvRecurrence(ops, layer, taps, None, RecurrenceParams(shape, a_log, dt_bias))
+        sizes = [shape.mixed_dim, self.value_size, shape.num_v_heads, shape.num_v_heads]
+
+        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            if len(products) == 1:
+                mixed, z, b, a = torch.split(products[0](x), sizes, dim=-1)
+                return mixed, a, b, z
+            both = ops.linear_both(x, *(product.packed for product in products)) if ops.linear_both else None
+            wide, narrow = both or [product(x) for product in products]
+            (mixed, z), (b, a) = torch.split(wide, sizes[:2], dim=-1), torch.split(narrow, sizes[2:], dim=-1)
+            return mixed, a, b, z
+
+        norm = RMSNorm(build, f"{name}.{self.norm}", shape.value_dim, centred=False, eps=self.norm_eps)
+        out = RowParallel(build, f"{name}.{self.out}", build.config.hidden_size, self.value_size)
+        return gated_heads(recurrence, ops, project, norm, out)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (kept_state(self.shape, self.conv_width, dtype, state_dtype),)
@@ -99,46 +121,3 @@ def layer_types(fields: Fields) -> list[str]:
     every = fields.integer("full_attention_interval", 4)
     kinds = ("linear_attention", "full_attention")
     return fields.layer_types(kinds, lambda i: kinds[(i + 1) % every == 0])
-
-
-class GatedDeltaNet:
-    """The recurrence of layer `layer`."""
-
-    def __init__(self, build: Build, name: str, layer: int, config: GDNConfig) -> None:
-        self._ops, self._shape = build.ops, config.shape
-        self._value_size, shape = config.value_size, config.shape
-        matrices = config.read_input(build, name, config)
-        plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        # One product where both are plain.
-        self._input = [Projection(build.ops, m) for m in ([torch.cat(plain)] if len(plain) == 2 else matrices)]
-        taps = config.read_conv(build, name, config)
-        heads, fp32 = (shape.num_v_heads,), torch.float32
-        params = RecurrenceParams(
-            shape,
-            build.weights.get(f"{name}.A_log", heads, fp32, DUMMY_A_LOG),
-            build.weights.get(f"{name}.dt_bias", heads, fp32, DUMMY_DT_BIAS),
-        )
-        self._recurrence = ConvRecurrence(build.ops, layer, taps, None, params)
-        self._norm = RMSNorm(build, f"{name}.{config.norm}", shape.value_dim, centred=False, eps=config.norm_eps)
-        self._out = RowParallel(build, f"{name}.{config.out}", build.config.hidden_size, self._value_size)
-
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
-        shape = self._shape
-        sizes = [shape.mixed_dim, self._value_size, shape.num_v_heads, shape.num_v_heads]
-        outputs = self._products(x)
-        if len(outputs) == 1:
-            mixed, z, b, a = torch.split(outputs[0], sizes, dim=-1)
-        else:
-            (mixed, z), (b, a) = torch.split(outputs[0], sizes[:2], dim=-1), torch.split(outputs[1], sizes[2:], dim=-1)
-        gate = torch.unflatten(z, -1, (shape.num_v_heads, shape.value_dim))
-        out = self._ops.gated_rmsnorm(self._recurrence(mixed, a, b, ctx), gate, self._norm.weight, self._norm.eps)
-        return self._out(out.flatten(1))
-
-    def _products(self, x: Tensor) -> Sequence[Tensor]:
-        """Of one matrix or two."""
-        if len(self._input) == 2 and self._ops.linear_both is not None:
-            both = self._ops.linear_both(x, *(product.packed for product in self._input))
-            if both is not None:
-                return both
-        return [product(x) for product in self._input]

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.config import Build, ModelConfig, PartConfig
-from forkpoint.models.context import ForwardContext
+from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.cuts import Cut, Cuts, inward, rows, share
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, kept_state
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, gated_heads, kept_state
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.ranks import Ranks
@@ -46,8 +45,35 @@ class KDAConfig(PartConfig):
         heads, dim = self.num_heads, self.head_dim
         return Recurrence(heads, heads, dim, dim, per_key=True, bound=self.bound)
 
-    def build(self, build: Build, name: str, layer: int) -> KDA:
-        return KDA(build, name, layer, self)
+    def build(self, build: Build, name: str, layer: int) -> Block:
+        source, ops, hidden, fp32 = build.weights, build.ops, build.config.hidden_size, torch.float32
+        heads, dim, inner = self.num_heads, self.head_dim, self.num_heads * self.head_dim
+        mixed = Projection(
+            ops, join_rows(source, [f"{name}.{part}_proj.weight" for part in "qkv"], [inner] * 3, hidden)
+        )
+        parts = ("b", "f_a", "g_a") if self.narrow else ("b", "f", "g")
+        widths = [heads, dim, dim] if self.narrow else [heads, inner, inner]
+        gates = Projection(ops, join_rows(source, [f"{name}.{part}_proj.weight" for part in parts], widths, hidden))
+        wide = [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if self.narrow else []
+        apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
+        convolutions = [f"{name}.conv1d.weight"] if source.has(f"{name}.conv1d.weight") else apart
+        channels = 3 * inner // len(convolutions)
+        taps = torch.cat([source.get(part, (channels, 1, self.conv_width)) for part in convolutions]).squeeze(1)
+        stored = source.shape(f"{name}.A_log")
+        flat = stored is None or len(stored) == 1
+        a_log = source.get(f"{name}.A_log", (heads,) if flat else (1, 1, heads, 1), fp32, DUMMY_A_LOG).flatten()
+        dt_bias = source.get(f"{name}.dt_bias", (inner,), fp32, DUMMY_DT_BIAS)
+        recurrence = ConvRecurrence(ops, layer, taps, None, RecurrenceParams(self.spec, a_log, dt_bias))
+
+        def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            b, decay, gate = torch.split(gates(x), widths, dim=-1)
+            if wide:
+                decay, gate = wide[0](decay), wide[1](gate)
+            return mixed(x), decay, b, gate
+
+        norm = RMSNorm(build, f"{name}.o_norm", dim, centred=False)
+        out = RowParallel(build, f"{name}.o_proj", hidden, inner)
+        return gated_heads(recurrence, ops, project, norm, out, sigmoid=True)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (kept_state(self.spec, self.conv_width, dtype, state_dtype),)
@@ -69,45 +95,6 @@ class KDAConfig(PartConfig):
         inner = self.num_heads * self.head_dim
         gates = 2 * (self.head_dim * (hidden_size + inner) if self.narrow else hidden_size * inner)
         return hidden_size * (4 * inner + self.num_heads) + gates
-
-
-class KDA:
-    """The recurrence of layer `layer`."""
-
-    def __init__(self, build: Build, name: str, layer: int, config: KDAConfig) -> None:
-        self._ops, self._config, source = build.ops, config, build.weights
-        hidden, heads, dim, fp32 = build.config.hidden_size, config.num_heads, config.head_dim, torch.float32
-        inner = heads * dim
-        self._mixed = Projection(
-            build.ops, join_rows(source, [f"{name}.{part}_proj.weight" for part in "qkv"], [inner] * 3, hidden)
-        )
-        gates = [f"{name}.{part}_proj.weight" for part in (("b", "f_a", "g_a") if config.narrow else ("b", "f", "g"))]
-        self._widths = [heads, dim, dim] if config.narrow else [heads, inner, inner]
-        self._gates = Projection(build.ops, join_rows(source, gates, self._widths, hidden))
-        self._wide = (
-            [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if config.narrow else []
-        )
-        apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
-        parts = [f"{name}.conv1d.weight"] if source.has(f"{name}.conv1d.weight") else apart
-        channels = 3 * inner // len(parts)
-        taps = torch.cat([source.get(part, (channels, 1, config.conv_width)) for part in parts]).squeeze(1)
-        stored = source.shape(f"{name}.A_log")
-        flat = stored is None or len(stored) == 1
-        a_log = source.get(f"{name}.A_log", (heads,) if flat else (1, 1, heads, 1), fp32, DUMMY_A_LOG).flatten()
-        dt_bias = source.get(f"{name}.dt_bias", (inner,), fp32, DUMMY_DT_BIAS)
-        self._recurrence = ConvRecurrence(build.ops, layer, taps, None, RecurrenceParams(config.spec, a_log, dt_bias))
-        self._norm = RMSNorm(build, f"{name}.o_norm", dim, centred=False)
-        self._out = RowParallel(build, f"{name}.o_proj", hidden, inner)
-
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
-        heads, dim = self._config.num_heads, self._config.head_dim
-        b, decay, gate = torch.split(self._gates(x), self._widths, dim=-1)
-        if self._wide:
-            decay, gate = self._wide[0](decay), self._wide[1](gate)
-        out = self._recurrence(self._mixed(x), decay, b, ctx)
-        gate, norm = torch.unflatten(gate, -1, (heads, dim)), self._norm
-        return self._out(self._ops.gated_rmsnorm(out, gate, norm.weight, norm.eps, sigmoid=True).flatten(1))
 
 
 class KimiLinear(Model):

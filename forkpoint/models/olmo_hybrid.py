@@ -12,7 +12,7 @@ from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.decoder import Layer, Model, PostNormLayer, PreNormLayer
 from forkpoint.models.fields import Fields
-from forkpoint.models.gated_delta_net import GatedDeltaNet, GDNConfig, layer_types, read_conv
+from forkpoint.models.gated_delta_net import GDNConfig, layer_types, read_conv
 from forkpoint.models.layers import MLPConfig, RMSNorm
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
@@ -76,7 +76,7 @@ class OlmoHybrid(Model):
         name = f"model.layers.{layer}"
         mixer, mlp = self.blocks(build, layer)
         middle = _norm(build, f"{name}.post_attention_layernorm", f"{name}.feedforward_layer_norm")
-        if isinstance(mixer, GatedDeltaNet):
+        if isinstance(build.config.layers[layer][0], GDNConfig):
             first = _norm(build, f"{name}.input_layernorm", f"{name}.attention_layer_norm")
             return PreNormLayer([(first, mixer), (middle, mlp)])
         last = _norm(build, f"{name}.post_feedforward_layernorm")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, StateSpec, TensorSpec
+from forkpoint.models.config import Block
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.layers import RMSNorm, RowParallel
 from forkpoint.ops.parameters import Recurrence, RecurrenceParams
 from forkpoint.ops.table import OpTable
 
@@ -63,6 +66,26 @@ class ConvRecurrence:
         return self._ops.recurrence_prefill(
             self._conv.prefill(mixed, ctx), a, b, self._params, cache["matrix"], slots["recurrence_prefill"], out
         )
+
+
+def gated_heads(
+    recurrence: ConvRecurrence,
+    ops: OpTable,
+    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]],
+    norm: RMSNorm,
+    out: RowParallel,
+    sigmoid: bool = False,
+) -> Block:
+    """Projection, short convolution, recurrence, gated norm of each head, projection. `project` gives `mixed`, `a` and
+    `b` of the recurrence, and the gate `[T, HV * V]`."""
+
+    def block(x: Tensor, ctx: ForwardContext) -> Tensor:
+        mixed, a, b, gate = project(x)
+        heads = recurrence(mixed, a, b, ctx)
+        gate = torch.unflatten(gate, -1, heads.shape[1:])
+        return out(ops.gated_rmsnorm(heads, gate, norm.weight, norm.eps, sigmoid=sigmoid).flatten(1))
+
+    return block
 
 
 def kept_state(spec: Recurrence, conv_width: int, dtype: str, state_dtype: str) -> StateSpec:
