@@ -71,11 +71,6 @@ def priorities(priority: int | Sequence[int], count: int) -> list[int]:
     return [checked_priority(item) for item in given]
 
 
-def checked_flag(name: str, value: object) -> bool:
-    """Raises InvalidParamsError."""
-    return Checker(InvalidParamsError).flag(name, value)
-
-
 def _of_count(items: list[T], count: int, what: str) -> list[T]:
     if len(items) != count:
         raise InvalidParamsError(f"{len(items)} {what} for {count} prompts; give one, or one each")

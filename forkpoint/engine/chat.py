@@ -43,7 +43,7 @@ class ChatTemplate:
         self._in_parts = content_format == "openai"
         if self._template is not None:
             self._check_syntax()
-        if content_format == "auto" and self._has_template and not self._shows_probe():
+        if content_format == "auto" and self.source and not self._shows_probe():
             self._in_parts = True
             self._in_parts = self._shows_probe()
 
@@ -52,10 +52,6 @@ class ChatTemplate:
         """The template's text; empty where there is none."""
         template = self._template or getattr(self._tokenizer.hf, "chat_template", None)
         return template if isinstance(template, str) else str(template or "")
-
-    @property
-    def _has_template(self) -> bool:
-        return self._template is not None or bool(getattr(self._tokenizer.hf, "chat_template", None))
 
     def _shows_probe(self) -> bool:
         text = self._try_text([{"role": "user", "content": PROBES[0]}], {})
@@ -76,7 +72,7 @@ class ChatTemplate:
         `check_text` is called with the text before anything else is done with it, and may raise.
         Raises InvalidPromptError for an empty or malformed conversation and where the template refuses it.
         """
-        if not self._has_template:
+        if not self.source:
             raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
         reserved = sorted(name for name in variables or () if name in RESERVED)
         if reserved:

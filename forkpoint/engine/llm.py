@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from forkpoint.checks import Checker
 from forkpoint.config import EngineConfig
 from forkpoint.engine.arguments import (
     Conversations,
     ParamsInput,
     check_chat_options,
-    checked_flag,
     one_each,
     priorities,
     split_conversations,
@@ -25,7 +25,7 @@ from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.progress import Progress
 from forkpoint.engine.shared import Caller, SharedEngine
-from forkpoint.errors import ConfigError, QueueFullError
+from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 
@@ -168,7 +168,7 @@ class LLM:
     def _run(
         self, prompts: Sequence[PromptInput], params: ParamsInput, priority: int | Sequence[int], use_tqdm: bool
     ) -> list[RequestOutput]:
-        show = checked_flag("use_tqdm", use_tqdm)
+        show = Checker(InvalidParamsError).flag("use_tqdm", use_tqdm)
         each = one_each(params, len(prompts), self.get_default_sampling_params())
         with self._shared.held() as engine:
             checked = [engine.inputs.prompt(given, params=own) for given, own in zip(prompts, each, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -38,40 +39,6 @@ class EngineOptions:
     drafter: SetAcceptance | None = None
 
 
-class OutputTape:
-    """The tokens that requests are going to generate, by row of the batch."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._tokens = np.empty(1 << 16, np.int32)
-        self._end = 0
-        self._at: dict[str, int] = {}
-        self._next = np.zeros(num_rows, np.int64)  # by row: where its next token is
-
-    def record(self, request_id: str, tokens: IntArray) -> None:
-        end = self._end + len(tokens)
-        if end > len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * end)
-        self._tokens[self._end : end] = tokens
-        self._at[request_id] = self._end
-        self._end = end
-
-    def start(self, row: int, request_id: str, num_outputs: int) -> None:
-        """The request runs in `row` and has `num_outputs` tokens already."""
-        self._next[row] = self._at[request_id] + num_outputs
-
-    def sample(self, rows: IntArray, counts: IntArray | None = None) -> IntArray:
-        """The next token of each row, or, one row's after the other's, the next `counts[i]` of row `i`."""
-        at = self._next[rows]
-        self._next[rows] = ends = at + (1 if counts is None else counts)
-        if counts is not None:
-            at = np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
-        tokens: IntArray = self._tokens[at]
-        return tokens
-
-    def forget(self, request_id: str) -> None:
-        del self._at[request_id]
-
-
 class EngineSystem:
     """Drives a `Scheduler` as `EngineCore` does, one step in flight; sampled tokens come from the trace."""
 
@@ -80,8 +47,8 @@ class EngineSystem:
         self.options = options
         self._now = 0.0
         self.sched = Scheduler(**vars(options), max_model_len=MAX_MODEL_LEN, clock=lambda: self._now)
-        self._tape = OutputTape(options.scheduler.max_num_seqs)
         self._requests: dict[str, Request] = {}
+        self._outputs: dict[str, list[int]] = {}  # what they are going to generate
         self._row_ids: dict[int, str] = {}
         self._plan: StepPlan | None = None
         self._counters = SystemCounters()
@@ -90,7 +57,7 @@ class EngineSystem:
         """Queue a request; False if the arena can never hold it."""
         length = request.num_output_tokens
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        output = request.output.array()
+        output = request.output.array().tolist()
         queued = Request(
             request.id,
             request.prompt.array(),
@@ -98,14 +65,14 @@ class EngineSystem:
             length,
             seed=0,
             breakpoints=request.breakpoints,
-            tool_call_token_ids=frozenset(output[-1:].tolist()) if request.awaits_tool else frozenset(),
+            tool_call_token_ids=frozenset(output[-1:]) if request.awaits_tool else frozenset(),
         )
         try:
             self.sched.add(queued)
         except RequestTooLargeError:
             return False
         self._requests[request.id] = queued
-        self._tape.record(request.id, output)
+        self._outputs[request.id] = output
         return True
 
     def plan(self, now_s: float) -> StepLoad | None:
@@ -116,7 +83,6 @@ class EngineSystem:
             return None
         for added in plan.added:
             self._row_ids[added.row] = added.request_id
-            self._tape.start(added.row, added.request_id, len(added.token_ids) - added.num_prompt_tokens)
         load = load_of(plan, self.options.layout)
         self._count(load)
         return load
@@ -134,7 +100,7 @@ class EngineSystem:
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
         first = [self._row_ids[row] for row in prefills.tolist()]
         counts = self._confirm(plan)
-        tokens = self._tape.sample(plan.sampled_rows, counts)
+        tokens = self._sample(plan.sampled_rows, counts)
         updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
         finished = [update.request.id for update in updates if update.finish_reason is not None]
         requests = self._requests
@@ -151,9 +117,18 @@ class EngineSystem:
         pairs = zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True)
         return np.asarray([1 + (drafter.accept(self._row_ids[row], n) if n else 0) for row, n in pairs], np.int32)
 
+    def _sample(self, rows: IntArray, counts: IntArray | None) -> IntArray:
+        """The next token of each row, or, one row's after the other's, the next `counts[i]` of row `i`."""
+        tokens: list[int] = []
+        for row, count in zip(rows.tolist(), repeat(1) if counts is None else counts.tolist(), strict=False):
+            name = self._row_ids[row]
+            done = len(self._requests[name].output_token_ids)
+            tokens += self._outputs[name][done : done + count]
+        return np.asarray(tokens, np.int32)
+
     def cache_report(self, request_id: str) -> CacheReport:
         """What the cache did for a request that ended."""
-        self._tape.forget(request_id)
+        del self._outputs[request_id]
         return self._requests.pop(request_id).cache
 
     def restorable(self, request: TraceRequest) -> int:
