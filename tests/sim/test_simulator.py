@@ -212,7 +212,7 @@ def test_a_turn_waits_for_the_one_before_and_for_the_user() -> None:
     result = simulate(Trace("two", (request("a", first, answer), second)))
     a, b = result.records
     assert a.finished_s is not None and b.arrival_s == a.finished_s + 7.0
-    assert b.num_cached_tokens == 5248
+    assert b.cache.num_cached_tokens == 5248
 
 
 def test_scaling_and_sampling() -> None:
