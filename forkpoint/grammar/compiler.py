@@ -12,7 +12,7 @@ from typing import Any
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.masks import TokenGrammar, TokenRules, bad_word_ids
-from forkpoint.grammar.source import Description, limits, refusal
+from forkpoint.grammar.source import Description, limits, refusal, slow_name
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Grammar
 
@@ -121,6 +121,10 @@ class GrammarCompiler:
             if kept is None or kept.num_copies == 1:
                 raise
         return TokenGrammar(self._matcher(description), **options)  # others had used up what their lexer may hold
+
+    def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
+        """The parameter's name where compiling it may take long, so that `check` is to be called elsewhere first."""
+        return slow_name(wanted)
 
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile it once. Raises InvalidParamsError; the process may end of it."""

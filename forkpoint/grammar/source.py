@@ -34,7 +34,7 @@ class Description:
     @classmethod
     def of(cls, wanted: StructuredOutputsParams, *, compact: bool, special_ids: Mapping[str, int]) -> Description:
         """Raises InvalidParamsError for what is too long or nested too deep."""
-        name, text = named(wanted)
+        name, text = _named(wanted)
         limit = MAX_REGEX_LENGTH if name == "regex" else MAX_DESCRIPTION_LENGTH
         if len(text) > limit:
             raise InvalidParamsError(f"structured_outputs.{name} has {len(text)} characters; give at most {limit}")
@@ -105,15 +105,14 @@ def limits() -> Any:
     )
 
 
-def is_simple(wanted: StructuredOutputsParams) -> bool:
-    """Whether compiling it is quick whatever it says, so that it needs no trial."""
-    name, text = named(wanted)
+def slow_name(wanted: StructuredOutputsParams) -> str | None:
+    """The parameter's name where compiling it may take long; None where it is quick whatever it says."""
+    name, text = _named(wanted)
     plain = len(text) <= MAX_PLAIN_SCHEMA and not _NOT_PLAIN.search(text)
-    return name in ("choice", "json_object") or (name == "json" and plain)
+    return None if name in ("choice", "json_object") or (name == "json" and plain) else name
 
 
-def named(wanted: StructuredOutputsParams) -> tuple[str, str]:
-    """The parameter's name, and its text."""
+def _named(wanted: StructuredOutputsParams) -> tuple[str, str]:
     if wanted.choice is not None:
         return "choice", "start: CHOICE\nCHOICE: " + " | ".join(literal(text) for text in wanted.choice)
     if wanted.json_object:

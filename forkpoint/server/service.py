@@ -51,7 +51,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
-        self.trials = Trials(self.readers)
+        self.trials = Trials(self.engine, self.readers)
 
     @property
     def names(self) -> tuple[str, ...]:

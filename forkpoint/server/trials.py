@@ -7,8 +7,8 @@ from typing import Final
 
 from starlette.types import Receive
 
+from forkpoint.engine.async_engine import AsyncEngine
 from forkpoint.errors import InvalidParamsError, RequestFailedError, RequestTooLargeError
-from forkpoint.grammar.source import is_simple, named
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server.readers import Lane, Readers
 from forkpoint.server.sse import unless_left
@@ -22,16 +22,19 @@ MAX_KEPT: Final = 256  # of those that were found to compile
 class Trials:
     """What was found to compile needs no further trial; what is simple needs none at all."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, engine: AsyncEngine, readers: Readers) -> None:
+        self._engine = engine
         self._readers = readers
         self._lane = Lane(0, NUM_AT_ONCE, MAX_COMPILE_S)
         self._passed: dict[StructuredOutputsParams, None] = {}  # the oldest first
 
     async def check(self, wanted: StructuredOutputsParams | None, receive: Receive) -> None:
         """Raises HTTPError or InvalidParamsError for what cannot be compiled, or takes too long or too much memory."""
-        if wanted is None or wanted in self._passed or is_simple(wanted):
+        if wanted is None or wanted in self._passed:
             return
-        name = named(wanted)[0]
+        name = self._engine.inputs.grammars.slow_name(wanted)
+        if name is None:
+            return
         trial = self._readers.run(partial(guarded, partial(compile_once, wanted)), b"", self._lane)
         try:
             await unless_left(receive, trial)
