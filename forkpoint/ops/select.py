@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -27,13 +27,8 @@ from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.scan import reference as scan
 from forkpoint.ops.scan import verify as scan_verify
 from forkpoint.ops.state_copy import reference as state_copy
-from forkpoint.ops.table import OpTable
+from forkpoint.ops.table import OpTable, operator_names
 from forkpoint.plugins import Registry
-
-
-def operator_names() -> tuple[str, ...]:
-    """Of those that every table has."""
-    return tuple(field.name for field in fields(OpTable) if field.default is MISSING and field.name != "backends")
 
 
 def torch_table(deterministic: bool = False) -> OpTable:

@@ -7,7 +7,7 @@ and named in the start-up log.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -325,3 +325,8 @@ class OpTable:
     conv_record: ConvRecord | None = None
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made
     rounds: bool = False  # this is such a table
+
+
+def operator_names() -> tuple[str, ...]:
+    """Of those that every table has."""
+    return tuple(one.name for one in fields(OpTable) if one.default is MISSING and one.name != "backends")

@@ -24,9 +24,8 @@ from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
 from forkpoint.ops.scan import verify_kernel as scan_verify
-from forkpoint.ops.select import operator_names
 from forkpoint.ops.state_copy.kernel import StateCopy
-from forkpoint.ops.table import OpTable
+from forkpoint.ops.table import OpTable, operator_names
 
 # Each of their functions with the name of an operator is it.
 _OPERATORS = (

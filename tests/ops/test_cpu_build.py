@@ -14,7 +14,8 @@ from forkpoint.errors import ConfigError
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.cpu.tiles import padded_rows
-from forkpoint.ops.select import operator_names, select_table, torch_table
+from forkpoint.ops.select import select_table, torch_table
+from forkpoint.ops.table import operator_names
 from tests.ops.cpu_table import build
 
 

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from forkpoint.ops.select import operator_names, select_table
-from forkpoint.ops.table import STATE_OPERATORS
+from forkpoint.ops.select import select_table
+from forkpoint.ops.table import STATE_OPERATORS, operator_names
 
 
 def test_the_table_of_a_gpu() -> None:
