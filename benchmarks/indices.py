@@ -65,7 +65,8 @@ def attention_index(
     work = None
     if splits is not None:
         arrays = [tile_table(queries[num_decodes:], num_decodes), *splits.table(keys[:num_decodes])]
-        work = AttentionWork(*(torch.from_numpy(array).to(device) for array in arrays))
+        tiles, parts, pointers = (torch.from_numpy(array).to(device) for array in arrays)
+        work = AttentionWork(tiles, parts, pointers)
     return AttentionIndex(
         num_decodes,
         torch.from_numpy(running_total(queries)).to(device),

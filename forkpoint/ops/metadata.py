@@ -39,11 +39,13 @@ class KeySplits:
     """How the keys of decode rows are split into parts for programs that run at once.
 
     With `wanted`, a step has about so many parts, dealt to its rows by their lengths. Without, a row's parts are a
-    function of its own length, and so are its bits.
+    function of its own length, and so are its bits. So many tokens of a row that follow each other are `folded`: their
+    keys are read once.
     """
 
     block_size: int = TILE
     wanted: int | None = None
+    folded: int = 1
 
     def table(self, kv_lens: IntArray) -> tuple[IntArray, IntArray]:
         """`[NP, 3]` (row, first block, end block), and each row's first part `[N + 1]`."""
@@ -56,6 +58,19 @@ class KeySplits:
         first = (np.arange(len(rows)) - pointers[rows]) * sizes[rows]
         end = np.minimum(first + sizes[rows], blocks[rows])
         return np.stack([rows, first, end], axis=1).astype(np.int32), pointers
+
+    def folded_table(self, kv_lens: IntArray, lens: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The same of rows with `lens` tokens, each of which sees `kv_lens[N]` keys; and the first of the tokens that
+        each is folded with `[N]`, whose parts are those of all."""
+        counts, behind = -(-lens // self.folded), np.cumsum(lens)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = np.repeat(behind - lens, counts) + within * self.folded
+        end = np.minimum(first + self.folded, np.repeat(behind, counts))
+        parts, pointers = self.table(kv_lens[end - 1])
+        parts[:, 0] = first[parts[:, 0]]
+        each = np.zeros(len(kv_lens), np.int32)
+        each[first] = np.diff(pointers)
+        return parts, running_total(each), np.repeat(first, end - first).astype(np.int32)
 
     def most(self, num_rows: int, max_blocks: int) -> int:
         """Parts that a step of `num_rows` rows of up to `max_blocks` blocks can have."""
@@ -206,6 +221,8 @@ class AttentionWork:
     tiles: Tensor  # [NT, 2]: the tiles of the rows behind the decodes, see `tile_table`
     parts: Tensor  # [NP, 3]: the parts of the decode rows, see `KeySplits`
     part_ptr: Tensor  # [num_decodes + 1]: row r's parts are [part_ptr[r], part_ptr[r+1])
+    lead: Tensor | None = None  # [num_decodes]: of up to `folded` rows that follow each other the one with their parts
+    folded: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import StepFailedError
+from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.table import OpTable
@@ -39,6 +40,8 @@ from forkpoint.runtime.step_inputs import (
 )
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepResult, StepRows
+
+MOST_QUERIES = 32  # of a key head, over the tokens of a row whose keys are read together
 
 
 class StepOutputs(NamedTuple):
@@ -93,7 +96,7 @@ class ModelRunner:
         self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
-        splits = None if platform.shares_memory else _splits(layout, ops.deterministic, platform.device)
+        splits = None if platform.shares_memory else _splits(loaded)
         self._records: TokenRecords | None = None
         self._drafts: DraftGraphs | None = None
         self.write_interval = loaded.state_write_interval
@@ -212,7 +215,8 @@ class ModelRunner:
         host_lens: HostLens = ((), ()),
     ) -> Tensor:
         caches, table = (self._records or self.arena).layers, self.batch.table.device
-        context = context_of(tensors, shape, table, caches, self._states, host_lens, self.write_interval)
+        sizes = self.write_interval, self._builder.folded
+        context = context_of(tensors, shape, table, caches, self._states, host_lens, *sizes)
         if "late" in tensors:
             self._builder.catch_up(tensors)
         ids, count = tensors["token_ids"], shape.num_decodes
@@ -317,8 +321,16 @@ class ModelRunner:
         return PromptScores(added.row, tuple(tiles))
 
 
-def _splits(layout: CacheLayout, deterministic: bool, device: torch.device) -> KeySplits:
-    """Rows of a small batch are split into more parts, unless their bits must not depend on the batch."""
-    if deterministic or not layout.has_kv:
+def _splits(loaded: Loaded) -> KeySplits:
+    """Rows of a small batch are split into more parts, and keys read for tokens of a row together, unless bits must not
+    depend on the batch."""
+    layout, config, traits = loaded.layout, loaded.model.config, traits_of(loaded.platform.device)
+    if loaded.ops.deterministic or not layout.has_kv:
         return KeySplits(layout.kernel_block_size)
-    return KeySplits(layout.kernel_block_size, max(1, traits_of(device).num_decode_programs // layout.kv[0].num_heads))
+    wanted, folded = max(1, traits.num_decode_programs // layout.kv[0].num_heads), 1
+    layers = (*config.layers, config.draft_layer)
+    groups = [p.num_heads // p.num_kv_heads for parts in layers for p in parts if isinstance(p, AttentionConfig)]
+    if len(groups) == len(layout.kv) and traits.masks_gathers:  # latents are read for each token
+        most = max(1, MOST_QUERIES // max(groups))
+        folded = min(1 << most.bit_length() - 1, 1 << loaded.max_num_drafts.bit_length())
+    return KeySplits(layout.kernel_block_size, wanted, folded)

@@ -89,6 +89,7 @@ class StepBuilder:
     ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts = records, most_drafts
+        self.folded = 1 if splits is None else splits.folded
 
     def padding(self, shape: StepShape) -> Arrays:
         """A step of nothing but padding, with room for all parts."""
@@ -134,11 +135,11 @@ class StepBuilder:
                 at, row, number = draft_places(plan)
                 arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
                 arrays["draft_at"][at] = row * self._most_drafts + number
-        # To attention each token of a decode row is a row of its own.
+        # To attention each token of a decode row is a row of its own, but that keys of some are read together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
-        arrays |= self._attention(lens[chunks], kv_lens, table_rows, decodes, shape, recorded)
+        arrays |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape, recorded)
         return arrays
 
     def catch_up(self, t: Tensors) -> None:
@@ -181,10 +182,11 @@ class StepBuilder:
         return arrays
 
     def _attention(
-        self, lens: IntArray, kv_lens: IntArray, rows: IntArray, num_decodes: int, shape: StepShape, recorded: bool
+        self, decoding: IntArray, lens: IntArray, kv_lens: IntArray, rows: IntArray, shape: StepShape, recorded: bool
     ) -> Arrays:
-        """`lens` are those of the segments; `kv_lens` and `rows` of the `num_decodes` tokens of decode rows, then of
-        the segments."""
+        """`decoding` are the tokens of the decode rows, `lens` those of the segments; `kv_lens` and `rows` of each
+        token of the former, then of the latter."""
+        num_decodes = int(decoding.sum())
         gap = shape.num_decodes - num_decodes
         queries = np.concatenate([np.ones(shape.num_decodes, np.int32), _padded(lens, shape.num_segments, 0)])
         arrays: Arrays = {
@@ -195,7 +197,11 @@ class StepBuilder:
         if self._splits is not None:
             tiles = tile_table(lens, shape.num_decodes)
             arrays["query_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
-            parts, pointers = self._splits.table(kv_lens[:num_decodes])
+            if self.folded > 1 and shape.num_verified:
+                parts, pointers, lead = self._splits.folded_table(kv_lens[:num_decodes], decoding)
+                arrays["lead"] = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
+            else:
+                parts, pointers = self._splits.table(kv_lens[:num_decodes])
             arrays["part_ptr"] = _padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
             arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
         return arrays
@@ -233,11 +239,14 @@ def context_of(
     operators: StateOperators,
     host_lens: HostLens = ((), ()),
     interval: int = 1,
+    folded: int = 1,
 ) -> ForwardContext:
     """What the model sees; `host_lens` are (query lengths, key lengths) of all rows, decodes first, for operators on a
-    CPU. States are written every `interval` tokens."""
-    t, (query_lens, kv_lens) = tensors, host_lens
-    work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"]) if "parts" in t else None
+    CPU. States are written every `interval` tokens, and keys read for up to `folded` tokens of a row together."""
+    (query_lens, kv_lens), t, work = host_lens, tensors, None
+    if "parts" in t:
+        lead = t.get("lead")
+        work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else folded)
     attention = AttentionIndex(
         shape.num_decodes,
         t["cu_queries"],

@@ -29,7 +29,7 @@ POINTERS = {
     **dict.fromkeys(("q", "k", "v", "gate"), "*bf16"),
     **dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"),
     **dict.fromkeys(("k_scales", "v_scales", "acc_ptr", "l_ptr", "m_ptr", "cos_sin", "q_weight", "k_weight"), "*fp32"),
-    **dict.fromkeys(("parts", "part_ptr", "kv_lens", "table_rows", "block_table", "cu_queries"), "*i32"),
+    **dict.fromkeys(("parts", "part_ptr", "lead", "kv_lens", "table_rows", "block_table", "cu_queries"), "*i32"),
     **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
     "weight": "*fp8e4nv",
@@ -119,7 +119,7 @@ def main() -> None:
     compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, BESIDE=2)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
-    compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, BLOCK_M=16)
+    compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4, BLOCK_M=16)
     sizes = {"BLOCK_M": 64, "QUERIES": 16, "SUBS": 4, "TOKENS": 64, "SPLIT": True}
     compiled("prefill", prefill_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, **sizes)
     compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, ROWS=4, BLOCK_HALF=16, NORM=True)

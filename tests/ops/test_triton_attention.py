@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention.kernel import FEW, MANY, MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
-from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits
+from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits, running_total
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
 
 OURS = triton_ops()
@@ -142,6 +143,23 @@ def test_against_plain_softmax(heads: Heads, window: int | None, dtype: torch.dt
     batch = Batch([1, 600, 64, 330, 100], [1, 1, 1, 37, 100], 3, heads, dtype)
     got = batch.run(window)
     assert got.dtype == dtype and relative_error(got, batch.plain(window)) <= BOUND[dtype]
+
+
+@pytest.mark.parametrize("wanted", [2, 12])
+@pytest.mark.parametrize(("folded", "window"), [(2, None), (4, None), (4, 70)])
+def test_tokens_of_a_row_whose_keys_are_read_together(wanted: int, folded: int, window: int | None) -> None:
+    lens, counts = np.array([1, 5, 3, 2], np.int32), [64, 300, 130, 66]
+    batch = Batch(counts, lens.tolist(), 0, Heads(6, 2, 16, 24), torch.float32)
+    kv_lens = np.repeat(np.array(counts) - lens + 1 - running_total(lens)[:-1], lens) + np.arange(lens.sum())
+    rows, tokens = np.repeat(np.arange(len(lens)), lens).tolist(), int(lens.sum())
+    index = batch.index_of(rows, [1] * tokens, kv_lens.tolist(), tokens)
+    parts, pointers, lead = KeySplits(64, wanted, folded).folded_table(kv_lens.astype(np.int32), lens)
+    assert index.work is not None and (parts[:, 0] == np.repeat(np.arange(tokens), np.diff(pointers))).all()
+    folds = [torch.from_numpy(array).to(DEVICE) for array in (parts, pointers, lead)]
+    own = replace(index, work=AttentionWork(index.work.tiles, *folds, folded))
+    got = OURS.paged_attention(batch.q, batch.k_cache, batch.v_cache, own, 0.2, window, batch.gate)
+    want = sigmoid_mul(batch.plain(window).flatten(1), batch.gate)
+    assert relative_error(got.flatten(1), want) <= BOUND[torch.float32]
 
 
 def test_blocks_of_another_size() -> None:

@@ -23,6 +23,7 @@ def decode_kernel(
     m_ptr,
     parts,
     part_ptr,
+    lead,
     kv_lens,
     table_rows,
     block_table,
@@ -40,6 +41,7 @@ def decode_kernel(
     window,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    FOLDED: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,7 +53,7 @@ def decode_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Programs take turns over (part, key head), KEYS keys at a time. A row's only part is its answer; else the sums
-    of a part's query heads go to its line of the scratch."""
+    of a part's query heads go to its line of the scratch. The rows that one leads are read with it."""
     SUBS: tl.constexpr = BLOCK // KEYS
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     num_items = tl.load(part_ptr + num_decodes) * HEADS
@@ -65,12 +67,17 @@ def decode_kernel(
             low = tl.maximum(low, tl.maximum(0, kv_len - window) // BLOCK)
         table = block_table + line.to(tl.int64) * table_stride
         coming = tl.load(table + low)
+        place, position, present = 0, tl.zeros((BLOCK_M,), tl.int32) + kv_len - 1, m < GROUP
+        head, token = kv_head * GROUP + m, row.to(tl.int64)  # the first of the places
+        if FOLDED > 1:
+            place, each = m // GROUP, row + tl.arange(0, FOLDED)
+            count = tl.sum((tl.load(lead + each, mask=each < num_decodes, other=-1) == row).to(tl.int32), axis=0)
+            position, present, kv_len = position + place, place < count, kv_len + count - 1
+            head = kv_head * GROUP + m % GROUP
         # What was read so far has been there since before the step.
         await_inputs(OVERLAP)
-        head = kv_head * GROUP + m
-        q_at = q + row.to(tl.int64) * q_token + head[:, None] * q_head + at[None, :]
-        rows = tl.load(q_at, mask=(m < GROUP)[:, None] & (at < D)[None, :], other=0.0)
-        position = tl.zeros((BLOCK_M,), tl.int32) + kv_len - 1
+        q_at = q + token * q_token + (place * q_token + head * q_head)[:, None] + at[None, :]
+        rows = tl.load(q_at, mask=present[:, None] & (at < D)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -102,18 +109,17 @@ def decode_kernel(
                 True,
                 FIRST,
             )
-        inside = (m < GROUP)[:, None] & (at_v < DV)[None, :]
+        inside = present[:, None] & (at_v < DV)[None, :]
         if alone:
-            token = row.to(tl.int64)
             answer = acc / l_i[:, None]
             if gate is not None:
-                gate_at = gate + token * gate_token + head[:, None] * DV + at_v[None, :]
+                gate_at = gate + token * gate_token + (place * gate_token + head * DV)[:, None] + at_v[None, :]
                 answer = gated(answer, tl.load(gate_at, mask=inside, other=0.0))
-            out_at = out + (token * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
+            out_at = out + (token * (HEADS * GROUP) + place * (HEADS * GROUP) + head)[:, None] * DV + at_v[None, :]
             tl.store(out_at, answer.to(out.dtype.element_ty), mask=inside)
         else:
-            entry = (part * (HEADS * GROUP) + head).to(tl.int64)
+            entry = ((part * FOLDED + place) * (HEADS * GROUP) + head).to(tl.int64)
             tl.store(acc_ptr + entry[:, None] * DV + at_v[None, :], acc, mask=inside)
-            tl.store(l_ptr + entry, l_i, mask=m < GROUP)
-            tl.store(m_ptr + entry, m_i, mask=m < GROUP)
+            tl.store(l_ptr + entry, l_i, mask=present)
+            tl.store(m_ptr + entry, m_i, mask=present)
     await_inputs(OVERLAP)  # of programs without a turn

@@ -135,6 +135,7 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
         call.out,
         call.gate,
         work.part_ptr,
+        work.lead,
         work.tiles if splits else None,
         index.cu_queries,
         index.kv_lens,
@@ -142,6 +143,7 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
         call.gate_token,
         call.window,
         HEADS=heads,
+        FOLDED=1 if splits else work.folded,
         DV=sizes["DV"],
         BLOCK=sizes["BLOCK"],
         BLOCK_DV=sizes["BLOCK_DV"],
@@ -290,7 +292,7 @@ class PagedAttention:
         work, sizes, how, heads = index.work, call.sizes, self._decode_launch(index.num_decodes), call.q.shape[1]
         assert work is not None
         num_parts = work.parts.shape[0]
-        scratch = _scratch(num_parts * heads, sizes["DV"], call.q.device)
+        scratch = _scratch(num_parts * work.folded * heads, sizes["DV"], call.q.device)
         if num_parts:
             most = how.num_programs or WAVES_OF_PARTS * traits_of(call.q.device).num_processors
             decode_kernel[(min(num_parts * sizes["HEADS"], most),)](
@@ -303,6 +305,7 @@ class PagedAttention:
                 *scratch,
                 work.parts,
                 work.part_ptr,
+                work.lead,
                 index.kv_lens,
                 index.table_rows,
                 index.block_table,
@@ -316,7 +319,8 @@ class PagedAttention:
                 **call.options,
                 FIRST=index.first_key,
                 KEYS=min(how.keys, sizes["BLOCK"]),
-                BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"])),
+                FOLDED=work.folded,
+                BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"] * work.folded)),
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )

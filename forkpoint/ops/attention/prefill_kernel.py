@@ -208,6 +208,7 @@ def join_kernel(
     out,
     gate,
     part_ptr,
+    lead,
     tiles,
     cu_queries,
     kv_lens,
@@ -215,6 +216,7 @@ def join_kernel(
     gate_token,
     window,
     HEADS: tl.constexpr,
+    FOLDED: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -227,9 +229,11 @@ def join_kernel(
     no parts give zeros), or the shares of a tile."""
     within, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     if tiles is None:
-        begin, end = tl.load(part_ptr + within), tl.load(part_ptr + within + 1)
+        own = tl.load(lead + within) if FOLDED > 1 else within
+        begin, end = tl.load(part_ptr + own), tl.load(part_ptr + own + 1)
         await_inputs(OVERLAP)
-        token, entry, count, several = within.to(tl.int64), begin.to(tl.int64), end - begin, end - begin != 1
+        token, count, several = within.to(tl.int64), end - begin, end - begin != 1
+        entry = begin.to(tl.int64) * FOLDED + within - own
     else:
         await_inputs(OVERLAP)
         tile, query = within // TOKENS, within % TOKENS
@@ -242,7 +246,7 @@ def join_kernel(
         count, several = tl.cdiv(end - low, size), (query < last) & (end - low > size)
     if several:
         at = tl.arange(0, BLOCK_DV)
-        answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, HEADS, at, DV, PARTS)
+        answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, FOLDED * HEADS, at, DV, PARTS)
         if gate is not None:
             gate_at = gate + token * gate_token + head * DV + at
             answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))
