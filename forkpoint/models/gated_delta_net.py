@@ -89,11 +89,8 @@ class GDNConfig(PartConfig):
     def cut(self, ranks: Ranks, hidden_size: int) -> tuple[GDNConfig, Cuts]:
         shape = self.shape
         group = shape.num_v_heads // shape.num_k_heads
-        keys, values, heads = (
-            (shape.num_k_heads, shape.key_dim),
-            (shape.num_v_heads, shape.value_dim),
-            (shape.num_v_heads, 1),
-        )
+        keys, values = (shape.num_k_heads, shape.key_dim), (shape.num_v_heads, shape.value_dim)
+        heads = (shape.num_v_heads, 1)
         mixed = rows(keys, keys, values)
         cuts = {
             "in_proj_qkvz": rows((shape.num_k_heads, 2 * (shape.key_dim + group * shape.value_dim))),

@@ -78,21 +78,16 @@ class Mamba2Config(PartConfig):
 
     def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Mamba2Config, Cuts]:
         spec = self.spec
-        keys, values, heads = (
-            (spec.num_k_heads, spec.key_dim),
-            (spec.num_v_heads, spec.value_dim),
-            (spec.num_v_heads, 1),
-        )
+        keys, values = (spec.num_k_heads, spec.key_dim), (spec.num_v_heads, spec.value_dim)
+        heads = (spec.num_v_heads, 1)
         cuts = {
             "in_proj": rows(values, values, keys, keys, heads),
             "conv1d": rows(values, keys, keys),
             **dict.fromkeys(("A_log", "dt_bias", "D"), rows(heads)),
             **inward("out_proj", hidden_size, ranks),
         }
-        num_heads, groups = (
-            share(spec.num_v_heads, "heads", ranks),
-            share(spec.num_k_heads, "groups", ranks, shared=True),
-        )
+        num_heads = share(spec.num_v_heads, "heads", ranks)
+        groups = share(spec.num_k_heads, "groups", ranks, shared=True)
         norm_groups = 0
         if spec.num_k_heads % ranks.size:
             norm_groups = spec.num_k_heads  # of which each spans several ranks
