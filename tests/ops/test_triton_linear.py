@@ -106,6 +106,8 @@ def test_choices(outputs: int, width: int) -> None:
     for rows in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 4096):
         fast, fixed = (choose(rows, outputs, width, torch.bfloat16) for choose in (fastest_tile, fixed_tile))
         assert fast is None or rows <= fast.rows
+        parts = fastest_tile(rows, outputs, width, torch.bfloat16, True)
+        assert parts == fast or (parts is not None and outputs == 257 and fast is None and parts.splits == 4)
         assert fixed.splits == 1 and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)
         gated, fixed_gated = fastest_gated_tile(rows, outputs, torch.bfloat16), fixed_gated_tile(rows, torch.bfloat16)
         assert gated is None or rows <= gated.rows

@@ -64,8 +64,8 @@ class DeviceLinear:
             if packed.library_scales is not None:
                 return multiply_fp8(x, packed.weight, packed.library_scales, packed.bias)
             return F.linear(x, widen(packed.weight), packed.bias)
-        choose = fixed_tile if self.deterministic else fastest_tile
-        tile = choose(x.shape[0], num_outputs, width, x.dtype)
+        shape = x.shape[0], num_outputs, width, x.dtype
+        tile = fixed_tile(*shape) if self.deterministic else fastest_tile(*shape, parts and packed.bias is None)
         if tile is None:
             return F.linear(x, packed.weight, packed.bias)
         return multiply(x, packed.weight, packed.bias, within(tile, x.device), parts=parts)

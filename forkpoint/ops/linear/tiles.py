@@ -47,6 +47,7 @@ FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, 
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
 NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
+PARTS_ROWS = 256  # up to here K is cut for as few outputs where nothing has to add the splits up
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 MANY_OUTPUTS = 65536  # above, as of output heads in FP8, there are enough programs for all rows in one tile
@@ -129,10 +130,13 @@ _WIDE: Final[Choices] = Choices(
 )
 
 
-def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
-    """The tile for a product of this shape; None for the vendor's library."""
+def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype, parts: bool = False) -> Tile | None:
+    """The tile for a product of this shape; None for the vendor's library. `parts`: sums of splits are left to what
+    reads them."""
     if dtype != torch.bfloat16:
         return None
+    if parts and SINGLE_OUTPUTS < num_outputs <= FEWEST_OUTPUTS and SINGLE_ROWS < num_rows <= PARTS_ROWS:
+        return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)
     if num_outputs <= SINGLE_OUTPUTS and num_rows <= SINGLE_ROWS:
         return Tile(1, 2, 1024, 2, 2, overlaps=True)
     return _choices(num_outputs, width).fastest(num_rows)
