@@ -90,8 +90,8 @@ def ours(product: Product, table: OpTable) -> Callable[[Tensor, PackedLinear], o
 def chosen(product: Product, rows: int) -> list[Tile | None]:
     """The tiles of the default and of the deterministic mode."""
     if product.gated:
-        fast = fastest_gated_tile(rows, product.num_outputs // 2, torch.bfloat16)
-        return [fast, fixed_gated_tile(rows, torch.bfloat16)]
+        gated = rows, product.num_outputs // 2, torch.bfloat16
+        return [fastest_gated_tile(*gated), fixed_gated_tile(*gated)]
     shape = rows, product.num_outputs, product.width, torch.bfloat16
     return [fastest_tile(*shape), fixed_tile(*shape)]
 

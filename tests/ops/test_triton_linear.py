@@ -109,7 +109,8 @@ def test_choices(outputs: int, width: int) -> None:
         parts = fastest_tile(rows, outputs, width, torch.bfloat16, True)
         assert parts == fast or (parts is not None and outputs == 257 and fast is None and parts.splits == 4)
         assert fixed.splits == 1 and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)
-        gated, fixed_gated = fastest_gated_tile(rows, outputs, torch.bfloat16), fixed_gated_tile(rows, torch.bfloat16)
+        gated = fastest_gated_tile(rows, outputs, torch.bfloat16)
+        fixed_gated = fixed_gated_tile(rows, outputs, torch.bfloat16)
         assert gated is None or rows <= gated.rows
         assert (fixed_gated is None) == (rows > LARGEST)
         assert fixed_gated is None or fixed_gated.rows > 1

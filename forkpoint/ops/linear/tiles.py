@@ -155,7 +155,7 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
         return Tile(32, 32, 32, 4, 2)
     few = num_outputs <= NARROW and 64 < num_rows <= LARGEST
     # A single row goes through the matrix units, as others do.
-    tile = _choices(num_outputs, width).up_to(32 if few else max(num_rows, 2))
+    tile = _FEW.up_to(32) if few else _choices(num_outputs, width).up_to(max(num_rows, 2))
     if tile is not None:
         return replace(tile, splits=1)
     if num_rows <= 512:
@@ -163,9 +163,13 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     return Tile(256, 128, 64, 8, 3, turned=True, group=4)
 
 
-def fixed_gated_tile(num_rows: int, dtype: torch.dtype) -> Tile | None:
+def fixed_gated_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
-    return _GATED.up_to(max(num_rows, 2)) if dtype == torch.bfloat16 else None
+    if dtype != torch.bfloat16:
+        return None
+    if num_outputs <= FEW_OUTPUTS and 64 < num_rows <= LARGEST:  # else half of the processors would be idle
+        return Tile(64, 64, 64, 4, 5)
+    return _GATED.up_to(max(num_rows, 2))
 
 
 def wide_tile(num_rows: int) -> Tile:
