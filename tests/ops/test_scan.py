@@ -11,7 +11,6 @@ from torch import Tensor
 
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.parameters import ScanInputs, ScanParams
-from forkpoint.ops.scan import kernel
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 from tests.ops.cpu_table import build
@@ -99,15 +98,6 @@ def test_decode_is_the_recurrence(ops: OpTable, dtype: torch.dtype) -> None:
         if dst[row] >= 0:
             assert relative_error(pool[dst[row]], states[0]) <= BOUND[torch.float32]
     assert all(torch.equal(pool[slot], before[slot]) for slot in (1, 2, 3, 4, 7))
-
-
-def test_rows_that_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops, given, constants, pool = triton_ops(), inputs(5), params(), pools()
-    index, shared = on_device(rows([0, 3, -1, 4, 7], [0, 5, 6, -1, 1])), copy_pool(pool)
-    want = ops.scan_decode(given, constants, pool, index)
-    monkeypatch.setattr(kernel, "MANY_ROWS", 5)
-    assert kernel.ROWS < 5
-    assert torch.equal(ops.scan_decode(given, constants, shared, index), want) and torch.equal(shared, pool)
 
 
 @pytest.mark.parametrize("kept_in", [torch.float32, torch.bfloat16])

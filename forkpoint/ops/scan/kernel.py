@@ -14,8 +14,6 @@ from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
 CHANNELS = 64  # of a program: 4 KiB of state for 16 values each
-MANY_ROWS, ROWS = 32, 4  # so many rows on, a program takes several
-AHEAD = tl.constexpr(3)  # turns of which loads are under way together
 
 
 @triton.jit
@@ -37,7 +35,7 @@ def input_row(at, stride, here, inside):
     return tl.load(at + here * stride, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most_rows"])
+@triton.jit
 def _decode_kernel(
     x,
     dt,
@@ -57,8 +55,6 @@ def _decode_kernel(
     c_stride,
     z_stride,
     slot_stride,
-    num_rows,
-    most_rows,
     D: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -66,26 +62,24 @@ def _decode_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of up to `most_rows` rows, whose states are loaded ahead."""
-    await_inputs(OVERLAP)
+    """BLOCK channels of one row."""
     pid = tl.program_id(0)
-    first = pid // PIECES * most_rows
+    row = (pid // PIECES).to(tl.int64)
     channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
-    for i in tl.range(0, tl.minimum(most_rows, num_rows - first), num_stages=AHEAD):
-        row = first.to(tl.int64) + i
-        source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
-        old = pool + source * slot_stride + in_slot
-        state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
-        x_row, dt_row = input_row(x + channel, x_stride, row, present), input_row(dt + channel, dt_stride, row, present)
-        b_row, c_row = input_row(b + value, b_stride, row, real), input_row(c + value, c_stride, row, real)
-        z_row = input_row(z + channel, z_stride, row, present)
-        state = scan_update(state, x_row, dt_row, b_row, rate, bias)
-        y = scan_answer(state, x_row, c_row, z_row, through)
-        tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
-        kept = pool + target * slot_stride + in_slot
-        tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))
+    await_inputs(OVERLAP)
+    source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
+    old = pool + source * slot_stride + in_slot
+    state = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
+    x_row, dt_row = input_row(x + channel, x_stride, row, present), input_row(dt + channel, dt_stride, row, present)
+    b_row, c_row = input_row(b + value, b_stride, row, real), input_row(c + value, c_stride, row, real)
+    z_row = input_row(z + channel, z_stride, row, present)
+    state = scan_update(state, x_row, dt_row, b_row, rate, bias)
+    y = scan_answer(state, x_row, c_row, z_row, through)
+    kept = pool + target * slot_stride + in_slot
+    tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state & (target >= 0))
+    tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
 
 
 def scan_decode(
@@ -94,8 +88,7 @@ def scan_decode(
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
     sizes, num_rows = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
-    rows = ROWS if num_rows >= MANY_ROWS else 1
-    _decode_kernel[(triton.cdiv(num_rows, rows) * sizes["PIECES"],)](
+    _decode_kernel[(num_rows * sizes["PIECES"],)](
         *inputs,
         params.A,
         params.dt_bias,
@@ -106,8 +99,6 @@ def scan_decode(
         index.dst,
         *(value.stride(0) for value in inputs),
         pool.stride(0),
-        num_rows,
-        rows,
         **sizes,
         **overlap(inputs.x.device, num_rows),
         num_warps=1,

@@ -12,8 +12,10 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ScanInputs, ScanParams
-from forkpoint.ops.scan.kernel import AHEAD, CHANNELS, input_row, scan_answer, scan_update
+from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_answer, scan_update
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
+
+AHEAD = tl.constexpr(3)  # turns of which loads are under way together
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
