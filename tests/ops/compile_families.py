@@ -96,7 +96,7 @@ def main() -> None:
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
     tiles = NVMMASharedLayout(128, 16, 3)
-    POINTERS.update(dict.fromkeys(("values", "ropes"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
+    POINTERS.update(dict.fromkeys(("value_tiles", "rope_tiles"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
     sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16}
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}

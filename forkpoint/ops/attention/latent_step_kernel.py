@@ -29,8 +29,8 @@ from forkpoint.ops.metadata import TILE
 @gluon.jit(do_not_specialize=["num_decodes", "table_stride"])
 def latent_step_kernel(
     q,
-    values,
-    ropes,
+    value_tiles,
+    rope_tiles,
     out,
     acc_ptr,
     l_ptr,
@@ -52,7 +52,7 @@ def latent_step_kernel(
     COLUMNS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One of `items`, parts of decode rows; columns of products are heads. `values` and `ropes` describe the cache:
+    """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the cache:
     tiles of KEYS latents' R dims and of their last P."""
     await_inputs(OVERLAP)
     pid = gl.program_id(0)
@@ -70,14 +70,14 @@ def latent_step_kernel(
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    latent = gl.allocate_shared_memory(dtype, [1, KEYS, R], values.layout)
-    rope = gl.allocate_shared_memory(dtype, [1, KEYS, P], ropes.layout)
+    latent = gl.allocate_shared_memory(dtype, [1, KEYS, R], value_tiles.layout)
+    rope = gl.allocate_shared_memory(dtype, [1, KEYS, P], rope_tiles.layout)
     mbarrier.init(arrived, count=1)
     fence_async_shared()
     block, more = gl.load(table + low), low < end
     mbarrier.expect(arrived, BYTES, pred=more)
-    tma.async_copy_global_to_shared(ropes, [block, 0, R], arrived, rope, pred=more)
-    tma.async_copy_global_to_shared(values, [block, 0, 0], arrived, latent, pred=more)
+    tma.async_copy_global_to_shared(rope_tiles, [block, 0, R], arrived, rope, pred=more)
+    tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=more)
     head = gl.arange(0, COLUMNS, gl.SliceLayout(1, LOADED))
     r, p = gl.arange(0, R, gl.SliceLayout(0, LOADED)), gl.arange(0, P, gl.SliceLayout(0, LOADED))
     q_at = q + row.to(gl.int64) * q_token + head[:, None] * q_head
@@ -114,10 +114,10 @@ def latent_step_kernel(
         weighted.store(weights.to(dtype))
         fence_async_shared()
         mbarrier.expect(arrived, BYTES, pred=more)
-        tma.async_copy_global_to_shared(ropes, [block, 0, R], arrived, rope, pred=more)
+        tma.async_copy_global_to_shared(rope_tiles, [block, 0, R], arrived, rope, pred=more)
         acc = warpgroup_mma(tile.permute((1, 0)), weighted, acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        tma.async_copy_global_to_shared(values, [block, 0, 0], arrived, latent, pred=more)
+        tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=more)
 
     l_i = gl.sum(sums, axis=0)
     column, dim = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS)), gl.arange(0, R, gl.SliceLayout(1, SUMS))
