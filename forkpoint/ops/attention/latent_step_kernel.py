@@ -52,8 +52,8 @@ def latent_step_kernel(
     COLUMNS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the cache:
-    tiles of KEYS latents' R dims and of their last P."""
+    """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the
+    cache: tiles of KEYS latents' R dims and of their last P."""
     await_inputs(OVERLAP)
     pid = gl.program_id(0)
     if pid >= gl.load(part_ptr + num_decodes):
