@@ -51,7 +51,7 @@ def torch_table(deterministic: bool = False) -> OpTable:
         silu_mul=activation.silu_mul,
         qk_norm_rope_write=ComposedInputs(norm.rmsnorm, rope.rope, attention.kv_write),
         latent_write=ComposedLatentWrite(norm.rmsnorm, rope.rope, attention.store_rows),
-        paged_attention=attention.paged_attention_fixed if deterministic else attention.paged_attention,
+        paged_attention=partial(attention.paged_attention, fixed=deterministic),
         conv_prefill=conv1d.conv_prefill,
         conv_update=conv1d.conv_update,
         recurrence_prefill=recurrence.recurrence_prefill,

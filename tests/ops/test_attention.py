@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.indices import attention_index
-from forkpoint.ops.attention.reference import kv_write, paged_attention, paged_attention_fixed
+from forkpoint.ops.attention.reference import kv_write, paged_attention
 from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 
+FIXED = torch_table(True).paged_attention
 BLOCK, HEADS, KV_HEADS, DIM, VALUE_DIM = 64, 6, 2, 16, 24
 Attention = Callable[[Tensor, Tensor, Tensor, AttentionIndex, float, int | None], Tensor]
 
@@ -66,7 +68,7 @@ class Batch:
         return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("attend", [paged_attention, paged_attention_fixed])
+@pytest.mark.parametrize("attend", [paged_attention, FIXED], ids=["plain", "fixed"])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_against_plain_softmax(attend: Attention, window: int | None, dtype: torch.dtype) -> None:
@@ -77,7 +79,7 @@ def test_against_plain_softmax(attend: Attention, window: int | None, dtype: tor
     torch.testing.assert_close(got.double(), batch.plain(0.3, window), **tolerance)
 
 
-@pytest.mark.parametrize("attend", [paged_attention, paged_attention_fixed, cpp().paged_attention])
+@pytest.mark.parametrize("attend", [paged_attention, FIXED, cpp().paged_attention], ids=["plain", "fixed", "cpp"])
 def test_keys_before_the_first_are_not_seen(attend: Attention) -> None:
     lens = [2, 64, 65, 130, 1100]  # the last in several parts
     batch = Batch(lens, [1] * len(lens), len(lens), torch.float32)
@@ -89,10 +91,10 @@ def test_keys_before_the_first_are_not_seen(attend: Attention) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fixed_tiles_do_not_see_the_chunking(dtype: torch.dtype) -> None:
     whole = Batch([300], [300], 0, dtype)
-    want = paged_attention_fixed(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.25, None)
+    want = FIXED(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.25, None)
     for start, end in ((0, 64), (64, 192), (256, 300), (128, 300)):
         index = attention_index([end - start], [end], whole.index.block_table, whole.index.slot_mapping)
-        got = paged_attention_fixed(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.25, None)
+        got = FIXED(whole.q[start:end], whole.k_cache, whole.v_cache, index, 0.25, None)
         assert torch.equal(got, want[start:end])
 
 
@@ -104,7 +106,7 @@ def test_write_skips_absent_tokens() -> None:
     assert int(k_cache.isfinite().sum()) == 2 * KV_HEADS * DIM
 
 
-@pytest.mark.parametrize("attend", [paged_attention, paged_attention_fixed])
+@pytest.mark.parametrize("attend", [paged_attention, FIXED], ids=["plain", "fixed"])
 def test_lengths_are_read_where_the_host_has_no_copy(attend: Attention) -> None:
     batch = Batch([1, 64, 130, 100], [1, 1, 1, 37], 3, torch.float32)
     away = replace(batch.index, query_lens=(), host_kv_lens=())

@@ -50,16 +50,6 @@ SOME_SMALL = DecodeLaunch(keys=32)
 MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLaunch:
-    """How the prefill kernel is launched."""
-
-    rows: int | None = None  # (query, head) pairs of a program; None: by the device
-    programs: int | None = None  # that the device runs at once; None: one on each processor
-    num_warps: int = 8
-    num_stages: int = 2
-
-
 @functools.cache
 def num_splits(num_programs: int, at_once: int) -> int:
     """Over how many programs to spread the keys of each of `num_programs` tiles and key heads, `at_once` running.
@@ -169,13 +159,8 @@ class PagedAttention:
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
     room for them. `decode` fixes the launch of decode kernels, for tests and measurements."""
 
-    def __init__(
-        self,
-        deterministic: bool,
-        decode: DecodeLaunch | None = None,
-        prefill: PrefillLaunch = PrefillLaunch(),
-    ) -> None:
-        self._deterministic, self._given, self._prefill_launch = deterministic, decode, prefill
+    def __init__(self, deterministic: bool, decode: DecodeLaunch | None = None) -> None:
+        self._deterministic, self._given = deterministic, decode
 
     def _decode_launch(self, num_rows: int) -> DecodeLaunch:
         if self._given is not None:
@@ -327,23 +312,17 @@ class PagedAttention:
         _join(call, index, scratch)
 
     def _prefill(self, call: _Call, index: AttentionIndex) -> None:
-        work, sizes, how, heads = index.work, call.sizes, self._prefill_launch, call.q.shape[1]
+        work, sizes, heads = index.work, call.sizes, call.q.shape[1]
         assert work is not None
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
-        block_m = max(
-            16,
-            min(
-                (how.rows or launch_table(call.q.device).prefill_rows) // (1 + wide),
-                triton.next_power_of_2(TILE * group),
-            ),
-        )
+        most = launch_table(call.q.device).prefill_rows // (1 + wide)
+        block_m = max(16, min(most, triton.next_power_of_2(TILE * group)))
         form = straight(call.q.device)
         heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
         queries = min(TILE, block_m // heads_wide)
         subs = triton.cdiv(TILE, queries)
         programs = num_tiles * subs * sizes["HEADS"]
-        at_once = how.programs or traits_of(call.q.device).num_processors
-        splits = 1 if self._deterministic else num_splits(programs, at_once)
+        splits = 1 if self._deterministic else num_splits(programs, traits_of(call.q.device).num_processors)
         scratch = _scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
@@ -377,8 +356,8 @@ class PagedAttention:
                 BLOCK_M=block_m,
                 SUBS=subs,
                 SPLIT=splits > 1,
-                num_warps=how.num_warps if block_m == 128 or wide else 4,
-                num_stages=1 if wide else how.num_stages,
+                num_warps=8 if block_m == 128 or wide else 4,
+                num_stages=1 if wide else 2,
                 **capped,
             )
         if splits > 1:

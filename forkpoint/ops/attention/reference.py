@@ -87,41 +87,11 @@ def paged_attention(
     window: int | None,
     gate: Tensor | None = None,
     scales: KVScales | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`, times the sigmoid of
-    `gate[T, Hq * Dv]`."""
-    return _gated(_attend(q, k_cache, v_cache, index, scale, window, scales, fixed=False), gate)
-
-
-def paged_attention_fixed(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: AttentionIndex,
-    scale: float,
-    window: int | None,
-    gate: Tensor | None = None,
-    scales: KVScales | None = None,
-) -> Tensor:
-    """The same in shapes that depend on a query's position alone: tiles on the absolute 64-token grid,
+    `gate[T, Hq * Dv]`. `fixed`: in shapes that depend on a query's position alone: tiles on the absolute 64-token grid,
     padded with zero queries, over keys up to the tile's end. Decode rows see shapes of their own length."""
-    return _gated(_attend(q, k_cache, v_cache, index, scale, window, scales, fixed=True), gate)
-
-
-def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    return out if gate is None else sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
-
-
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    index: AttentionIndex,
-    scale: float,
-    window: int | None,
-    scales: KVScales | None,
-    fixed: bool,
-) -> Tensor:
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     caches: list[tuple[Tensor, Tensor | None]] = [(k_cache, None), (v_cache, None)]
     if scales is not None:
@@ -141,7 +111,7 @@ def _attend(
             attend = _segment_fixed if fixed else _segment
             out[first:last] = attend(q[first:last], kv_len - num_queries, k, v, scale, window)
         first = last
-    return out
+    return out if gate is None else sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
 
 
 def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -118,8 +118,7 @@ class Activations:
         device = like.device
         if not narrows:
             return cls(torch.empty(num_rows, width, dtype=like.dtype, device=device), None)
-        scales = torch.empty(triton.cdiv(width, BLOCK), num_rows, dtype=torch.float32, device=device)
-        return cls(torch.empty(num_rows, width, dtype=CODES, device=device), scales.t())
+        return cls(*_empty(num_rows, width, BLOCK, 1, device))
 
     @property
     def scale_step(self) -> int:

@@ -270,13 +270,14 @@ def row_tile(
     outputs, columns = tl.arange(0, OUTPUTS), block_columns(WIDTH, BLOCKED)
     inside = outputs < num_outputs - start
     dtype: tl.constexpr = out.dtype.element_ty
-    first = (matrix * num_outputs * (2 if GATED else 1) + start).to(tl.int64)
-    weight += first * width
+    matrix_rows = num_outputs * (2 if GATED else 1)
+    weight += (matrix * matrix_rows + start).to(tl.int64) * width
     up_weight = weight + num_outputs.to(tl.int64) * width
     scale_at, up_scale_at = 0, 0
     if SCALE_ROWS:
-        scale_at = first // SCALE_ROWS * scale_columns(width, BLOCKED)
-        up_scale_at = (num_outputs + first) // SCALE_ROWS * scale_columns(width, BLOCKED)
+        above = matrix * tl.cdiv(matrix_rows, SCALE_ROWS)
+        scale_at = (above + start // SCALE_ROWS) * scale_columns(width, BLOCKED)
+        up_scale_at = (above + (num_outputs + start) // SCALE_ROWS) * scale_columns(width, BLOCKED)
     at = outputs[:, None, None] * width + columns[None, :, :]
     acc = tl.zeros((OUTPUTS, columns.shape[0], columns.shape[1]), tl.float32)
     up = acc
