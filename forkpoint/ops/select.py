@@ -9,8 +9,8 @@ from typing import Final
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
+from forkpoint.ops.attention import inputs
 from forkpoint.ops.attention import reference as attention
-from forkpoint.ops.attention.inputs import ComposedInputs, ComposedLatentWrite
 from forkpoint.ops.conv1d import reference as conv1d
 from forkpoint.ops.conv1d import verify as conv_verify
 from forkpoint.ops.cpu.build import load_operators
@@ -38,19 +38,18 @@ def torch_table(deterministic: bool = False) -> OpTable:
     row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
     """
     product = FixedRowsLinear() if deterministic else linear.linear
-    heads = linear.ComposedLinearHeads(linear.prepare_linear, product)
     return OpTable(
         prepare_linear=linear.prepare_linear,
         linear=product,
-        linear_silu_mul=linear.ComposedLinearSiluMul(product, activation.silu_mul),
-        prepare_linear_heads=heads.prepare,
-        linear_heads=heads,
+        linear_silu_mul=partial(linear.linear_silu_mul, product, activation.silu_mul),
+        prepare_linear_heads=partial(linear.prepare_linear_heads, linear.prepare_linear),
+        linear_heads=partial(linear.linear_heads, product),
         rmsnorm=norm.rmsnorm,
         add_rmsnorm=norm.add_rmsnorm,
         gated_rmsnorm=norm.gated_rmsnorm,
         silu_mul=activation.silu_mul,
-        qk_norm_rope_write=ComposedInputs(norm.rmsnorm, rope.rope, attention.kv_write),
-        latent_write=ComposedLatentWrite(norm.rmsnorm, rope.rope, attention.store_rows),
+        qk_norm_rope_write=partial(inputs.qk_norm_rope_write, norm.rmsnorm, rope.rope, attention.kv_write),
+        latent_write=partial(inputs.latent_write, norm.rmsnorm, rope.rope, attention.store_rows),
         paged_attention=partial(attention.paged_attention, fixed=deterministic),
         conv_prefill=conv1d.conv_prefill,
         conv_update=conv1d.conv_update,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forkpoint.ops.linear.reference import ComposedLinearSiluMul, PackedLinear, linear
+from forkpoint.ops.linear.reference import PackedLinear, linear, linear_silu_mul
 from forkpoint.ops.linear.tiles import (
     LARGEST,
     Tile,
@@ -120,7 +122,7 @@ def test_choices(outputs: int, width: int) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_a_gated_product_has_the_bits_of_its_parts(tile: Tile) -> None:
     x, packed = operands(5, 64, 64, torch.bfloat16, False)
-    apart = ComposedLinearSiluMul(lambda x, packed: multiply(x, packed, tile), OURS.silu_mul)
+    apart = partial(linear_silu_mul, lambda x, packed: multiply(x, packed, tile), OURS.silu_mul)
     assert torch.equal(multiply(x, packed, tile, gated=True), apart(x, packed))
 
 

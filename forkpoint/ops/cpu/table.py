@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.inputs import ComposedInputs, ComposedLatentWrite
+from forkpoint.ops.attention import inputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
-from forkpoint.ops.linear.reference import ComposedLinearHeads, ComposedLinearSiluMul
+from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import KVScales, RecurrenceParams, ScanInputs, ScanParams
@@ -276,8 +277,8 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     replaced |= {"prepare_linear": packing.linear, "prepare_experts": packing.experts}
     scans = _ScanOperators(module)
     replaced |= {name: getattr(scans, name) for name in ("scan_prefill", "scan_decode", "scan_verify", "scan_fold")}
-    replaced["qk_norm_rope_write"] = ComposedInputs(module.rmsnorm, module.rope, _kv_write(module))
-    replaced["latent_write"] = ComposedLatentWrite(module.rmsnorm, module.rope, module.store_rows)
+    replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, _kv_write(module))
+    replaced["latent_write"] = partial(inputs.latent_write, module.rmsnorm, module.rope, module.store_rows)
     replaced["paged_attention"] = _paged_attention(module)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
@@ -290,9 +291,10 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
     product, activation = replaced.get("linear", base.linear), replaced["silu_mul"]
-    heads = ComposedLinearHeads(replaced.get("prepare_linear", base.prepare_linear), product)
-    replaced |= {"prepare_linear_heads": heads.prepare, "linear_heads": heads}
+    prepare = replaced.get("prepare_linear", base.prepare_linear)
+    replaced["prepare_linear_heads"] = partial(linear.prepare_linear_heads, prepare)
+    replaced["linear_heads"] = partial(linear.linear_heads, product)
     backends["prepare_linear_heads"] = backends["linear_heads"] = backends["linear"]
-    replaced["linear_silu_mul"] = ComposedLinearSiluMul(product, activation)
+    replaced["linear_silu_mul"] = partial(linear.linear_silu_mul, product, activation)
     backends["linear_silu_mul"] = backends["linear"]
     return replace(base, **replaced, backends=backends)

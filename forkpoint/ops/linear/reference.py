@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,29 +29,16 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     return F.linear(x, packed.weight, packed.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class ComposedLinearSiluMul:
-    """`linear_silu_mul` of a table whose `linear` and `silu_mul` are operators of their own."""
-
-    linear: Linear
-    silu_mul: SiluMul
-
-    def __call__(self, x: Tensor, packed: Any) -> Tensor:
-        """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first."""
-        return self.silu_mul(self.linear(x, packed))
+def linear_silu_mul(product: Linear, silu_mul: SiluMul, x: Tensor, packed: Any) -> Tensor:
+    """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first, by a linear layer and a gate."""
+    return silu_mul(product(x, packed))
 
 
-@dataclass(frozen=True, slots=True)
-class ComposedLinearHeads:
-    """`prepare_linear_heads` and `linear_heads` by a linear layer for each head."""
+def prepare_linear_heads(prepare: PrepareLinear, weight: Tensor) -> list[Any]:
+    """Pack `[H, N, K]` for a linear layer for each head."""
+    return [prepare(own.contiguous(), None) for own in weight]
 
-    prepare_one: PrepareLinear
-    linear: Linear
 
-    def prepare(self, weight: Tensor) -> list[Any]:
-        """Pack `[H, N, K]`."""
-        return [self.prepare_one(own.contiguous(), None) for own in weight]
-
-    def __call__(self, x: Tensor, packed: list[Any]) -> Tensor:
-        """`x[T, H, K] -> y[T, H, N]`."""
-        return torch.stack([self.linear(x[:, head], own) for head, own in enumerate(packed)], dim=1)
+def linear_heads(product: Linear, x: Tensor, packed: list[Any]) -> Tensor:
+    """`x[T, H, K] -> y[T, H, N]`."""
+    return torch.stack([product(x[:, head], own) for head, own in enumerate(packed)], dim=1)
