@@ -15,12 +15,15 @@ from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
     SCALE_WIDTH,
-    accumulate,
+    add_product,
     by_bits,
     gate,
+    load_scales,
+    load_tile,
     matrix_parts,
     relu_squared,
     row_tile,
+    scale_columns,
     scale_options,
     shares_scales,
 )
@@ -69,7 +72,12 @@ def product_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A tile of the product by one matrix, or, with `tiles` (see `ExpertOrder`), of those by several: into experts from
-    tokens, of `group` pairs each, to places in their order, out of them from places to pairs."""
+    tokens, of `group` pairs each, to places in their order, out of them from places to pairs. If GATED a second half of
+    outputs goes up beside the first.
+
+    With SCALE_ROWS weights are in FP8, and so many rows share scales: one for each SCALE_WIDTH columns if BLOCKED, else
+    one. With SHARED all outputs of a tile have the same. x may be in FP8 too, with a scale for each SCALE_WIDTH columns
+    of a row, `x_scale_step` apart. A step of K lies in a block."""
     await_before(OVERLAP)
     pid, start, end = tl.program_id(0), 0, width
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
@@ -96,36 +104,52 @@ def product_kernel(
         matrix, output_start = 0, place // here * OUTPUTS
         rows = ((first + place % here) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         targets, rows_inside = rows, rows < num_rows
-    acc, up = accumulate(
-        x,
-        x_stride,
-        rows,
-        rows_inside,
-        x_scales,
-        x_scale_step,
-        weight,
-        matrix,
-        output_start,
-        num_outputs,
-        start,
-        end,
-        width,
-        scales,
-        OUTPUTS,
-        WIDTH,
-        TURNED,
-        TOGETHER,
-        GATED,
-        MASK_OUTPUTS,
-        MASK_WIDTH,
-        SCALE_ROWS,
-        BLOCKED,
-        SHARED,
-        BITS,
-    )
+    outputs, columns = tl.arange(0, OUTPUTS), tl.arange(0, WIDTH)
+    outputs_inside = outputs < num_outputs - output_start
+    NARROW: tl.constexpr = x_scales is not None
+    matrix_rows = num_outputs * (2 if GATED else 1)
+    scale_at, up_scale_at = 0, 0
+    if SCALE_ROWS:
+        above = matrix * tl.cdiv(matrix_rows, SCALE_ROWS)
+        scaled = output_start if SHARED else output_start + outputs
+        scale_at = (above + scaled // SCALE_ROWS) * scale_columns(width, BLOCKED)
+        up_scale_at = (above + (num_outputs + scaled) // SCALE_ROWS) * scale_columns(width, BLOCKED)
+    x_at = (rows * x_stride)[:, None] + columns[None, :]
+    w_at = outputs[:, None] * width + columns[None, :]
+    x += start
+    weight += (matrix * matrix_rows + output_start).to(tl.int64) * width + start
+    up_weight = weight + num_outputs.to(tl.int64) * width
+    # The steps of K are the same whatever the tile; float32 is not cut to tf32.
+    acc = tl.zeros((OUTPUTS, ROWS) if TURNED else (ROWS, OUTPUTS), tl.float32)
+    up = acc
+    for before in range(start, end, WIDTH * TOGETHER):
+        for step in tl.static_range(TOGETHER):  # which are loaded as one
+            k = before + step * WIDTH
+            block = k // SCALE_WIDTH
+            left = (columns < end - k)[None, :]
+            scale = load_scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
+            x_scale = 0.0
+            if NARROW:
+                x_scale = tl.load(x_scales + rows + block * x_scale_step, mask=rows_inside, other=0.0)
+            x_tile = load_tile(x + x_at, rows_inside, left, True, MASK_WIDTH)
+            w_tile = load_tile(weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
+            acc = add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            if GATED:
+                u_tile = load_tile(up_weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
+                up_scale = load_scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
+                up = add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+            x += WIDTH
+            weight += WIDTH
+            up_weight += WIDTH
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up) if GATED else acc
+    if SCALE_ROWS and not BLOCKED:
+        acc *= tl.load(scales + scale_at, mask=outputs_inside, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(scales + up_scale_at, mask=outputs_inside, other=0.0)[None, :]
     start_next(OVERLAP)
-    outputs = output_start + tl.arange(0, OUTPUTS)
-    outputs_inside = outputs < num_outputs
+    outputs += output_start
     inside = rows_inside[:, None] & outputs_inside[None, :]
     line = targets[:, None] * out_stride + outputs[None, :]
     if SPLIT:

@@ -76,7 +76,7 @@ def _product(x_tile, w_tile, TURNED: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _add_product(
+def add_product(
     acc,
     x_tile,
     x_scale,
@@ -114,7 +114,7 @@ def _add_product(
 
 
 @triton.jit
-def _scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
+def load_scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
     """Of a tile's outputs, or the one that they share."""
     if SHARED:
         return tl.load(scales + at)
@@ -125,7 +125,7 @@ def _scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WIDTH: tl.constexpr):
+def load_tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WIDTH: tl.constexpr):
     """Of x or of weights: rows `[:, None]`, columns `[None, :]`."""
     if MASK_WIDTH:
         return tl.load(at, mask=rows_inside[:, None] & columns_inside, other=0.0)
@@ -133,88 +133,6 @@ def _tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WIDTH: 
         return tl.load(at, mask=rows_inside[:, None], other=0.0)
     else:
         return tl.load(at)
-
-
-@triton.jit
-def accumulate(
-    x,
-    x_stride,
-    rows,
-    rows_inside,
-    x_scales,
-    x_scale_step,
-    weight,
-    matrix,
-    output_start,
-    num_outputs,
-    start,
-    end,
-    width,
-    scales,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    GATED: tl.constexpr,
-    MASK_OUTPUTS: tl.constexpr,
-    MASK_WIDTH: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    SHARED: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """fp32 sums over `[start, end)` of K, `[ROWS, OUTPUTS]`, of x's `rows`, int64, with `num_outputs` rows of `weight`
-    from that of `output_start` on, in one of the matrices that lie end to end there, and, if GATED, with those of its
-    second half. The steps of K are the same whatever the tile; float32 is not cut to tf32.
-
-    With SCALE_ROWS weights are in FP8, and so many rows share scales: one for each SCALE_WIDTH columns if BLOCKED, else
-    one. With SHARED all outputs have the same. If NARROW so is x, with a scale for each SCALE_WIDTH columns of a row,
-    `x_scale_step` apart. A step of K lies in a block; TOGETHER of them are loaded as one."""
-    outputs = tl.arange(0, OUTPUTS)
-    columns = tl.arange(0, WIDTH)
-    outputs_inside = outputs < num_outputs - output_start
-    NARROW: tl.constexpr = x_scales is not None
-    matrix_rows = num_outputs * (2 if GATED else 1)
-    scale_at, up_scale_at = 0, 0
-    if SCALE_ROWS:
-        above = matrix * tl.cdiv(matrix_rows, SCALE_ROWS)
-        here = output_start if SHARED else output_start + outputs
-        scale_at = (above + here // SCALE_ROWS) * scale_columns(width, BLOCKED)
-        up_scale_at = (above + (num_outputs + here) // SCALE_ROWS) * scale_columns(width, BLOCKED)
-    x_at = (rows * x_stride)[:, None] + columns[None, :]
-    w_at = outputs[:, None] * width + columns[None, :]
-    x += start
-    weight += (matrix * matrix_rows + output_start).to(tl.int64) * width + start
-    up_weight = weight + num_outputs.to(tl.int64) * width
-    acc = tl.zeros((OUTPUTS, rows.shape[0]) if TURNED else (rows.shape[0], OUTPUTS), tl.float32)
-    up = acc
-    for first in range(start, end, WIDTH * TOGETHER):
-        for step in tl.static_range(TOGETHER):
-            k = first + step * WIDTH
-            block = k // SCALE_WIDTH
-            inside = (columns < end - k)[None, :]
-            scale = _scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
-            x_scale = 0.0
-            if NARROW:
-                x_scale = tl.load(x_scales + rows + block * x_scale_step, mask=rows_inside, other=0.0)
-            x_tile = _tile(x + x_at, rows_inside, inside, True, MASK_WIDTH)
-            w_tile = _tile(weight + w_at, outputs_inside, inside, MASK_OUTPUTS, MASK_WIDTH)
-            acc = _add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
-            if GATED:
-                u_tile = _tile(up_weight + w_at, outputs_inside, inside, MASK_OUTPUTS, MASK_WIDTH)
-                up_scale = _scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
-                up = _add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
-            x += WIDTH
-            weight += WIDTH
-            up_weight += WIDTH
-    if TURNED:
-        acc = tl.trans(acc)
-        up = tl.trans(up) if GATED else acc
-    if SCALE_ROWS and not BLOCKED:
-        acc *= tl.load(scales + scale_at, mask=outputs_inside, other=0.0)[None, :]
-        if GATED:
-            up *= tl.load(scales + up_scale_at, mask=outputs_inside, other=0.0)[None, :]
-    return acc, up
 
 
 @triton.jit
