@@ -148,7 +148,7 @@ WRITERS = {
     "note": "manager learnt",
     "num_planned num_last num_told_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",
-    "frozen": "manager filing scheduler",
+    "frozen": "filing scheduler",
     "has_duplicates": "manager filing",
 }
 

@@ -292,33 +292,26 @@ class CacheManager:
 
     # --- afterwards
 
-    def release(self, lease: Lease, donate: bool = False, awaits_tool: bool = False) -> None:
-        """Give everything back. What the tree holds stays; with `donate` the running state, if it is at a
-        block boundary that has no checkpoint yet, stays too. `awaits_tool`: the request ended in a tool call."""
+    def release(self, lease: Lease, donate: bool = False, awaits_tool: bool = False) -> Lease:
+        """Give everything back. What the tree holds stays; with `donate` the running state, if at a block boundary
+        that has no checkpoint yet, stays too. `awaits_tool`: the request ended in a tool call.
+
+        Returns a lease of the same history that holds nothing, for the request's next run."""
         for save in lease.pending:
             self.arena.give_slot(save.slot)
         lease.pending.clear()
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
-            lease.read_from = None
         if lease.slot != NO_SLOT:
             self.holdings.count(running_slots=-1)
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
-            lease.slot = NO_SLOT
         self._free_own_blocks(lease)
         if lease.node is not None:
             self.store.unpin(lease.node)
-            lease.node = None
         for checkpoint in lease.touched:
             self.store.leave(checkpoint, lease.note, awaits_tool)
-        lease.touched.clear()
-        lease.num_blocks = lease.num_told_blocks = lease.num_planned = lease.num_confirmed = 0
-        lease.num_last, lease.in_reach = 1, False
-        lease.hit = lease.decode_checkpoint = None
-        lease.note, lease.num_survived_tokens = None, 0
-        lease.has_duplicates = False
-        lease.decoded, lease.frozen = False, not self.enabled
+        return Lease(lease.owner, lease.chain, made=lease.made, frozen=not self.enabled)
 
     def _donate_state(self, lease: Lease) -> bool:
         tokens, grid = lease.num_confirmed, self.layout.checkpoint_grid

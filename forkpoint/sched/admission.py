@@ -92,7 +92,7 @@ class Admission:
         start, prefill_end = hit.num_tokens, self._prefill_end(request)
         end = self.chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
         if not (self._cache.ensure_slot(lease) and self._cache.ensure_blocks(lease, end)):
-            self._cache.release(lease)
+            entry.lease = self._cache.release(lease)
             if self._someone_else_has_pages() or hit is NOTHING:
                 return False
             return self._admit(builder, entry, NOTHING)

@@ -326,7 +326,7 @@ class Scheduler:
         is_known = lease.num_planned <= request.num_tokens  # not, where it ended before the last tokens computed
         if is_known:
             self.cache.extend(lease, entry.tokens_beyond_chain(lease.num_planned))
-        self.cache.release(lease, donate=is_known, awaits_tool=entry.ended and request.awaits_tool)
+        entry.lease = self.cache.release(lease, donate=is_known, awaits_tool=entry.ended and request.awaits_tool)
         if entry.ended:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
