@@ -30,7 +30,7 @@ from benchmarks.gpu_ops import (
 from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, RecurrenceInputs, RecurrenceParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Layers:
 
     def decode(self, index: DecodeIndex) -> None:
         for window, matrix in zip(self.windows, self.matrices, strict=True):
-            x = OPS.conv_update(self.mixed, self.weight, None, window, index, True)
-            OPS.recurrence_decode(x, self.a, self.b, self.params, matrix, index)
+            x = OPS.conv_update(self.mixed, ConvTaps(self.weight, None, True), window, index)
+            OPS.recurrence_decode(RecurrenceInputs(x, self.a, self.b), self.params, matrix, index)
 
     def prefill(self, index: SegmentIndex) -> None:
         for window, matrix in zip(self.windows, self.matrices, strict=True):
-            x = OPS.conv_prefill(self.mixed, self.weight, None, window, index, True)
-            OPS.recurrence_prefill(x, self.a, self.b, self.params, matrix, index)
+            x = OPS.conv_prefill(self.mixed, ConvTaps(self.weight, None, True), window, index)
+            OPS.recurrence_prefill(RecurrenceInputs(x, self.a, self.b), self.params, matrix, index)
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         OPS.state_copy(self.windows + self.matrices, src, dst)

@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.gpu_ops import DEVICE, DTYPE, OPS, SHAPE, median_seconds, randn, recurrence_params
 from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
+from forkpoint.ops.parameters import RecurrenceInputs
 
 LENGTHS = ([512], [2048], [8192], [32768], [1024] * 8, [704] * 32)
 
@@ -40,7 +41,7 @@ def compare(peer: Any, lens: Sequence[int]) -> tuple[float, float, float]:
     gates = [x.view(rows, length, heads) for x in (g, b.float().sigmoid())]
 
     def ours() -> Tensor:
-        return OPS.recurrence_prefill(mixed, a, b, params, pool, index)
+        return OPS.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, index)
 
     def theirs() -> Tensor:
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}

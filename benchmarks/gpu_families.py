@@ -42,7 +42,7 @@ from benchmarks.gpu_ops import (
 from benchmarks.indices import attention_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, KeySplits
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams, ScanInputs, ScanParams
 from forkpoint.platforms.platform import DeviceTraits
 
 SSD = Recurrence(8, 64, 128, 64, delta=False)  # of Nemotron-3-Nano
@@ -97,7 +97,8 @@ def recurrence_step(name: str, spec: Recurrence, rows: int) -> Case:
         pool = torch.randn(count * rows, spec.num_v_heads, spec.value_dim, spec.key_dim, device=DEVICE)
         mixed, a, params = randn(rows, spec.mixed_dim), randn(rows, spec.num_decays), params_of(spec)
         b = randn(rows, spec.num_v_heads) if spec.delta else None
-        return [lambda i=i: OPS.recurrence_decode(mixed, a, b, params, pool, i) for i in slots(count, rows)]  # type: ignore[misc]
+        given, indices = RecurrenceInputs(mixed, a, b), slots(count, rows)
+        return [lambda i=i: OPS.recurrence_decode(given, params, pool, i) for i in indices]  # type: ignore[misc]
 
     return Case(f"{name}, {rows} rows", rows * (2 * slot + token), 0, make)
 
@@ -125,7 +126,8 @@ def key_window(rows: int) -> Case:
         mixed, a, b = (randn(total, n) for n in (KDA.mixed_dim, KDA.num_decays, KDA.num_v_heads))
         params, records = params_of(KDA), [torch.zeros(2 * rows, WINDOW, *size, device=DEVICE) for _ in range(3)]
         indices = verify_indices(count, rows, WINDOW)
-        return [lambda i=i: OPS.recurrence_verify(mixed, a, b, params, pool, i, records) for i in indices]  # type: ignore[misc]
+        given = RecurrenceInputs(mixed, a, b)
+        return [lambda i=i: OPS.recurrence_verify(given, params, pool, i, records) for i in indices]  # type: ignore[misc]
 
     return Case(f"KDA with drafts, {rows} rows", rows * (2 * slot + (2 * WINDOW - 1) * record), 0, make)
 
@@ -152,7 +154,7 @@ def conv_step(name: str, dim: int, rows: int) -> Case:
     def make() -> list[Call]:
         count = turns(rows * slot)
         x, weight, pool = randn(rows, dim), randn(WIDTH, dim).t(), randn(count * rows, WIDTH - 1, dim)
-        return [lambda i=i: OPS.conv_update(x, weight, None, pool, i, True) for i in slots(count, rows)]  # type: ignore[misc]
+        return [lambda i=i: OPS.conv_update(x, ConvTaps(weight, None, True), pool, i) for i in slots(count, rows)]  # type: ignore[misc]
 
     return Case(f"{name}, {rows} rows", rows * (2 * slot + 4 * dim), 0, make)
 
@@ -226,7 +228,7 @@ def recurrence_pair(spec: Recurrence, peer: Callable[..., Tensor]) -> tuple[Call
     index, start = segments([TOKENS]), pool.clone()
 
     def ours() -> Tensor:
-        return OPS.recurrence_prefill(mixed, a, b, params, pool, index)
+        return OPS.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, index)
 
     return ours, lambda: peer(mixed, a, b, params, start)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.indices import segment_index
 from benchmarks.machine import commit_hash, today
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.select import select_table
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -101,7 +101,8 @@ def decode_cases() -> Iterator[Case]:
                 starts = [2 * i * batch for i in range(count)]
                 rows = [list(range(start, start + batch)) for start in starts]
                 slots = [DecodeIndex(ints(row), ints([s + batch * moves for s in row])) for row in rows]
-                return [lambda i=i: OPS.recurrence_decode(mixed, a, b, params, pool, i) for i in slots]  # type: ignore[misc]
+                given = RecurrenceInputs(mixed, a, b)
+                return [lambda i=i: OPS.recurrence_decode(given, params, pool, i) for i in slots]  # type: ignore[misc]
 
             name = f"recurrence_decode, {batch} rows" + (", to other slots" if moves else "")
             yield Case(name, 2 * batch * SLOT, 0, make)
@@ -132,7 +133,9 @@ def record_cases() -> Iterator[Case]:
                     columns = (slots, slots, offsets, rows, written, held, [0] * batch, [-1] * batch)
                     index = RecordIndex(interval, *(ints(column) for column in columns))
                     calls.append(
-                        lambda index=index: OPS.recurrence_record(mixed, a, b, params, pool, index, kept)  # type: ignore[misc]
+                        lambda index=index: OPS.recurrence_record(
+                            RecurrenceInputs(mixed, a, b), params, pool, index, kept
+                        )  # type: ignore[misc]
                     )
                 return calls
 
@@ -156,7 +159,7 @@ def prefill_cases() -> Iterator[Case]:
             pool = torch.randn(len(lens), heads, value, key, device=DEVICE)
             mixed, a, b = randn(total, SHAPE.mixed_dim), randn(total, heads), randn(total, heads)
             params, index = recurrence_params(), segments(lens)
-            return [lambda: OPS.recurrence_prefill(mixed, a, b, params, pool, index)]
+            return [lambda: OPS.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, index)]
 
         flops = total * heads * (6 * key * value + 2 * 64 * (3 * key + 2 * value))
         name = f"recurrence_prefill, {len(lens)} x {lens[0]} tokens"
@@ -174,7 +177,7 @@ def conv_cases() -> Iterator[Case]:
                 randn(1, WIDTH - 1, dim),
                 segments([total]),
             )
-            return [lambda: OPS.conv_prefill(x, weight, None, pool, index, True)]
+            return [lambda: OPS.conv_prefill(x, ConvTaps(weight, None, True), pool, index)]
 
         yield Case(f"conv_prefill, {total} tokens", 4 * total * dim, 0, prefill)
     for rows in (1, 32, 128):
@@ -182,7 +185,7 @@ def conv_cases() -> Iterator[Case]:
         def update(rows: int = rows) -> list[Call]:
             x, weight, pool = randn(rows, dim), randn(WIDTH, dim).t(), randn(rows, WIDTH - 1, dim)
             slots = ints(list(range(rows)))
-            return [lambda: OPS.conv_update(x, weight, None, pool, DecodeIndex(slots, slots), True)]
+            return [lambda: OPS.conv_update(x, ConvTaps(weight, None, True), pool, DecodeIndex(slots, slots))]
 
         yield Case(f"conv_update, {rows} rows", 2 * rows * dim * 2 * WIDTH, 0, update)
 
@@ -209,14 +212,14 @@ def verify_cases() -> Iterator[Case]:
                 mixed, a, b, params = randn(total, dim), randn(total, heads), randn(total, heads), recurrence_params()
                 records = [torch.zeros(2 * rows, 4, *shape, device=DEVICE) for shape in shapes]
                 return [
-                    lambda i=i: OPS.recurrence_verify(mixed, a, b, params, pool, i, records)  # type: ignore[misc]
+                    lambda i=i: OPS.recurrence_verify(RecurrenceInputs(mixed, a, b), params, pool, i, records)  # type: ignore[misc]
                     for i in verify_indices(count, rows, tokens)
                 ]
 
             def conv(rows: int = rows, tokens: int = tokens) -> list[Call]:
                 x, weight, pool = randn(rows * tokens, dim), randn(WIDTH, dim).t(), randn(rows, WIDTH - 1, dim)
                 (index,), records = verify_indices(1, rows, tokens), [randn(rows, 4, dim)]
-                return [lambda: OPS.conv_verify(x, weight, None, pool, index, records, True)]
+                return [lambda: OPS.conv_verify(x, ConvTaps(weight, None, True), pool, index, records)]
 
             moved = rows * (2 * SLOT + (folded + (tokens > 1) * tokens) * record)
             yield Case(f"recurrence_verify, {rows} rows, {tokens} tokens, {folded} folded", moved, 0, recurrence)
@@ -260,13 +263,13 @@ class _Layer:
         self._matrices = torch.randn(slots, heads, value, SHAPE.key_dim, device=DEVICE)
 
     def step(self, index: DecodeIndex) -> Tensor:
-        mixed = OPS.conv_update(self._x, self._weight, None, self._windows, index, True)
-        out = OPS.recurrence_decode(mixed, self._a, self._b, self._params, self._matrices, index)
+        mixed = OPS.conv_update(self._x, ConvTaps(self._weight, None, True), self._windows, index)
+        out = OPS.recurrence_decode(RecurrenceInputs(mixed, self._a, self._b), self._params, self._matrices, index)
         return OPS.gated_rmsnorm(out, self._gate, self._norm, 1e-6)
 
     def prefill(self, index: SegmentIndex) -> Tensor:
-        mixed = OPS.conv_prefill(self._x, self._weight, None, self._windows, index, True)
-        out = OPS.recurrence_prefill(mixed, self._a, self._b, self._params, self._matrices, index)
+        mixed = OPS.conv_prefill(self._x, ConvTaps(self._weight, None, True), self._windows, index)
+        out = OPS.recurrence_prefill(RecurrenceInputs(mixed, self._a, self._b), self._params, self._matrices, index)
         return OPS.gated_rmsnorm(out, self._gate, self._norm, 1e-6)
 
 

@@ -21,7 +21,7 @@ from benchmarks.model131m import SHAPE_131M as MODEL
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 
@@ -87,7 +87,7 @@ def recurrence_decode_case(rows: int) -> Case:
     states = 2.0 * rows * pool[0].numel() * 4
     return Case(
         f"recurrence_decode, {rows} rows",
-        lambda ops: lambda: ops.recurrence_decode(mixed, a, b, params, pool, index),
+        lambda ops: lambda: ops.recurrence_decode(RecurrenceInputs(mixed, a, b), params, pool, index),
         states,
     )
 
@@ -102,7 +102,7 @@ def recurrence_prefill_case(tokens: int) -> Case:
     per_token = 3 * s.key_dim * s.value_dim + c * (s.key_dim + s.value_dim)  # multiply-adds of one value head
     return Case(
         f"recurrence_prefill, {tokens} tokens",
-        lambda ops: lambda: ops.recurrence_prefill(mixed, a, b, params, pool, _segment(tokens)),
+        lambda ops: lambda: ops.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, _segment(tokens)),
         2.0 * mixed.numel(),
         2.0 * tokens * s.num_v_heads * per_token,
     )
@@ -135,10 +135,14 @@ def conv_case(tokens: int) -> Case:
     pool = torch.zeros(2, MODEL.conv_width - 1, dim, dtype=DTYPE)
     if tokens == 1:
         index = DecodeIndex(_ints([0]), _ints([0]))
-        return Case("conv_update, 1 row", lambda ops: lambda: ops.conv_update(x, w, None, pool, index, True), 8.0 * dim)
+        return Case(
+            "conv_update, 1 row",
+            lambda ops: lambda: ops.conv_update(x, ConvTaps(w, None, True), pool, index),
+            8.0 * dim,
+        )
     return Case(
         f"conv_prefill, {tokens} tokens",
-        lambda ops: lambda: ops.conv_prefill(x, w, None, pool, _segment(tokens), True),
+        lambda ops: lambda: ops.conv_prefill(x, ConvTaps(w, None, True), pool, _segment(tokens)),
         4.0 * tokens * dim,
     )
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from forkpoint.cache.layout import TensorSpec
 from forkpoint.models.context import ForwardContext
+from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.table import OpTable
 
 
@@ -14,8 +15,8 @@ class Convolution:
     """`taps[D, W]` and `bias[D]` over the window `conv` of layer `layer`, then SiLU or nothing."""
 
     def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, silu: bool = True) -> None:
-        self._ops, self._layer, self._silu = ops, layer, silu
-        self.taps, self.bias = taps.t().contiguous().t(), bias  # tap by tap, as kernels read it
+        self._ops, self._layer = ops, layer
+        self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)  # tap by tap, as kernels read it
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, D] -> [T, D]`: decode rows, then prefill segments."""
@@ -30,14 +31,14 @@ class Convolution:
         cache = ctx.caches[self._layer]
         if ctx.verify is not None:
             records = (cache["inputs"],)
-            return self._ops.conv_verify(x, self.taps, self.bias, cache["conv"], ctx.verify, records, self._silu)
+            return self._ops.conv_verify(x, self.taps, cache["conv"], ctx.verify, records)
         rows = ctx.decode["conv_update"]
-        return self._ops.conv_update(x, self.taps, self.bias, cache["conv"], rows, self._silu)
+        return self._ops.conv_update(x, self.taps, cache["conv"], rows)
 
     def prefill(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """Of the prefill segments."""
         pool, segments = ctx.caches[self._layer]["conv"], ctx.prefill["conv_prefill"]
-        return self._ops.conv_prefill(x, self.taps, self.bias, pool, segments, self._silu)
+        return self._ops.conv_prefill(x, self.taps, pool, segments)
 
 
 def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:

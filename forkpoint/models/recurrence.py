@@ -13,7 +13,7 @@ from forkpoint.models.config import Block
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
 from forkpoint.models.layers import RMSNorm, RowParallel
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.table import OpTable
 
 # Slow decay for made-up weights, so that their states matter.
@@ -32,40 +32,42 @@ class ConvRecurrence:
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
         """`mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`; reads and writes the slots that `ctx` names."""
-        split, spec = ctx.num_decodes, self._params.spec
+        inputs, split, spec = RecurrenceInputs(mixed, a, b), ctx.num_decodes, self._params.spec
         if split == 0:
-            return self._prefill(mixed, a, b, ctx, None)
+            return self._prefill(inputs, ctx, None)
         if split == mixed.shape[0]:
-            return self._decode(mixed, a, b, ctx, None)
+            return self._decode(inputs, ctx, None)
         shape = (mixed.shape[0], spec.num_v_heads, spec.value_dim)
         out = torch.empty(shape, dtype=mixed.dtype, device=mixed.device)
-        some = (None, None) if b is None else (b[:split], b[split:])
-        self._decode(mixed[:split], a[:split], some[0], ctx, out[:split])
-        self._prefill(mixed[split:], a[split:], some[1], ctx, out[split:])
+        decodes, prefills = (
+            RecurrenceInputs(mixed[part], a[part], None if b is None else b[part])
+            for part in (slice(split), slice(split, None))
+        )
+        self._decode(decodes, ctx, out[:split])
+        self._prefill(prefills, ctx, out[split:])
         return out
 
-    def _decode(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
+    def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
+        state = (self._params, cache["matrix"])
         if ctx.record is not None:
-            state = (self._params, cache["matrix"], ctx.record, [cache[name] for name in SPACED], out)
-            if ctx.verify is None and self._conv.bias is None and self._ops.conv_record is not None:
+            recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
+            if ctx.verify is None and self._ops.conv_record is not None:
                 rows = slots["conv_update"]
-                found = self._ops.conv_record(mixed, self._conv.taps, cache["conv"], rows, a, b, *state)
+                found = self._ops.conv_record(raw, self._conv.taps, cache["conv"], rows, *recorded)
                 if found is not None:
                     return found
-            return self._ops.recurrence_record(self._conv.decode(mixed, ctx), a, b, *state)
-        mixed = self._conv.decode(mixed, ctx)
+            return self._ops.recurrence_record(raw._replace(mixed=self._conv.decode(raw.mixed, ctx)), *recorded)
+        inputs = raw._replace(mixed=self._conv.decode(raw.mixed, ctx))
         if ctx.verify is not None:
             records = [cache[name] for name in RECORDS]
-            found = self._ops.recurrence_verify(mixed, a, b, self._params, cache["matrix"], ctx.verify, records)
+            found = self._ops.recurrence_verify(inputs, *state, ctx.verify, records)
             return found if out is None else out.copy_(found)
-        return self._ops.recurrence_decode(mixed, a, b, self._params, cache["matrix"], slots["recurrence_decode"], out)
+        return self._ops.recurrence_decode(inputs, *state, slots["recurrence_decode"], out)
 
-    def _prefill(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext, out: Tensor | None) -> Tensor:
-        cache, slots = ctx.caches[self._layer], ctx.prefill
-        return self._ops.recurrence_prefill(
-            self._conv.prefill(mixed, ctx), a, b, self._params, cache["matrix"], slots["recurrence_prefill"], out
-        )
+    def _prefill(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
+        inputs, index = raw._replace(mixed=self._conv.prefill(raw.mixed, ctx)), ctx.prefill["recurrence_prefill"]
+        return self._ops.recurrence_prefill(inputs, self._params, ctx.caches[self._layer]["matrix"], index, out)
 
 
 def gated_heads(

@@ -50,6 +50,24 @@ class RecurrenceParams:
     D: Tensor | None = None  # `D v` is added to what is read
 
 
+class RecurrenceInputs(NamedTuple):
+    """Of `T` tokens of a recurrence: `mixed[T, mixed_dim]` after the convolution, raw `a[T, num_decays]` and, with the
+    delta rule alone, raw `b[T, HV]`."""
+
+    mixed: Tensor
+    a: Tensor
+    b: Tensor | None
+
+
+class ConvTaps(NamedTuple):
+    """Of a layer's convolution: `weight[D, W]`, `bias[D]`, and whether SiLU is last. Fastest on a GPU where each tap's
+    weights lie side by side."""
+
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
 class ScanInputs(NamedTuple):
     """Of `T` tokens of a selective scan: `x`, the raw step `dt` and the gate `z` `[T, D]`, `b` and `c` `[T, N]`."""
 

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from forkpoint.ops.linear.scaled import Matrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.parameters import KVScales, QKNorm, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.parameters import (
+    ConvTaps,
+    KVScales,
+    QKNorm,
+    RecurrenceInputs,
+    RecurrenceParams,
+    RouteRule,
+    ScanInputs,
+    ScanParams,
+)
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = (
@@ -125,44 +134,32 @@ class LatentPrefill(Protocol):
 
 
 class Conv(Protocol[Index]):
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: Index, silu: bool
-    ) -> Tensor:
-        """Depthwise causal conv of segments, or of one token per row. `x[T, D]` raw inputs, `weight[D, W]`, `pool[P,
-        W-1, D]` (row W-2 newest); stores the last W-1 raw inputs at `dst` and at each save. -> `[T, D]`."""
+    def __call__(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: Index) -> Tensor:
+        """Depthwise causal conv of segments, or of one token per row. `x[T, D]` raw inputs, `pool[P, W-1,
+        D]` (row W-2 newest); stores the last W-1 raw inputs at `dst` and at each save. -> `[T, D]`."""
 
 
 class Recur(Protocol[Index]):
     def __call__(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: Index,
-        out: Tensor | None = None,
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: Index, out: Tensor | None = None
     ) -> Tensor:
         """The recurrence over segments, in 64-token chunks from each segment's start, or one step of it per row.
 
-        `mixed[T, mixed_dim]` after conv; `a[T, num_decays]`, `b[T, HV]` raw, b with the delta rule alone.
         `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`, in `out` if given."""
 
 
 class RecurrenceRecord(Protocol):
     def __call__(
         self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        inputs: RecurrenceInputs,
         params: RecurrenceParams,
         pool: Tensor,
         index: RecordIndex,
         records: Sequence[Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
-        """recurrence_decode for rows whose states are written every few tokens, with drafts or without: `mixed[T,
-        mixed_dim]` -> `[T, HV, V]`, in `out` if given, equal to rounding. Records of windows of up to `w` tokens:
+        """recurrence_decode for rows whose states are written every few tokens, with drafts or without -> `[T, HV,
+        V]`, in `out` if given, equal to rounding. Records of windows of up to `w` tokens:
         updates `[L, interval + w - 1, HV, V]` fp32, and in lines `[L, interval + 2 w - 1, ...]` keys `[H, K]` as they
         are in `mixed`, their scales `[H]` and g `[HV]`, both fp32."""
 
@@ -170,19 +167,17 @@ class RecurrenceRecord(Protocol):
 class ConvRecord(Protocol):
     def __call__(
         self,
-        mixed: Tensor,
-        taps: Tensor,
+        inputs: RecurrenceInputs,
+        taps: ConvTaps,
         windows: Tensor,
         rows: DecodeIndex,
-        a: Tensor,
-        b: Tensor | None,
         params: RecurrenceParams,
         pool: Tensor,
         index: RecordIndex,
         records: Sequence[Tensor],
         out: Tensor | None = None,
     ) -> Tensor | None:
-        """conv_update without a bias and with SiLU, then recurrence_record of what it makes, for rows of one token;
+        """conv_update of what `inputs` have in `mixed`, then recurrence_record of what it makes, for rows of one token;
         None for shapes that it does not take."""
 
 
@@ -217,14 +212,7 @@ class Fold(Protocol):
 
 class ConvVerify(Protocol):
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        pool: Tensor,
-        index: VerifyIndex,
-        records: Sequence[Tensor],
-        silu: bool,
+        self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
     ) -> Tensor:
         """conv_update for rows with drafts: `x[T, D]` -> `[T, D]`. Records are raw inputs `[L, M, D]`: `M` tokens in
         each of `L` lines."""
@@ -233,15 +221,13 @@ class ConvVerify(Protocol):
 class RecurrenceVerify(Protocol):
     def __call__(
         self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
+        inputs: RecurrenceInputs,
         params: RecurrenceParams,
         pool: Tensor,
         index: VerifyIndex,
         records: Sequence[Tensor],
     ) -> Tensor:
-        """recurrence_decode for rows with drafts: `mixed[T, mixed_dim]` -> `[T, HV, V]`. The outputs, and the states
+        """recurrence_decode for rows with drafts -> `[T, HV, V]`. The outputs, and the states
         that are folded later, have the bits of as many calls of recurrence_decode. Records, fp32: updates
         `[L, M, HV, V]`, keys `[L, M, H, K]`, decays `[L, M, HV]`, or `[L, M, HV, K]` where each key has its own; a
         fold is `S <- decay S + update key^T`."""

@@ -20,7 +20,16 @@ from forkpoint.ops.metadata import DecodeIndex, KeySplits, RecordIndex, VerifyIn
 from forkpoint.ops.moe.device_experts import _tiles
 from forkpoint.ops.moe.kernel import grouped_experts
 from forkpoint.ops.moe.reference import PackedExperts
-from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.parameters import (
+    ConvTaps,
+    QKNorm,
+    Recurrence,
+    RecurrenceInputs,
+    RecurrenceParams,
+    RouteRule,
+    ScanInputs,
+    ScanParams,
+)
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.triton_table import triton_table
@@ -167,15 +176,18 @@ def _recurrence(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, index, count in (("with saves", saves, 164), ("long", long, 600), ("many", many, 768)):
         x, bias, beta = s.empty(count, dim), s.empty(dim), s.empty(count, heads) if spec.delta else None
         a = s.empty(count, spec.num_decays)
-        yield f"conv_prefill {name}", lambda x=x, i=index: ops.conv_prefill(x, weight, None, pool, i, True)
-        yield f"conv_prefill {name} bias", lambda x=x, b=bias, i=index: ops.conv_prefill(x, weight, b, pool, i, False)
+        yield f"conv_prefill {name}", lambda x=x, i=index: ops.conv_prefill(x, ConvTaps(weight, None, True), pool, i)
+        yield (
+            f"conv_prefill {name} bias",
+            lambda x=x, b=bias, i=index: ops.conv_prefill(x, ConvTaps(weight, b, False), pool, i),
+        )
         yield (
             f"recurrence_prefill {name}",
-            lambda x=x, a=a, b=beta, i=index: ops.recurrence_prefill(x, a, b, params, states, i),
+            lambda x=x, a=a, b=beta, i=index: ops.recurrence_prefill(RecurrenceInputs(x, a, b), params, states, i),
         )
     x, a, beta = s.empty(2, dim), s.empty(2, spec.num_decays), s.empty(2, heads) if spec.delta else None
-    yield "conv_update", lambda: ops.conv_update(x, weight, None, pool, two, True)
-    yield "recurrence_decode", lambda: ops.recurrence_decode(x, a, beta, params, states, two)
+    yield "conv_update", lambda: ops.conv_update(x, ConvTaps(weight, None, True), pool, two)
+    yield "recurrence_decode", lambda: ops.recurrence_decode(RecurrenceInputs(x, a, beta), params, states, two)
     if s.scan is None:
         return
     channels, values = s.scan
@@ -205,10 +217,13 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     records = [s.empty(4, most, *size, dtype=FP32) for size in sizes]
     x, weight, a = s.empty(4, dim), s.empty(4, dim).t(), s.empty(4, spec.num_decays)
     for bias in (None, s.empty(dim)):
-        yield "conv_verify", lambda b=bias: ops.conv_verify(x, weight, b, pool, index, lines, True)
+        yield "conv_verify", lambda b=bias: ops.conv_verify(x, ConvTaps(weight, b, True), pool, index, lines)
     yield "conv_fold", lambda: ops.conv_fold(pool, index, lines)
     beta = s.empty(4, heads) if spec.delta else None
-    yield "recurrence_verify", lambda: ops.recurrence_verify(x, a, beta, params, states, index, records)
+    yield (
+        "recurrence_verify",
+        lambda: ops.recurrence_verify(RecurrenceInputs(x, a, beta), params, states, index, records),
+    )
     yield "recurrence_fold", lambda: ops.recurrence_fold(states, index, records)
     if s.scan is not None:
         yield from _scanned_drafts(s, ops, index)
@@ -223,7 +238,7 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         lines += [s.empty(4, 7 + 2 * most, *size, dtype=dtype) for dtype, size in kept]
         yield (
             f"recurrence_record {most}",
-            lambda r=record, n=lines: ops.recurrence_record(x, a, beta, params, states, r, n),
+            lambda r=record, n=lines: ops.recurrence_record(RecurrenceInputs(x, a, beta), params, states, r, n),
         )
         yield f"recurrence_settle {most}", lambda r=record, n=lines: ops.recurrence_settle(states, r, n)
 

@@ -19,7 +19,16 @@ from forkpoint.ops.linear.reference import PackedLinear
 from forkpoint.ops.linear.scaled import ScaledLinear, ScaledMatrix
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, KeySplits, RecordIndex, VerifyIndex
 from forkpoint.ops.moe.reference import PackedExperts
-from forkpoint.ops.parameters import QKNorm, Recurrence, RecurrenceParams, RouteRule, ScanInputs, ScanParams
+from forkpoint.ops.parameters import (
+    ConvTaps,
+    QKNorm,
+    Recurrence,
+    RecurrenceInputs,
+    RecurrenceParams,
+    RouteRule,
+    ScanInputs,
+    ScanParams,
+)
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import OpTable
@@ -138,9 +147,9 @@ def _prefill(s: Shape, ops: OpTable) -> None:
         count, device = len(lens), torch.device("meta")
         index = segment_index(lens, [0] * count, [1] * count, device=device)
         x, a = s.empty(TOKENS, spec.mixed_dim), s.empty(TOKENS, spec.num_decays)
-        ops.conv_prefill(x, s.empty(4, spec.mixed_dim).t(), None, pool, index, True)
+        ops.conv_prefill(x, ConvTaps(s.empty(4, spec.mixed_dim).t(), None, True), pool, index)
         b = s.empty(TOKENS, spec.num_v_heads) if spec.delta else None
-        ops.recurrence_prefill(x, a, b, _params(s), states, index)
+        ops.recurrence_prefill(RecurrenceInputs(x, a, b), _params(s), states, index)
         if s.scan is not None:
             ops.scan_prefill(_scanned(s, TOKENS), *_scan(s), index)
         _attend(s, ops, attention_index(lens, lens, whole(count, 2048), whole(TOKENS)), TOKENS)
@@ -175,19 +184,23 @@ def _decode(s: Shape, ops: OpTable) -> None:
     count, weight = ROWS * (1 + DRAFTS), s.empty(4, spec.mixed_dim).t()
     x, a, b = (s.empty(count, n) for n in (spec.mixed_dim, spec.num_decays, spec.num_v_heads))
     b = b if spec.delta else None
-    ops.conv_update(x[:ROWS], weight, None, pool, rows, True)
-    ops.recurrence_decode(x[:ROWS], a[:ROWS], None if b is None else b[:ROWS], _params(s), states, rows)
+    ops.conv_update(x[:ROWS], ConvTaps(weight, None, True), pool, rows)
+    ops.recurrence_decode(
+        RecurrenceInputs(x[:ROWS], a[:ROWS], None if b is None else b[:ROWS]), _params(s), states, rows
+    )
     if s.scan is not None:
         ops.scan_decode(_scanned(s, ROWS), *_scan(s), rows)
     index = VerifyIndex(*(whole(ROWS + (place == 2)) for place in range(9)))
     keys = (spec.num_k_heads, spec.key_dim)
     sizes = ((spec.num_v_heads, spec.value_dim), keys, keys if spec.per_key else (spec.num_v_heads,))
-    ops.conv_verify(x, weight, None, pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)], True)
-    ops.recurrence_verify(x, a, b, _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes])
+    ops.conv_verify(x, ConvTaps(weight, None, True), pool, index, [s.empty(2 * ROWS, 5, spec.mixed_dim)])
+    ops.recurrence_verify(
+        RecurrenceInputs(x, a, b), _params(s), states, index, [real(2 * ROWS, 5, *size) for size in sizes]
+    )
     if not spec.per_key:
         record, heads = RecordIndex(8, *(whole(ROWS + (place == 2)) for place in range(8))), (spec.num_v_heads,)
         lines = [real(ROWS, 12, *heads, spec.value_dim), *(real(ROWS, 17, *size) for size in (keys, keys[:1], heads))]
-        ops.recurrence_record(x, a, b, _params(s), states, record, lines)
+        ops.recurrence_record(RecurrenceInputs(x, a, b), _params(s), states, record, lines)
     table, splits = whole(ROWS, 512), KeySplits(64, 24)
     _attend(s, ops, attention_index([1] * ROWS, [32_768] * ROWS, table, whole(ROWS), ROWS, splits=splits), ROWS)
     logits, at = s.empty(count, s.vocab), torch.empty(count, dtype=torch.int64)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.indices import segment_index
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 
 GATED_NORMS = [(False, False), (True, False), (False, True)]  # (gate_first, sigmoid): GDN, Mamba-2, KDA
 
@@ -44,6 +44,10 @@ class RecurrenceCase:
     a: Tensor
     b: Tensor
     params: RecurrenceParams
+
+    @property
+    def inputs(self) -> RecurrenceInputs:
+        return RecurrenceInputs(self.mixed, self.a, self.b)
 
 
 def recurrence_case(

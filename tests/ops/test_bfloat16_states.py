@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.cpu.table import cpp_table
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
 from forkpoint.ops.recurrence import reference
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
@@ -53,7 +53,7 @@ def test_prefill_with_saves(ops: OpTable, name: str) -> None:
     index = on_device(segments([64, 3], [1, -1], [2, 5], [[(64, 3)], [(2, 4)]]))
     mixed, a, b = (x.to(DEVICE) for x in (case.mixed, case.a, case.b))
     params = params_on_device(case.params)
-    compare(SHAPES[name], lambda pool: ops.recurrence_prefill(mixed, a, b, params, pool, index))
+    compare(SHAPES[name], lambda pool: ops.recurrence_prefill(RecurrenceInputs(mixed, a, b), params, pool, index))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -67,7 +67,9 @@ def test_where_a_prompt_is_cut_changes_no_bit(ops: OpTable, name: str) -> None:
 
     def run(start: int, end: int, src: int, dst: int, *saves: tuple[int, int]) -> Tensor:
         index = on_device(segments([end - start], [src], [dst], [list(saves)]))
-        return ops.recurrence_prefill(mixed[start:end], a[start:end], b[start:end], params, pool, index)
+        return ops.recurrence_prefill(
+            RecurrenceInputs(mixed[start:end], a[start:end], b[start:end]), params, pool, index
+        )
 
     whole = run(0, 150, 0, 1, (64, 2))
     assert torch.equal(run(64, 128, 2, 2), whole[64:128])
@@ -80,4 +82,4 @@ def test_decode_that_redirects(ops: OpTable, name: str) -> None:
     index = on_device(rows([0, 1, -1], [0, 6, 7]))
     mixed, a, b = (x.to(DEVICE) for x in (case.mixed, case.a, case.b))
     params = params_on_device(case.params)
-    compare(SHAPES[name], lambda pool: ops.recurrence_decode(mixed, a, b, params, pool, index))
+    compare(SHAPES[name], lambda pool: ops.recurrence_decode(RecurrenceInputs(mixed, a, b), params, pool, index))

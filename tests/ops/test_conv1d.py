@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.conv1d.reference import conv_prefill, conv_update
+from forkpoint.ops.parameters import ConvTaps
 from tests.ops.recurrence_cases import padded_pool, rows, segments
 
 DIM = 20
@@ -32,7 +33,7 @@ def test_segments(width: int, silu: bool, with_bias: bool) -> None:
     src, dst = [0, 1, -1, 3, 4, -1, 6, 7], [0, 11, 2, 13, -1, 5, 16, 7]
     saves: list[list[tuple[int, int]]] = [[] for _ in lens]
     saves[1], saves[6], saves[7] = [(2, 17)], [(64, 18), (65, 19)], [(64, 20), (128, -1)]
-    out = conv_prefill(x, weight, bias, pool, segments(lens, src, dst, saves), silu)
+    out = conv_prefill(x, ConvTaps(weight, bias, silu), pool, segments(lens, src, dst, saves))
     start = 0
     for n, length in enumerate(lens):
         window = before[src[n]] if src[n] >= 0 else torch.zeros_like(before[0])
@@ -53,13 +54,13 @@ def test_update_continues_a_segment() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(12, DIM), torch.randn(DIM, 4)
     pool = padded_pool(6, (3, DIM))
-    want = conv_prefill(x, weight, None, pool, segments([12], [-1], [5]), True)
-    conv_prefill(x[:5], weight, None, pool, segments([5], [-1], [0]), True)
+    want = conv_prefill(x, ConvTaps(weight, None, True), pool, segments([12], [-1], [5]))
+    conv_prefill(x[:5], ConvTaps(weight, None, True), pool, segments([5], [-1], [0]))
     source = pool[0].clone()
     other = torch.randn(DIM)
     for t in range(5, 12):
         slots = ([0, -1], [1, 3]) if t == 5 else ([1, 3], [1, 3])
-        got = conv_update(torch.stack((x[t], other)), weight, None, pool, rows(*slots), True)
+        got = conv_update(torch.stack((x[t], other)), ConvTaps(weight, None, True), pool, rows(*slots))
         assert torch.equal(got[0], want[t])
     assert torch.equal(pool[1], pool[5]) and torch.equal(pool[0], source)
 
@@ -68,7 +69,7 @@ def test_bfloat16_is_rounded_once() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(70, DIM).bfloat16(), torch.randn(DIM, 4).bfloat16()
     pool = padded_pool(2, (3, DIM), torch.bfloat16)
-    got = conv_prefill(x, weight, None, pool, segments([70], [-1], [0]), True)
+    got = conv_prefill(x, ConvTaps(weight, None, True), pool, segments([70], [-1], [0]))
     exact = history_conv(torch.zeros(3, DIM), x.float(), weight.float(), None, True)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), exact.bfloat16().float(), atol=1e-6, rtol=2**-7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import padded_pool, recurrence_by_token, recurrence_case, rows, segments
@@ -39,7 +39,7 @@ def test_prefill_is_the_recurrence(shape: Recurrence, decay: str) -> None:
     before = pool.clone()
     out, states = recurrence_by_token(case, pool[1])
     index = segments([length], [1], [2], [[(64, 0), (128, 3)]])
-    got = CPP.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    got = CPP.recurrence_prefill(case.inputs, case.params, pool, index)
     _close(got, out, 1e-5)
     for slot, position in ((2, 150), (0, 64), (3, 128)):
         _close(pool[slot], states[position - 1], 1e-5)
@@ -58,8 +58,8 @@ def test_segments_with_sentinels(lens: list[int], dtype: torch.dtype, delta: boo
     index = segments(lens, src, dst, saves)
     pool = padded_pool(12, (4, 64, 64))
     other = pool.clone()
-    wanted = TORCH.recurrence_prefill(case.mixed, case.a, case.b, case.params, other, index)
-    got = CPP.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    wanted = TORCH.recurrence_prefill(case.inputs, case.params, other, index)
+    got = CPP.recurrence_prefill(case.inputs, case.params, pool, index)
     assert got.dtype == dtype
     _close(got, wanted, 1e-5 if dtype == torch.float32 else 8e-3)
     _close(pool, other, 1e-5)
@@ -74,10 +74,12 @@ def test_cuts_on_the_grid_and_neighbours_leave_the_bits_alone(dtype: torch.dtype
     pool = padded_pool(6, (2, 32, 32))
     other = pool.clone()
     index = segments([330], [0], [1], [[(192, 2)]])
-    whole = CPP.recurrence_prefill(*args, case.params, pool, index)
-    first = CPP.recurrence_prefill(*(x[:192] for x in args), case.params, other, segments([192], [0], [3]))
+    whole = CPP.recurrence_prefill(RecurrenceInputs(*args), case.params, pool, index)
+    first = CPP.recurrence_prefill(
+        RecurrenceInputs(*(x[:192] for x in args)), case.params, other, segments([192], [0], [3])
+    )
     mixed = [torch.cat((x[:70], x[192:])) for x in args]
-    second = CPP.recurrence_prefill(*mixed, case.params, other, segments([70, 138], [-1, 3], [4, 3]))
+    second = CPP.recurrence_prefill(RecurrenceInputs(*mixed), case.params, other, segments([70, 138], [-1, 3], [4, 3]))
     assert torch.equal(torch.cat((first, second[70:])), whole)
     assert torch.equal(other[3], pool[1])
 
@@ -88,7 +90,7 @@ def test_decode_is_the_recurrence(shape: Recurrence) -> None:
     pool = padded_pool(8, (shape.num_v_heads, shape.value_dim, shape.key_dim))
     before = pool.clone()
     src, dst = [0, 3, -1, 4, -1], [0, 5, 6, -1, -1]
-    got = CPP.recurrence_decode(case.mixed, case.a, case.b, case.params, pool, rows(src, dst))
+    got = CPP.recurrence_decode(case.inputs, case.params, pool, rows(src, dst))
     for row in range(5):
         one = type(case)(case.mixed[row : row + 1], case.a[row : row + 1], case.b[row : row + 1], case.params)
         state = before[src[row]] if src[row] >= 0 else torch.zeros_like(before[0])
@@ -107,10 +109,10 @@ def test_decode_in_place_and_alone_gives_the_same_bits(dtype: torch.dtype) -> No
     pool = padded_pool(12, (4, 128, 128))
     other = pool.clone()
     args = (case.mixed, case.a, case.b)
-    apart = CPP.recurrence_decode(*args, case.params, pool, rows(list(range(6)), list(range(6, 12))))
+    apart = CPP.recurrence_decode(RecurrenceInputs(*args), case.params, pool, rows(list(range(6)), list(range(6, 12))))
     for row in range(6):
         one = [x[row : row + 1] for x in args]
-        got = CPP.recurrence_decode(*one, case.params, other, rows([row], [row]))
+        got = CPP.recurrence_decode(RecurrenceInputs(*one), case.params, other, rows([row], [row]))
         assert torch.equal(got[0], apart[row])
         assert torch.equal(other[row], pool[row + 6])
 
@@ -126,8 +128,8 @@ def test_conv_prefill_follows_the_reference(width: int, dtype: torch.dtype) -> N
     index = segments(lens, [-1, 1, 2, -1, 4], [0, 1, 5, -1, 4], saves)
     pool = padded_pool(16, (width - 1, 100), dtype)
     other = pool.clone()
-    wanted = TORCH.conv_prefill(x, weight, bias, other, index, True)
-    got = CPP.conv_prefill(x, weight, bias, pool, index, True)
+    wanted = TORCH.conv_prefill(x, ConvTaps(weight, bias, True), other, index)
+    got = CPP.conv_prefill(x, ConvTaps(weight, bias, True), pool, index)
     _close(got, wanted, 1e-6 if dtype == torch.float32 else 8e-3)
     assert torch.equal(pool, other)
 
@@ -136,13 +138,13 @@ def test_conv_update_continues_a_prefill_bit_for_bit() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(9, 50).bfloat16(), torch.randn(50, 4).bfloat16()
     pool = padded_pool(4, (3, 50), torch.bfloat16)
-    whole = CPP.conv_prefill(x, weight, None, pool, segments([9], [-1], [0]), True)
+    whole = CPP.conv_prefill(x, ConvTaps(weight, None, True), pool, segments([9], [-1], [0]))
     steps = []
     for t in range(9):
         src = t % 2 + 1 if t else -1
-        steps.append(CPP.conv_update(x[t : t + 1], weight, None, pool, rows([src], [(t + 1) % 2 + 1]), True))
+        steps.append(CPP.conv_update(x[t : t + 1], ConvTaps(weight, None, True), pool, rows([src], [(t + 1) % 2 + 1])))
     assert torch.equal(torch.cat(steps), whole)
     assert torch.equal(pool[9 % 2 + 1], pool[0])
     twin = pool[1].clone()
-    CPP.conv_update(x[:2], weight, None, pool, rows([1, -1], [1, -1]), False)
+    CPP.conv_update(x[:2], ConvTaps(weight, None, False), pool, rows([1, -1], [1, -1]))
     assert torch.equal(pool[1], torch.cat((twin[1:], x[:1])))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
 from forkpoint.ops.select import torch_table
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
@@ -80,7 +80,7 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
     index = DecodeIndex(ints([-1, 1, 2]), ints([0, 1, 2]))
     for t in range(length):
         token = (torch.stack([getattr(case, name)[t] for case in cases]) for name in ("mixed", "a", "b"))
-        outputs.append(TORCH.recurrence_decode(*token, cases[0].params, plain, index))
+        outputs.append(TORCH.recurrence_decode(RecurrenceInputs(*token), cases[0].params, plain, index))
         states.append([plain[row].clone() for row in range(3)])
         index = DecodeIndex(ints([0, 1, 2]), ints([0, 1, 2]))
     lines = (INTERVAL + most - 1, INTERVAL + 2 * most - 1)
@@ -109,7 +109,7 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
         right = [run.random.randint(1, size) for size in sizes]
         kept, found = run.index(sizes)
         tokens = [inputs(name, sizes, right) for name in ("mixed", "a", "b")]
-        got = ops.recurrence_record(*tokens, params, pool, kept, records).cpu()
+        got = ops.recurrence_record(RecurrenceInputs(*tokens), params, pool, kept, records).cpu()
         compare(found)
         for row, count in enumerate(right):
             want = torch.stack([outputs[done[row] + i][row] for i in range(count)])

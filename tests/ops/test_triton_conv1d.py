@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.select import torch_table
 from tests.ops.recurrence_cases import padded_pool, rows, segments
 from tests.ops.triton_cases import DEVICE, behind, copy_pool, on_device, padded, sized, triton_ops
@@ -31,8 +32,8 @@ def test_the_layout_of_weights_leaves_the_bits_alone(dtype: torch.dtype) -> None
     by_tap = weight.t().contiguous().t()
     index, decodes = on_device(segments([70], [0], [1])), on_device(rows([0, -1], [1, -1]))
     for got, want in (
-        (OURS.conv_prefill(x, w, bias, pool, index, True) for w in (by_tap, weight)),
-        (OURS.conv_update(x[:2], w, bias, pool, decodes, True) for w in (by_tap, weight)),
+        (OURS.conv_prefill(x, ConvTaps(w, bias, True), pool, index) for w in (by_tap, weight)),
+        (OURS.conv_update(x[:2], ConvTaps(w, bias, True), pool, decodes) for w in (by_tap, weight)),
     ):
         assert torch.equal(got, want)
 
@@ -51,8 +52,8 @@ def test_segments(dim: int, width: int, silu: bool, dtype: torch.dtype) -> None:
     index = on_device(segments(LENS, [0, -1, 3, 4], [0, 2, -1, 5], EXPORTS))
     with_bias = None if silu else bias
     check(
-        OURS.conv_prefill(x, weight, with_bias, ours, index, silu),
-        TORCH.conv_prefill(x, weight, with_bias, want, index, silu),
+        OURS.conv_prefill(x, ConvTaps(weight, with_bias, silu), ours, index),
+        TORCH.conv_prefill(x, ConvTaps(weight, with_bias, silu), want, index),
     )
     assert torch.equal(ours, want)
 
@@ -64,8 +65,8 @@ def test_update(dim: int, width: int, dtype: torch.dtype) -> None:
     ours, want = copy_pool(pool), copy_pool(pool)
     index = on_device(rows([0, -1, 3, 4], [0, 2, -1, 5]))
     check(
-        OURS.conv_update(x, weight, bias, ours, index, True),
-        TORCH.conv_update(x, weight, bias, want, index, True),
+        OURS.conv_update(x, ConvTaps(weight, bias, True), ours, index),
+        TORCH.conv_update(x, ConvTaps(weight, bias, True), want, index),
     )
     assert torch.equal(ours, want)
 
@@ -74,8 +75,8 @@ def test_short_and_long_prefills_give_the_same_bits() -> None:
     """Their programs take different numbers of tokens."""
     x, weight, _, pool = inputs(600, 40, 4, torch.bfloat16)
     pool = copy_pool(pool)
-    whole = OURS.conv_prefill(x, weight, None, pool, on_device(segments([600], [0], [1])), True)
-    part = OURS.conv_prefill(x[:130], weight, None, pool, on_device(segments([130], [0], [2])), True)
+    whole = OURS.conv_prefill(x, ConvTaps(weight, None, True), pool, on_device(segments([600], [0], [1])))
+    part = OURS.conv_prefill(x[:130], ConvTaps(weight, None, True), pool, on_device(segments([130], [0], [2])))
     assert torch.equal(part, whole[:130])
 
 
@@ -83,11 +84,13 @@ def test_padding_is_harmless() -> None:
     x, weight, _, pool = inputs(sum(LENS), 20, 4, torch.float32)
     ours, want = copy_pool(pool), copy_pool(pool)
     index = on_device(segments(LENS, [0, -1, 3, 4], [0, 2, -1, 5], EXPORTS))
-    expected = OURS.conv_prefill(x, weight, None, want, index, True)
-    got = OURS.conv_prefill(behind(x, 130), weight, None, ours, padded(index), True)
+    expected = OURS.conv_prefill(x, ConvTaps(weight, None, True), want, index)
+    got = OURS.conv_prefill(behind(x, 130), ConvTaps(weight, None, True), ours, padded(index))
     assert torch.equal(got[: sum(LENS)], expected) and torch.equal(ours, want)
-    expected = OURS.conv_update(x[:2], weight, None, want, on_device(rows([0, 3], [0, 6])), True)
-    got = OURS.conv_update(behind(x[:2], 2), weight, None, ours, on_device(rows([0, 3, -1, -1], [0, 6, -1, -1])), True)
+    expected = OURS.conv_update(x[:2], ConvTaps(weight, None, True), want, on_device(rows([0, 3], [0, 6])))
+    got = OURS.conv_update(
+        behind(x[:2], 2), ConvTaps(weight, None, True), ours, on_device(rows([0, 3, -1, -1], [0, 6, -1, -1]))
+    )
     assert torch.equal(got[:2], expected) and torch.equal(ours, want)
 
 
@@ -95,6 +98,6 @@ def test_padding_is_harmless() -> None:
 def test_in_place_equals_apart(length: int) -> None:
     x, weight, _, pool = inputs(length, 40, 4, torch.float32)
     pool = copy_pool(pool)
-    apart = OURS.conv_prefill(x, weight, None, pool, on_device(segments([length], [0], [1])), True)
-    same = OURS.conv_prefill(x, weight, None, pool, on_device(segments([length], [0], [0])), True)
+    apart = OURS.conv_prefill(x, ConvTaps(weight, None, True), pool, on_device(segments([length], [0], [1])))
+    same = OURS.conv_prefill(x, ConvTaps(weight, None, True), pool, on_device(segments([length], [0], [0])))
     assert torch.equal(apart, same) and torch.equal(pool[0], pool[1])

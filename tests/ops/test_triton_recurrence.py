@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops import launch_table
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
 from forkpoint.ops.select import torch_table
 from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.recurrence_cases import RecurrenceCase, padded_pool, recurrence_by_token, recurrence_case, rows, segments
@@ -50,8 +50,8 @@ def compare_prefill(
     case, pool = moved(case), pool_for(case.params.spec)
     want_pool, index = copy_pool(pool), on_device(segments(lens, src, dst, saves))
     wide = RecurrenceCase(case.mixed.float(), case.a.float(), case.b.float(), case.params)
-    want = TORCH.recurrence_prefill(wide.mixed, wide.a, wide.b, case.params, want_pool, index)
-    got = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    want = TORCH.recurrence_prefill(wide.inputs, case.params, want_pool, index)
+    got = OURS.recurrence_prefill(case.inputs, case.params, pool, index)
     bound = BOUND[case.mixed.dtype]
     assert got.dtype == case.mixed.dtype
     assert relative_error(got, want) <= bound
@@ -101,9 +101,9 @@ def test_segments_in_parts_are_those_of_one_launch(shape: Recurrence, monkeypatc
     case, pool = moved(recurrence_case(140, shape, "slow")), pool_for(shape)
     other = copy_pool(pool)
     index = on_device(segments([5, 70, 65], [1, -1, 2], [0, 3, -1], [[], [(64, 4)], [(65, 5)]]))
-    whole = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, index)
+    whole = OURS.recurrence_prefill(case.inputs, case.params, pool, index)
     monkeypatch.setattr(launch_table, "traits_of", lambda device: DeviceTraits(most_programs=4))
-    parts = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, other, index)
+    parts = OURS.recurrence_prefill(case.inputs, case.params, other, index)
     assert torch.equal(whole, parts) and torch.equal(pool, other)
 
 
@@ -146,8 +146,8 @@ def test_decode(shape: Recurrence, dtype: torch.dtype) -> None:
     case = moved(recurrence_case(4, shape, "mixed", dtype))
     pool = pool_for(shape)
     want_pool, index = copy_pool(pool), on_device(rows([2, -1, 4, 6], [2, 0, 5, -1]))
-    want = TORCH.recurrence_decode(case.mixed, case.a, case.b, case.params, want_pool, index)
-    got = OURS.recurrence_decode(case.mixed, case.a, case.b, case.params, pool, index)
+    want = TORCH.recurrence_decode(case.inputs, case.params, want_pool, index)
+    got = OURS.recurrence_decode(case.inputs, case.params, pool, index)
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-4}
     torch.testing.assert_close(got, want, **tolerance)
     torch.testing.assert_close(pool, want_pool, atol=1e-5, rtol=1e-5)
@@ -161,12 +161,14 @@ def test_cuts_neighbours_and_slots_leave_the_bits_alone(shape: Recurrence, dtype
     case = moved(recurrence_case(length, shape, dtype=dtype))
     pool = pool_for(shape)
     whole = OURS.recurrence_prefill(
-        case.mixed, case.a, case.b, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2), (130, 3)]]))
+        case.inputs, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2), (130, 3)]]))
     )
     assert torch.equal(pool[1], pool[3])
     other = moved(recurrence_case(5, shape, dtype=dtype, seed=1))
     mixed, a, b = (torch.cat((getattr(other, x), getattr(case, x)[64:])) for x in ("mixed", "a", "b"))
-    tail = OURS.recurrence_prefill(mixed, a, b, case.params, pool, on_device(segments([5, 66], [4, 2], [5, 2])))
+    tail = OURS.recurrence_prefill(
+        RecurrenceInputs(mixed, a, b), case.params, pool, on_device(segments([5, 66], [4, 2], [5, 2]))
+    )
     assert torch.equal(tail[5:], whole[64:]) and torch.equal(pool[2], pool[1])
 
 
@@ -175,13 +177,13 @@ def test_padding_is_harmless() -> None:
     want_pool, params = copy_pool(pool), case.params
     index = on_device(segments([3, 67], [1, -1], [1, 2], [[(3, 5)], [(64, 4)]]))
     wide = [behind(x, 130) for x in (case.mixed, case.a, case.b)]
-    expected = OURS.recurrence_prefill(case.mixed, case.a, case.b, params, want_pool, index)
-    got = OURS.recurrence_prefill(*wide, params, pool, padded(index))
+    expected = OURS.recurrence_prefill(case.inputs, params, want_pool, index)
+    got = OURS.recurrence_prefill(RecurrenceInputs(*wide), params, pool, padded(index))
     assert torch.equal(got[:70], expected) and torch.equal(pool, want_pool)
     few = [x[:2] for x in (case.mixed, case.a, case.b)]
-    expected = OURS.recurrence_decode(*few, params, want_pool, on_device(rows([1, 4], [1, 3])))
+    expected = OURS.recurrence_decode(RecurrenceInputs(*few), params, want_pool, on_device(rows([1, 4], [1, 3])))
     wide = [behind(x, 2) for x in few]
-    got = OURS.recurrence_decode(*wide, params, pool, on_device(rows([1, 4, -1, -1], [1, 3, -1, -1])))
+    got = OURS.recurrence_decode(RecurrenceInputs(*wide), params, pool, on_device(rows([1, 4, -1, -1], [1, 3, -1, -1])))
     assert torch.equal(got[:2], expected) and torch.equal(pool, want_pool)
 
 
@@ -191,12 +193,12 @@ def test_few_and_many_segments_give_the_same_bits(shape: Recurrence) -> None:
     length, others = (1000, 11) if ON_GPU else (66, 4)
     case, pool = moved(recurrence_case(length, shape, "mixed", torch.bfloat16)), pool_for(shape)
     alone = OURS.recurrence_prefill(
-        case.mixed, case.a, case.b, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2)]]))
+        case.inputs, case.params, pool, on_device(segments([length], [0], [1], [[(64, 2)]]))
     )
     more = moved(recurrence_case(others, shape, dtype=torch.bfloat16, seed=1))
     wide = [torch.cat((getattr(more, x), getattr(case, x))) for x in ("mixed", "a", "b")]
     index = segments([1] * others + [length], [-1] * others + [0], [-1] * others + [3], [[]] * others + [[(64, 4)]])
-    together = OURS.recurrence_prefill(*wide, case.params, pool, on_device(index))[others:]
+    together = OURS.recurrence_prefill(RecurrenceInputs(*wide), case.params, pool, on_device(index))[others:]
     if ON_GPU:
         assert torch.equal(together, alone) and torch.equal(pool[3:5], pool[1:3])
     assert relative_error(together, alone) <= 1e-2 and relative_error(pool[3:5], pool[1:3]) <= 1e-2
@@ -206,7 +208,7 @@ def test_prefill_equals_the_recurrence() -> None:
     case, pool = recurrence_case(67, SMALL, "slow"), pool_for(SMALL)
     want, states = recurrence_by_token(case, pool[1].cpu())
     case = moved(case)
-    got = OURS.recurrence_prefill(case.mixed, case.a, case.b, case.params, pool, on_device(segments([67], [1], [0])))
+    got = OURS.recurrence_prefill(case.inputs, case.params, pool, on_device(segments([67], [1], [0])))
     assert relative_error(got, want) <= 5e-5 and relative_error(pool[0], states[-1]) <= 5e-5
 
 
@@ -216,6 +218,6 @@ def test_equal_keys_do_not_blow_up() -> None:
     case.mixed[:, SMALL.key_dim : 2 * SMALL.key_dim] = case.mixed[:1, SMALL.key_dim : 2 * SMALL.key_dim].clone()
     pool, index = pool_for(SMALL), on_device(segments([64], [-1], [0]))
     want_pool = copy_pool(pool)
-    want = TORCH.recurrence_prefill(case.mixed, case.a, case.b + 6, case.params, want_pool, index)
-    got = OURS.recurrence_prefill(case.mixed, case.a, case.b + 6, case.params, pool, index)
+    want = TORCH.recurrence_prefill(RecurrenceInputs(case.mixed, case.a, case.b + 6), case.params, want_pool, index)
+    got = OURS.recurrence_prefill(RecurrenceInputs(case.mixed, case.a, case.b + 6), case.params, pool, index)
     assert relative_error(got, want) <= 1e-4 and relative_error(pool[0], want_pool[0]) <= 1e-4

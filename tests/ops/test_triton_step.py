@@ -7,7 +7,7 @@ import torch
 
 from forkpoint.ops.launch_table import LaunchTable
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence import record_kernel
 from forkpoint.ops.recurrence.record_kernel import conv_record
 from tests.ops.recurrence_cases import ints
@@ -49,9 +49,18 @@ def test_it_leaves_what_two_operators_leave(spec: Recurrence, turns: int, monkey
         columns = [[0, 1, 2, 3, 3], [3, 1, 0, 2], written, held, *marks]
         index = RecordIndex(interval, src, dst, *(ints(column).to(DEVICE) for column in columns))
         windows = DecodeIndex(src, dst)
-        passed = OURS.conv_update(mixed, taps, None, theirs[0], windows, True)
-        want = OURS.recurrence_record(passed, a, b, params, theirs[1], index, theirs[2:])
-        got = conv_record(mixed, taps, ours[0], windows, a, b, params, ours[1], index, ours[2:])
+        passed = OURS.conv_update(mixed, ConvTaps(taps, None, True), theirs[0], windows)
+        want = OURS.recurrence_record(RecurrenceInputs(passed, a, b), params, theirs[1], index, theirs[2:])
+        got = conv_record(
+            RecurrenceInputs(mixed, a, b),
+            ConvTaps(taps, None, True),
+            ours[0],
+            windows,
+            params,
+            ours[1],
+            index,
+            ours[2:],
+        )
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
         for name, x, y in zip(("windows", "states", "updates", "keys", "scales", "decays"), ours, theirs, strict=True):
             if name in ("windows", "keys"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
-from forkpoint.ops.parameters import Recurrence, ScanInputs, ScanParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, ScanInputs, ScanParams
 from forkpoint.ops.select import torch_table
 from tests.ops.cpu_table import cpp
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
@@ -168,8 +168,12 @@ def test_recurrence(table: str, shape: Recurrence, dtype: torch.dtype) -> None:
     _check(
         _Rows(len(table), length, device),
         pool,
-        lambda t, plain, index: ops.recurrence_decode(*(value[:, t] for value in given), params, plain, index),
-        lambda at, index: ops.recurrence_verify(*(_inputs(value, at) for value in given), params, pool, index, records),
+        lambda t, plain, index: ops.recurrence_decode(
+            RecurrenceInputs(*(value[:, t] for value in given)), params, plain, index
+        ),
+        lambda at, index: ops.recurrence_verify(
+            RecurrenceInputs(*(_inputs(value, at) for value in given)), params, pool, index, records
+        ),
         lambda index: ops.recurrence_fold(pool, index, records),
     )
 
@@ -211,8 +215,8 @@ def test_convolution(table: str, width: int) -> None:
     _check(
         _Rows(width, length, device),
         pool,
-        lambda t, plain, index: ops.conv_update(x[:, t], weight, bias, plain, index, True),
-        lambda at, index: ops.conv_verify(_inputs(x, at), weight, bias, pool, index, records, True),
+        lambda t, plain, index: ops.conv_update(x[:, t], ConvTaps(weight, bias, True), plain, index),
+        lambda at, index: ops.conv_verify(_inputs(x, at), ConvTaps(weight, bias, True), pool, index, records),
         lambda index: ops.conv_fold(pool, index, records),
     )
 
@@ -225,7 +229,7 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
     mixed, a, b = (behind(x[:2].to(DEVICE), 3) for x in (case.mixed, case.a, case.b))
     pool = torch.zeros(2, 1, 8, 16, device=DEVICE)
     records = [torch.zeros(2, 2, 1, dim, device=DEVICE) for dim in (8, 16)] + [torch.zeros(2, 2, 1, device=DEVICE)]
-    out = ops.recurrence_verify(mixed, a, b, params_on_device(case.params), pool, index, records)
+    out = ops.recurrence_verify(RecurrenceInputs(mixed, a, b), params_on_device(case.params), pool, index, records)
     assert out[:2].all() and not out[2:].any()
     wide, lines = [behind(torch.ones(2, 40, device=DEVICE), 3)] * 5, [torch.zeros(2, 2, 40, device=DEVICE)] * 3
     scan = ScanParams(-torch.ones(40, 40, device=DEVICE), *torch.ones(2, 40, device=DEVICE))
@@ -233,5 +237,7 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
     assert out[:2].all() and not out[2:].any()
     lines = [torch.zeros(2, 2, 40, device=DEVICE)]
     weight, window = torch.ones(40, 4, device=DEVICE), torch.zeros(2, 3, 40, device=DEVICE)
-    out = ops.conv_verify(behind(torch.ones(2, 40, device=DEVICE), 3), weight, None, window, index, lines, True)
+    out = ops.conv_verify(
+        behind(torch.ones(2, 40, device=DEVICE), 3), ConvTaps(weight, None, True), window, index, lines
+    )
     assert out[:2].all() and not out[2:].any()

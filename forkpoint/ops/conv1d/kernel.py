@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE as TOKEN_TILE
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import ConvTaps
 
 TILE = tl.constexpr(TOKEN_TILE)
 CHANNELS = 256  # of a prefill program
@@ -61,8 +64,6 @@ def _before(here, old, x_stride, row_stride, offset, length, source, present, BA
 @triton.jit
 def _prefill_kernel(
     x,
-    weight,
-    bias,
     pool,
     out,
     tiles,
@@ -72,6 +73,8 @@ def _prefill_kernel(
     save_ptr,
     save_pos,
     save_dst,
+    weight,
+    bias,
     x_stride,
     slot_stride,
     row_stride,
@@ -79,7 +82,6 @@ def _prefill_kernel(
     w_tap,
     D: tl.constexpr,
     W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +122,7 @@ def _prefill_kernel(
                 value = tl.load(old, mask=present, other=0.0).to(x.dtype.element_ty)
             window += (value.to(tl.float32),)  # type: ignore[assignment]
     shift = tl.zeros((BLOCK,), tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         shift = tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     place = out + (start + offset).to(tl.int64) * D + channel
     for t in tl.static_range(TOKENS):
@@ -162,12 +164,12 @@ def _prefill_kernel(
 @triton.jit
 def _update_kernel(
     x,
-    weight,
-    bias,
     pool,
     out,
     src,
     dst,
+    weight,
+    bias,
     x_stride,
     slot_stride,
     row_stride,
@@ -175,7 +177,6 @@ def _update_kernel(
     w_tap,
     D: tl.constexpr,
     W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -210,7 +211,7 @@ def _update_kernel(
     tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0) if STRAIGHT else taps[W - 1]
     total += newest.to(tl.float32) * tap.to(tl.float32)
     tl.store(new + (W - 2) * row_stride, newest.to(pool.dtype.element_ty), mask=kept)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     if SILU:
         total = silu_fp32(total)
@@ -221,41 +222,34 @@ def check_layout(x: Tensor, pool: Tensor) -> None:
     assert x.stride(1) == 1 and pool.stride(2) == 1, "channels must be dense"
 
 
-def conv_prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
-) -> Tensor:
-    """`x[T, D]` raw inputs of the segments end to end, `weight[D, W]`, `pool[P, W-1, D]` -> `[T, D]`.
-
-    The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`. Fastest where each
-    tap's weights lie side by side.
-    """
+def described(x: Tensor, taps: ConvTaps, pool: Tensor, block: int) -> dict[str, Any]:
+    """Taps, strides and sizes of a launch whose programs take `block` channels, as the kernels name them."""
     check_layout(x, pool)
-    dim, width = weight.shape
+    (dim, width), (w_channel, w_tap) = taps.weight.shape, taps.weight.stride()
+    strides = {"x_stride": x.stride(0), "slot_stride": pool.stride(0), "row_stride": pool.stride(1)}
+    sizes = {"D": dim, "W": width, "BLOCK": block, "PIECES": triton.cdiv(dim, block), "SILU": taps.silu}
+    return {"weight": taps.weight, "bias": taps.bias, "w_channel": w_channel, "w_tap": w_tap, **strides, **sizes}
+
+
+def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:
+    """`x[T, D]` raw inputs of the segments end to end, `pool[P, W-1, D]` -> `[T, D]`.
+
+    The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
+    """
+    given = described(x, taps, pool, CHANNELS)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert index.tiles is not None, "kernels need the index's tiles"
-    pieces = triton.cdiv(dim, CHANNELS)
     tokens = SHORT if x.shape[0] <= FEW_TOKENS else LONG
-    each = pieces * (TOKEN_TILE // tokens)
+    each = given["PIECES"] * (TOKEN_TILE // tokens)
     for tiles in turns(index.tiles, each):
         _prefill_kernel[(tiles.shape[0] * each,)](
             x,
-            weight,
-            x if bias is None else bias,
             pool,
             out,
             tiles,
             *index.columns,
-            x.stride(0),
-            pool.stride(0),
-            pool.stride(1),
-            *weight.stride(),
-            D=dim,
-            W=width,
-            HAS_BIAS=bias is not None,
-            SILU=silu,
+            **given,
             TOKENS=tokens,
-            BLOCK=CHANNELS,
-            PIECES=pieces,
             **straight(x.device),
             **overlap(x.device, x.shape[0]),
             num_warps=2,
@@ -263,30 +257,17 @@ def conv_prefill(
     return out
 
 
-def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool) -> Tensor:
+def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Tensor:
     """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
-    check_layout(x, pool)
-    dim, width = weight.shape
+    given = described(x, taps, pool, UPDATE_CHANNELS)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    pieces = triton.cdiv(dim, UPDATE_CHANNELS)
-    _update_kernel[(x.shape[0] * pieces,)](
+    _update_kernel[(x.shape[0] * given["PIECES"],)](
         x,
-        weight,
-        x if bias is None else bias,
         pool,
         out,
         index.src,
         index.dst,
-        x.stride(0),
-        pool.stride(0),
-        pool.stride(1),
-        *weight.stride(),
-        D=dim,
-        W=width,
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        BLOCK=UPDATE_CHANNELS,
-        PIECES=pieces,
+        **given,
         **straight(x.device),
         **overlap(x.device, x.shape[0]),
         num_warps=1,

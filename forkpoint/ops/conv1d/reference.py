@@ -10,34 +10,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forkpoint.ops.activation.reference import silu as silu_fp32
+from forkpoint.ops.activation.reference import silu
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
+from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 ROW_TILE = 32  # tokens whose sums stay in a core's cache
 
 
-def taps(inputs: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """`inputs[..., W-1+L, D]`, `weight[D, W]` -> fp32 `[..., L, D]`."""
-    width = weight.shape[1]
+def convolved(inputs: Tensor, taps: ConvTaps) -> Tensor:
+    """`inputs[..., W-1+L, D]` -> fp32 `[..., L, D]`."""
+    width = taps.weight.shape[1]
     length = inputs.shape[-2] - width + 1
-    wide, taps = inputs.float(), weight.float().t().contiguous()
-    total = wide[..., :length, :] * taps[0]
+    wide, weights = inputs.float(), taps.weight.float().t().contiguous()
+    total = wide[..., :length, :] * weights[0]
     for j in range(1, width):
-        total += wide[..., j : j + length, :] * taps[j]
-    if bias is not None:
-        total += bias.float()
-    return silu_fp32(total) if silu else total
+        total += wide[..., j : j + length, :] * weights[j]
+    if taps.bias is not None:
+        total += taps.bias.float()
+    return silu(total) if taps.silu else total
 
 
-def conv_prefill(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
-) -> Tensor:
-    """`x[T, D]` raw inputs of the segments end to end, `weight[D, W]`, `pool[P, W-1, D]` -> `[T, D]`.
+def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:
+    """`x[T, D]` raw inputs of the segments end to end, `pool[P, W-1, D]` -> `[T, D]`.
 
     The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
     """
-    behind = weight.shape[1] - 1
+    behind = taps.weight.shape[1] - 1
     windows = read_slots(pool, index.src)
     out = torch.empty_like(x)
     stored: list[Tensor] = []
@@ -48,7 +47,7 @@ def conv_prefill(
         inputs = torch.cat((windows[n].to(x.dtype), x[start : start + length]))
         for low in range(0, length, ROW_TILE):
             high = min(low + ROW_TILE, length)
-            out[start + low : start + high] = taps(inputs[low : high + behind], weight, bias, silu)
+            out[start + low : start + high] = convolved(inputs[low : high + behind], taps)
         stored.append(inputs[length : length + behind])
         saved += [inputs[p : p + behind] for p in save_pos[save_ptr[n] : save_ptr[n + 1]]]
         start += length
@@ -58,8 +57,8 @@ def conv_prefill(
     return out
 
 
-def conv_update(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool) -> Tensor:
+def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Tensor:
     """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
     inputs = torch.cat((read_slots(pool, index.src).to(x.dtype), x.unsqueeze(1)), dim=1)
     write_slots(pool, index.dst, inputs[:, 1:])
-    return taps(inputs, weight, bias, silu).squeeze(1).to(x.dtype)
+    return convolved(inputs, taps).squeeze(1).to(x.dtype)

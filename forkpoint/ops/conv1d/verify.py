@@ -8,26 +8,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from forkpoint.ops.conv1d.reference import taps
+from forkpoint.ops.conv1d.reference import convolved
 from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
-def conv_verify(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    silu: bool,
-) -> Tensor:
+def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
     """`x[T, D]` -> `[T, D]`; reads and writes `pool[P, W-1, D]` and records `[L, M, D]` as `index` says."""
     windows, (lines,) = _folded(pool, index, records), records
     out = torch.empty_like(x)
     for row, (first, end) in enumerate(pairwise(index.cu_tokens.tolist())):
         inputs = torch.cat((windows[row].to(x.dtype), x[first:end]))
-        out[first:end] = taps(inputs, weight, bias, silu)
+        out[first:end] = convolved(inputs, taps)
         if end == first + 1:
             windows[row] = inputs[1:]
         else:

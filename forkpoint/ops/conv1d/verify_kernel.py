@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, check_layout
+from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
+from forkpoint.ops.parameters import ConvTaps
 
 
 @triton.jit
@@ -39,8 +40,6 @@ def _window(pool, source, line, position, channel, row_stride, seen, D: tl.const
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _verify_kernel(
     x,
-    weight,
-    bias,
     pool,
     out,
     inputs,
@@ -54,6 +53,8 @@ def _verify_kernel(
     write,
     num_rows,
     num_tokens,
+    weight,
+    bias,
     x_stride,
     slot_stride,
     row_stride,
@@ -62,7 +63,6 @@ def _verify_kernel(
     D: tl.constexpr,
     W: tl.constexpr,
     MOST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     COMPUTES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,7 +98,7 @@ def _verify_kernel(
                 value = _input(x_at, pool_at, line_at, at, count, x_stride, row_stride, present, seen, D, W)
                 tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
                 total += value * tap.to(tl.float32)
-            if HAS_BIAS:
+            if bias is not None:
                 total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
             if SILU:
                 total = silu_fp32(total)
@@ -124,64 +124,36 @@ def _verify_kernel(
             tl.store(last, newest.to(pool.dtype.element_ty), mask=present)
 
 
-def conv_verify(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    silu: bool,
-) -> Tensor:
+def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
     """See `table.ConvVerify`; what tokens of no row get is zero."""
-    check_layout(x, pool)
     out = x.new_empty(x.shape)
-    _launch(x, weight, bias, pool, out, index, records, silu)
+    _launch(x, taps, pool, out, index, records)
     return out
 
 
 def conv_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
     """The windows after the pending tokens, and at the marks."""
-    (lines,) = records
     none = pool.new_empty(0, pool.shape[2])
-    _launch(none, none.new_empty(pool.shape[2], pool.shape[1] + 1), None, pool, none, index, (lines,), False)
+    taps = ConvTaps(none.new_empty(pool.shape[2], pool.shape[1] + 1), None, False)
+    _launch(none, taps, pool, none, index, records)
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pool: Tensor,
-    out: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    silu: bool,
+    x: Tensor, taps: ConvTaps, pool: Tensor, out: Tensor, index: VerifyIndex, records: Sequence[Tensor]
 ) -> None:
-    (dim, width), (lines,) = weight.shape, records
+    given, (lines,) = described(x, taps, pool, UPDATE_CHANNELS), records
     assert lines.is_contiguous(), "records must be dense"
-    pieces = triton.cdiv(dim, UPDATE_CHANNELS)
-    _verify_kernel[(len(index) * pieces,)](
+    _verify_kernel[(len(index) * given["PIECES"],)](
         x,
-        weight,
-        x if bias is None else bias,
         pool,
         out,
         lines,
         *index.single_columns,
         len(index),
         x.shape[0],
-        x.stride(0),
-        pool.stride(0),
-        pool.stride(1),
-        *weight.stride(),
-        D=dim,
-        W=width,
+        **given,
         MOST=lines.shape[1],
-        HAS_BIAS=bias is not None,
-        SILU=silu,
         COMPUTES=x.shape[0] > 0,
-        BLOCK=UPDATE_CHANNELS,
-        PIECES=pieces,
         **overlap(pool.device, x.shape[0]),
         num_warps=1,
     )

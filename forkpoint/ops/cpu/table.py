@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,10 @@ from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.parameters import KVScales, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.parameters import ConvTaps, KVScales, RecurrenceInputs, RecurrenceParams, ScanInputs, ScanParams
 from forkpoint.ops.table import OpTable
+
+Out = Tensor | None  # where an answer goes, if not to a tensor of its own
 
 
 class _Constants:
@@ -37,15 +39,13 @@ class _Constants:
 
 
 class _StateOperators:
-    """Convolutions and recurrences: the calls that unpack an index or a layer's constants."""
+    """Convolutions, recurrences and scans: the calls that unpack an index or a layer's constants."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._taps = _Constants()
-        self._layers = _Constants()
+        self._module, self._made = module, _Constants()
 
-    def _tap(self, weight: Tensor, bias: Tensor | None) -> Any:
-        return self._taps.get(weight, lambda: self._module.ConvTaps(weight, bias))
+    def _taps(self, taps: ConvTaps) -> Any:
+        return self._made.get(taps.weight, lambda: self._module.ConvTaps(taps.weight, taps.bias))
 
     def _layer(self, params: RecurrenceParams) -> Any:
         s = params.spec
@@ -55,103 +55,52 @@ class _StateOperators:
             constants = (params.A_log, params.dt_bias, params.D)
             return self._module.RecurrenceLayer(*spec, *constants, s.per_key, s.bound or 0.0)
 
-        return self._layers.get(params, make)
+        return self._made.get(params, make)
 
-    def conv_prefill(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: SegmentIndex, silu: bool
-    ) -> Tensor:
-        out: Tensor = self._module.conv_prefill(x, self._tap(weight, bias), pool, silu, *index.columns)
-        return out
+    def _scan(self, params: ScanParams) -> Any:
+        return self._made.get(params, lambda: self._module.ScanLayer(params.A, params.dt_bias, params.skip))
 
-    def conv_update(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, index: DecodeIndex, silu: bool
-    ) -> Tensor:
-        out: Tensor = self._module.conv_update(x, self._tap(weight, bias), pool, silu, index.src, index.dst)
-        return out
+    def conv_prefill(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Any:
+        return self._module.conv_prefill(x, self._taps(taps), pool, taps.silu, *index.columns)
 
-    def recurrence_prefill(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: SegmentIndex,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        layer = self._layer(params)
-        result: Tensor = self._module.recurrence_prefill(mixed, a, b, layer, pool, *index.columns)
-        return result if out is None else out.copy_(result)
-
-    def recurrence_decode(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: DecodeIndex,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        result: Tensor = self._module.recurrence_decode(mixed, a, b, self._layer(params), pool, index.src, index.dst)
-        return result if out is None else out.copy_(result)
+    def conv_update(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Any:
+        return self._module.conv_update(x, self._taps(taps), pool, taps.silu, *index.columns)
 
     def conv_verify(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        pool: Tensor,
-        index: VerifyIndex,
-        records: Sequence[Tensor],
-        silu: bool,
-    ) -> Tensor:
-        taps = self._tap(weight, bias)
-        out: Tensor = self._module.conv_verify(x, taps, pool, silu, index.single_columns, *records)
-        return out
+        self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
+    ) -> Any:
+        return self._module.conv_verify(x, self._taps(taps), pool, taps.silu, index.single_columns, *records)
 
     def conv_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
         self._module.conv_fold(pool, index.single_columns, *records)
 
+    def recurrence_prefill(
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
+    ) -> Any:
+        return _into(out, self._module.recurrence_prefill(*inputs, self._layer(params), pool, *index.columns))
+
+    def recurrence_decode(
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
+    ) -> Any:
+        return _into(out, self._module.recurrence_decode(*inputs, self._layer(params), pool, *index.columns))
+
     def recurrence_verify(
-        self,
-        mixed: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: VerifyIndex,
-        records: Sequence[Tensor],
-    ) -> Tensor:
-        layer = self._layer(params)
-        out: Tensor = self._module.recurrence_verify(mixed, a, b, layer, pool, index.columns, records)
-        return out
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Any
+    ) -> Any:
+        return self._module.recurrence_verify(*inputs, self._layer(params), pool, index.columns, records)
 
     def recurrence_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
         self._module.recurrence_fold(pool, index.columns, records)
 
-
-class _ScanOperators:
-    """The selective scan."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._layers = _Constants()
-
-    def _layer(self, params: ScanParams) -> Any:
-        return self._layers.get(params, lambda: self._module.ScanLayer(params.A, params.dt_bias, params.skip))
-
     def scan_prefill(
-        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
-    ) -> Tensor:
-        result: Tensor = self._module.scan_prefill(list(inputs), self._layer(params), pool, *index.columns)
-        return result if out is None else out.copy_(result)
+        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None
+    ) -> Any:
+        return _into(out, self._module.scan_prefill(list(inputs), self._scan(params), pool, *index.columns))
 
     def scan_decode(
-        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
-    ) -> Tensor:
-        result: Tensor = self._module.scan_decode(list(inputs), self._layer(params), pool, index.src, index.dst)
-        return result if out is None else out.copy_(result)
+        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None
+    ) -> Any:
+        return _into(out, self._module.scan_decode(list(inputs), self._scan(params), pool, *index.columns))
 
     def scan_verify(
         self,
@@ -160,15 +109,18 @@ class _ScanOperators:
         pool: Tensor,
         index: VerifyIndex,
         records: Sequence[Tensor],
-        out: Tensor | None = None,
-    ) -> Tensor:
-        layer = self._layer(params)
-        result: Tensor = self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records)
-        return result if out is None else out.copy_(result)
+        out: Out = None,
+    ) -> Any:
+        layer = self._scan(params)
+        return _into(out, self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records))
 
     def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
         *lines, rates, dt_bias = records
         self._module.scan_fold(pool, index.columns, index.line, lines, rates, dt_bias)
+
+
+def _into(out: Out, found: Tensor) -> Tensor:
+    return found if out is None else out.copy_(found)
 
 
 def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
@@ -239,27 +191,6 @@ def _codes(matrix: ScaledMatrix) -> tuple[Tensor, Tensor, int]:
     return matrix.codes.view(torch.uint8), matrix.scales, matrix.rows
 
 
-_OF_STATES = (
-    "conv_prefill",
-    "conv_update",
-    "conv_verify",
-    "conv_fold",
-    "recurrence_prefill",
-    "recurrence_decode",
-    "recurrence_verify",
-    "recurrence_fold",
-)
-_PLAIN = (
-    "linear",
-    "rmsnorm",
-    "add_rmsnorm",
-    "gated_rmsnorm",
-    "silu_mul",
-    "experts",
-    "state_copy",
-)
-
-
 def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> OpTable:
     """`base` with its operators replaced by those of `module`, which `build.load_operators` gave.
 
@@ -269,14 +200,11 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     `base`'s linear layers.
     """
     module.keep_freed_memory()
-    states = _StateOperators(module)
-    replaced: dict[str, Any] = {name: getattr(module, name) for name in _PLAIN}
-    for name in _OF_STATES:
-        replaced[name] = getattr(states, name)
+    replaced: dict[str, Any] = {}
+    for own in (module, _StateOperators(module)):
+        replaced |= {each.name: getattr(own, each.name) for each in fields(base) if hasattr(own, each.name)}
     packing = _Packing(module)
     replaced |= {"prepare_linear": packing.linear, "prepare_experts": packing.experts}
-    scans = _ScanOperators(module)
-    replaced |= {name: getattr(scans, name) for name in ("scan_prefill", "scan_decode", "scan_verify", "scan_fold")}
     replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, _kv_write(module))
     replaced["latent_write"] = partial(inputs.latent_write, module.rmsnorm, module.rope, module.store_rows)
     replaced["paged_attention"] = _paged_attention(module)

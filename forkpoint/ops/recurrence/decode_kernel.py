@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, key_decay, modes, sizes, weight
 
 MOST_REGISTERS = 64  # of a program of one token: a processor has as many programs as it can
@@ -195,31 +195,19 @@ def _step_kernel(
 
 
 def recurrence_decode(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: DecodeIndex,
-    out: Tensor | None = None,
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
 ) -> Tensor:
-    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`, in `out` if given."""
-    b, out = checked(params.spec, mixed, a, b, pool, out)
+    """One recurrent step per row -> `[B, HV, V]`, in `out` if given."""
+    mixed, a, b, out = checked(params.spec, inputs, pool, out)
     _launch(mixed, a, b, params, pool, out, index, ())
     return out
 
 
 def recurrence_verify(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
 ) -> Tensor:
     """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
-    b, out = checked(params.spec, mixed, a, b, pool, None)
+    mixed, a, b, out = checked(params.spec, inputs, pool)
     _launch(mixed, a, b, params, pool, out, index, records)
     return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
-from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
 
 L2_EPS = tl.constexpr(1e-6)
 
@@ -58,12 +58,13 @@ def modes(spec: Recurrence) -> dict[str, Any]:
 
 
 def checked(
-    spec: Recurrence, mixed: Tensor, a: Tensor, b: Tensor | None, pool: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(b, or what kernels that read none are given; the result `[T, HV, V]`, new if there is none).
+    spec: Recurrence, inputs: RecurrenceInputs, pool: Tensor, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mixed, a, b or what kernels that read none are given; the result `[T, HV, V]`, new if there is none).
 
     Rows of the inputs, slots of the pool and the result must be dense.
     """
+    mixed, a, b = inputs
     assert b is not None or not spec.delta, "the delta rule needs b"
     b = a if b is None else b
     assert mixed.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1, "rows must be dense"
@@ -71,4 +72,4 @@ def checked(
     if out is None:
         out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
     assert out.is_contiguous(), "the result must be dense"
-    return b, out
+    return mixed, a, b, out

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import segments
 from forkpoint.ops.metadata import SegmentIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import checked
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
@@ -100,18 +100,12 @@ def _scan_kernel(
 
 
 def key_prefill(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: SegmentIndex,
-    out: Tensor | None = None,
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
 ) -> Tensor:
     """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
     `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""
     spec = params.spec
-    b, out = checked(spec, mixed, a, b, pool, out)
+    mixed, a, b, out = checked(spec, inputs, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))
     scratch = ready_chunks(mixed, a, b, params, index, block_k)

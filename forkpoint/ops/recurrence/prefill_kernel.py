@@ -19,7 +19,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table, segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
@@ -306,23 +306,17 @@ def _chunks(
 
 
 def recurrence_prefill(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: SegmentIndex,
-    out: Tensor | None = None,
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
 ) -> Tensor:
-    """The recurrence over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`, in `out` if given.
+    """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Scratch memory is about `T * HV * 144` elements of the
     inputs' dtype.
     """
     shape = params.spec
     if shape.per_key:
-        return key_prefill(mixed, a, b, params, pool, index, out)
-    b, out = checked(shape, mixed, a, b, pool, out)
+        return key_prefill(inputs, params, pool, index, out)
+    mixed, a, b, out = checked(shape, inputs, pool, out)
     block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
     scratch = _chunks(mixed, a, b, params, index, block_k)
     programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import RecordIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.reference import L2_EPS, Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
 def recurrence_record(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
+    inputs: RecurrenceInputs,
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
@@ -26,7 +24,7 @@ def recurrence_record(
     """See `table.RecurrenceRecord`. The states are taken on by all that is recorded; kernels read instead of the state
     before a token, with `c` the sum of g since the slot's state S, `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`."""
     states, (updates, *kept) = _taken_on(pool, index, records), records
-    tokens, spec = prepare(mixed, a, b, params), params.spec
+    tokens, spec, mixed = prepare(inputs, params), params.spec, inputs.mixed
     size = spec.num_k_heads * spec.key_dim
     keys = mixed[:, size : 2 * size].view(-1, spec.num_k_heads, spec.key_dim)
     lengths = keys.float().square().sum(-1)

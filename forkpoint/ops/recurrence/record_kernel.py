@@ -16,7 +16,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import checked, key_block, sizes
 from forkpoint.ops.recurrence.heads_kernel import launch_heads
 from forkpoint.ops.recurrence.lines import extent
@@ -215,9 +215,7 @@ def _record_kernel(
 
 
 def recurrence_record(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
+    inputs: RecurrenceInputs,
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
@@ -225,30 +223,28 @@ def recurrence_record(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
-    b, out = checked(params.spec, mixed, a, b, pool, out)
+    mixed, a, b, out = checked(params.spec, inputs, pool, out)
     _launch(mixed, a, b, params, pool, index, records, out)
     return out
 
 
 def conv_record(
-    mixed: Tensor,
-    taps: Tensor,
+    inputs: RecurrenceInputs,
+    taps: ConvTaps,
     windows: Tensor,
     rows: DecodeIndex,
-    a: Tensor,
-    b: Tensor | None,
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """See `table.ConvRecord`: few value heads share a key head."""
+    """See `table.ConvRecord`: without a bias, with SiLU, and where few value heads share a key head."""
     spec = params.spec
-    if spec.per_key or spec.num_v_heads // spec.num_k_heads * spec.value_dim > MOST_CHANNELS:
+    if taps.bias is not None or not taps.silu or spec.num_v_heads // spec.num_k_heads * spec.value_dim > MOST_CHANNELS:
         return None
-    b, out = checked(spec, mixed, a, b, pool, out)
-    _launch(mixed, a, b, params, pool, index, records, out, (taps, windows, rows))
+    mixed, a, b, out = checked(spec, inputs, pool, out)
+    _launch(mixed, a, b, params, pool, index, records, out, (taps.weight, windows, rows))
     return out
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid, softplus
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 CHUNK = 64
@@ -39,8 +39,8 @@ class Tokens(NamedTuple):
     beta: Tensor
 
 
-def prepare(mixed: Tensor, a: Tensor, b: Tensor | None, params: RecurrenceParams) -> Tokens:
-    shape = params.spec
+def prepare(inputs: RecurrenceInputs, params: RecurrenceParams) -> Tokens:
+    (mixed, a, b), shape = inputs, params.spec
     keys = shape.num_k_heads * shape.key_dim
     wide = mixed.float()
     qk = wide[:, : 2 * keys].reshape(-1, 2, shape.num_k_heads, shape.key_dim)
@@ -155,30 +155,24 @@ def _within_key_chunks(tokens: Tokens, rows: Tensor, num_chunks: int, shape: Rec
 
 
 def recurrence_prefill(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: SegmentIndex,
-    out: Tensor | None = None,
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
 ) -> Tensor:
-    """The recurrence over segments: `mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`, in `out` if given.
+    """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Everything inside chunks is batched over segments,
     heads and chunks; only the pass over a segment's chunks is serial.
     """
     shape = params.spec
     lens = index.on_host()
-    rows, first = _chunk_rows(lens, mixed.device)
-    tokens = prepare(mixed, a, b, params)
+    rows, first = _chunk_rows(lens, inputs.mixed.device)
+    tokens = prepare(inputs, params)
     chunks = (_within_key_chunks if shape.per_key else _within_chunks)(tokens, rows, first[-1], shape)
     states = read_slots(pool, index.src).float().transpose(-1, -2).contiguous()  # [N, HV, K, V]
     saves = _saves_by_chunk(index)
     answers = torch.empty_like(chunks.u)
     for step in range(max(-(-length // CHUNK) for length in lens)):
         live = [n for n in range(len(index)) if first[n] + step < first[n + 1]]
-        at = torch.tensor([first[n] + step for n in live], device=mixed.device)
+        at = torch.tensor([first[n] + step for n in live], device=inputs.mixed.device)
         everyone = len(live) == len(index)
         before = states if everyone else states[live]
         fresh = chunks.u[at] if chunks.w is None else chunks.u[at] - chunks.w[at] @ before
@@ -193,7 +187,7 @@ def recurrence_prefill(
             pool[dst] = states[n].transpose(-1, -2).to(pool.dtype)
     write_slots(pool, index.dst, states.transpose(-1, -2))
     answer = _skip(answers.transpose(1, 2).reshape(-1, shape.num_v_heads, shape.value_dim)[rows], tokens.v, params)
-    return answer.to(mixed.dtype) if out is None else out.copy_(answer)
+    return answer.to(inputs.mixed.dtype) if out is None else out.copy_(answer)
 
 
 def _skip(answer: Tensor, v: Tensor, params: RecurrenceParams) -> Tensor:
@@ -212,23 +206,17 @@ def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
 
 
 def recurrence_decode(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: DecodeIndex,
-    out: Tensor | None = None,
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
 ) -> Tensor:
-    """One recurrent step per row: `mixed[B, mixed_dim]`, `a`, `b` `[B, HV]` -> `[B, HV, V]`, in `out` if given.
+    """One recurrent step per row -> `[B, HV, V]`, in `out` if given.
 
     The old state is read once, for `S k` and `S q` together: `o = e^g S q + u (k . q)`.
     """
-    tokens = prepare(mixed, a, b, params)
+    tokens = prepare(inputs, params)
     states = read_slots(pool, index.src).float()
     answer, _, _ = advance(states, tokens, params)
     write_slots(pool, index.dst, states)
-    return answer.to(mixed.dtype) if out is None else out.copy_(answer)
+    return answer.to(inputs.mixed.dtype) if out is None else out.copy_(answer)
 
 
 def advance(states: Tensor, tokens: Tokens, params: RecurrenceParams) -> tuple[Tensor, Tensor, Tensor]:

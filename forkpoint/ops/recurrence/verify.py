@@ -8,23 +8,18 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.reference import Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
 def recurrence_verify(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor | None,
-    params: RecurrenceParams,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
 ) -> Tensor:
-    """`mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
+    """Inputs of `T` tokens -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
     as `index` says."""
-    tokens, spec, (updates, keys, decays) = prepare(mixed, a, b, params), params.spec, records
+    tokens, spec, (updates, keys, decays) = prepare(inputs, params), params.spec, records
+    mixed = inputs.mixed
     out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
 
     def take(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
