@@ -16,18 +16,6 @@ from forkpoint.ops.parameters import ConvTaps
 
 
 @triton.jit
-def _input(x_at, pool_at, line_at, at, count, x_stride, row_stride, present, seen, D: tl.constexpr, W: tl.constexpr):
-    """Input `at` of the old window followed by `count` records of the line and the row's tokens."""
-    kind = x_at.dtype.element_ty
-    old = tl.load(pool_at + at * row_stride, mask=seen & (at < W - 1), other=0.0).to(kind)
-    recorded = (at >= W - 1) & (at < W - 1 + count)
-    record = tl.load(line_at + (at - (W - 1)) * D, mask=present & recorded, other=0.0).to(kind)
-    token = at - (W - 1) - count
-    fresh = tl.load(x_at + token * x_stride, mask=present & (token >= 0), other=0.0)
-    return tl.where(token >= 0, fresh, tl.where(recorded, record, old)).to(tl.float32)
-
-
-@triton.jit
 def _window(pool, source, line, position, channel, row_stride, seen, D: tl.constexpr, W: tl.constexpr):
     """The window after `position` records, `[rows, channels]`, and where its rows lie in a slot."""
     row = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
@@ -69,59 +57,57 @@ def _verify_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one row. Without COMPUTES there are no tokens. Inputs are read where they are needed, for the
-    compiler for NPUs knows no tuples to keep them in."""
+    """BLOCK channels of one row. Without COMPUTES there are no tokens."""
     pid = tl.program_id(0)
     row = pid // PIECES
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
     present = channel < D
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     count, position = tl.load(pending + row), tl.load(mark + row)
-    pool_at, seen = pool + source * slot_stride + channel, present & (source >= 0)
-    line_at = inputs + tl.load(read + row).to(tl.int64) * (MOST * D) + channel
-    first, length = source * 0, source * 0
+    seen = present & (source >= 0)
+    line, old = inputs + tl.load(read + row).to(tl.int64) * (MOST * D), source * slot_stride
+    window = _window(pool, old, line, count, channel, row_stride, seen, D, W)
+    marked = _window(pool, old, line, position, channel, row_stride, seen & (position > 0), D, W)
+    behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
+    in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
+    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    tl.debug_barrier()  # what is stored may lie where the old window and its records were
+    if position > 0:
+        tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
+    length = source * 0
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
-    # What is stored may lie where the old window and its records were: both new ones are read before.
-    line, old = inputs + tl.load(read + row).to(tl.int64) * (MOST * D), source * slot_stride
-    alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
-    window = _window(pool, old, line, count + alone, channel, row_stride, seen, D, W)
-    marked = _window(pool, old, line, position, channel, row_stride, seen & (position > 0), D, W)
-    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
-    if COMPUTES:
-        x_at = x + first * x_stride + channel
+        x_at, taps_at = x + first * x_stride + channel, weight + channel * w_channel
+        write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
         for t in range(length):
+            newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
             total = tl.zeros((BLOCK,), tl.float32)
-            for j in tl.static_range(W):
-                at = count + t + j
-                value = _input(x_at, pool_at, line_at, at, count, x_stride, row_stride, present, seen, D, W)
-                tap = tl.load(weight + channel * w_channel + j * w_tap, mask=present, other=0.0)
-                total += value * tap.to(tl.float32)
+            for j in tl.static_range(W - 1):
+                at = t + j - (W - 1)  # of the row's tokens, or before them
+                near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
+                past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
+                value = tl.where(at >= 0, near, past.to(x.dtype.element_ty)).to(tl.float32)
+                total += value * tl.load(taps_at + j * w_tap, mask=present, other=0.0).to(tl.float32)
+            tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0)
+            total += newest.to(tl.float32) * tap.to(tl.float32)
             if bias is not None:
                 total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
             if SILU:
                 total = silu_fp32(total)
             tl.store(out + (first + t) * D + channel, total.to(out.dtype.element_ty), mask=present)
+            if length > 1:
+                tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
+            elif target >= 0:
+                last = pool + target * slot_stride + (W - 2) * row_stride + channel
+                tl.store(last, newest.to(pool.dtype.element_ty), mask=present)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
             tl.store(out + token * D + channel, nothing, mask=present)
-    behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
-    in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
-    tl.debug_barrier()
-    if length > 1:
-        write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
-        for t in range(length):
-            newest = tl.load(x + (first + t) * x_stride + channel, mask=present, other=0.0)
-            tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
-    if position > 0:
-        tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
     if target >= 0:
-        tl.store(pool + target * slot_stride + in_slot, window, mask=inside & (behind < W - 1 - alone))
-        if length == 1:
-            newest = tl.load(x + first * x_stride + channel, mask=present, other=0.0)
-            last = pool + target * slot_stride + (W - 2) * row_stride + channel
-            tl.store(last, newest.to(pool.dtype.element_ty), mask=present)
+        alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
+        place = pool + target * slot_stride + in_slot - alone * row_stride
+        tl.store(place, window, mask=inside & (behind >= alone))
 
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:

@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.launch import await_inputs, capped_registers, overlap
+from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, key_decay, modes, sizes, weight
-
-MOST_REGISTERS = 64  # of a program of one token: a processor has as many programs as it can
 
 
 @triton.jit
@@ -236,7 +234,6 @@ def _launch(
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
-    registers = {} if records else capped_registers(pool.device, MOST_REGISTERS)
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
     _step_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
         mixed,
@@ -267,5 +264,4 @@ def _launch(
         **overlap(pool.device, num_tokens),
         num_warps=1,
         num_stages=1,
-        **registers,
     )
