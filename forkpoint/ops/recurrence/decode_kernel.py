@@ -165,8 +165,9 @@ def _step_kernel(
         if target >= 0:
             tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
     else:
-        if DRAFTS and (target >= 0) & (length > 1):
-            tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        if DRAFTS:  # noqa: SIM102 - the compiler for NPUs takes both halves of an `and` as known at run time
+            if (target >= 0) & (length > 1):
+                tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
         for t in range(length):
             token, entry = first + t, line + t
             answer, k, fresh, kept, state = _token(
@@ -174,15 +175,16 @@ def _step_kernel(
                 scale, head, col, at, H, HV, K, V, DELTA, DOUBLE_BETA, LOW, HIGH, PER_KEY, BOUND,
             )  # fmt: skip
             tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
-            if DRAFTS and length > 1:
-                tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
-                if tile == 0:
-                    if PER_KEY:
-                        tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
-                    else:
-                        tl.store(decays + entry * HV + head, kept)
-                    if head % (HV // H) == 0:
-                        tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
+            if DRAFTS:  # noqa: SIM102
+                if length > 1:
+                    tl.store(updates + (entry * HV + head) * V + at, fresh, mask=at < V)
+                    if tile == 0:
+                        if PER_KEY:
+                            tl.store(decays + (entry * HV + head) * K + col, kept, mask=col < K)
+                        else:
+                            tl.store(decays + entry * HV + head, kept)
+                        if head % (HV // H) == 0:
+                            tl.store(keys + (entry * H + key_head) * K + col, k, mask=col < K)
             state = state.to(pool.dtype.element_ty).to(tl.float32)
         if (target >= 0) & (length == 1):
             tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
