@@ -97,7 +97,7 @@ def main() -> None:
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
     tiles = NVMMASharedLayout(128, 16, 3)
     POINTERS.update(dict.fromkeys(("value_tiles", "rope_tiles"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
-    sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16}
+    sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16, "STAGES": 2}
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)

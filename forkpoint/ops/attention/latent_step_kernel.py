@@ -1,7 +1,8 @@
 """Steps over latents on a Hopper GPU, in Gluon: `latent_kernel` for rows of one query, its tiles and waits by hand.
 
-A program holds one tile of latents as it was loaded, for scores and sums, and asks for the next one when the matrix
-units are through with it. Two programs share a processor: one waits, or takes exponentials, while the other multiplies.
+A program holds tiles of latents as they were loaded, for scores and sums, and asks for another when the matrix units
+are through with one. With one tile two programs share a processor: one waits, or takes exponentials, while the other
+multiplies. Programs that have a processor each hold two tiles.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from forkpoint.ops.attention.softmax import LOWEST
 from forkpoint.ops.launch import await_inputs
 from forkpoint.ops.metadata import TILE
+from forkpoint.platforms.table import traits_of
+
+
+@gluon.jit
+def _ask(value_tiles, rope_tiles, block, wanted, arrived, latent, rope):
+    """Load a block's latents, if they are wanted."""
+    mbarrier.expect(arrived, value_tiles.block_type.nbytes + rope_tiles.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(rope_tiles, [block, 0, value_tiles.block_shape[2]], arrived, rope, pred=wanted)
+    tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=wanted)
 
 
 @gluon.jit(do_not_specialize=["num_decodes", "table_stride"])
@@ -50,10 +60,11 @@ def latent_step_kernel(
     P: gl.constexpr,
     KEYS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the
-    cache: tiles of KEYS latents' R dims and of their last P."""
+    cache: tiles of KEYS latents' R dims and of their last P. STAGES tiles are held."""
     await_inputs(OVERLAP)
     pid = gl.program_id(0)
     if pid >= gl.load(part_ptr + num_decodes):
@@ -64,20 +75,19 @@ def latent_step_kernel(
     end = gl.minimum(end, (kv_len + KEYS - 1) // KEYS)
     table = block_table + gl.load(table_rows + row).to(gl.int64) * table_stride
     dtype: gl.constexpr = q.dtype.element_ty
-    BYTES: gl.constexpr = KEYS * (R + P) * 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     HELD: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    latent = gl.allocate_shared_memory(dtype, [1, KEYS, R], value_tiles.layout)
-    rope = gl.allocate_shared_memory(dtype, [1, KEYS, P], rope_tiles.layout)
-    mbarrier.init(arrived, count=1)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    latents = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, R], value_tiles.layout)
+    rotated = gl.allocate_shared_memory(dtype, [STAGES, 1, KEYS, P], rope_tiles.layout)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
-    block, more = gl.load(table + low), low < end
-    mbarrier.expect(arrived, BYTES, pred=more)
-    tma.async_copy_global_to_shared(rope_tiles, [block, 0, R], arrived, rope, pred=more)
-    tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=more)
+    for i in gl.static_range(STAGES):
+        block = gl.load(table + low + i, mask=low + i < end, other=0)
+        _ask(value_tiles, rope_tiles, block, low + i < end, arrived.index(i), latents.index(i), rotated.index(i))
     head = gl.arange(0, COLUMNS, gl.SliceLayout(1, LOADED))
     r, p = gl.arange(0, R, gl.SliceLayout(0, LOADED)), gl.arange(0, P, gl.SliceLayout(0, LOADED))
     q_at = q + row.to(gl.int64) * q_token + head[:, None] * q_head
@@ -89,13 +99,14 @@ def latent_step_kernel(
     weighted = gl.allocate_shared_memory(dtype, [KEYS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2))
     fence_async_shared()
 
-    tile, rotated = latent.reshape([KEYS, R]), rope.reshape([KEYS, P])
     acc, sums = gl.zeros((R, COLUMNS), gl.float32, SUMS), gl.zeros((KEYS, COLUMNS), gl.float32, SUMS)
     m_i = gl.full((COLUMNS,), LOWEST, gl.float32, gl.SliceLayout(0, SUMS))
     for j in range(low, end):
-        more, stored = j + 1 < end, kv_len - j * KEYS
-        block = gl.load(table + gl.minimum(j + 1, end - 1))
-        mbarrier.wait(arrived, (j - low) & 1)
+        turn, stored = (j - low) % STAGES, kv_len - j * KEYS
+        here = arrived.index(turn)
+        tile, rope = latents.index(turn).reshape([KEYS, R]), rotated.index(turn).reshape([KEYS, P])
+        block = gl.load(table + gl.minimum(j + STAGES, end - 1))
+        mbarrier.wait(here, (j - low) // STAGES & 1)
         if stored < KEYS:  # what lies behind a row's last latent may be anything
             kept = (gl.arange(0, KEYS, gl.SliceLayout(1, LOADED)) < stored)[:, None]
             for c in gl.static_range(R // P):
@@ -103,7 +114,7 @@ def latent_step_kernel(
                 part.store(gl.where(kept, part.load(LOADED), 0.0))
             fence_async_shared()
         scores = gl.zeros((KEYS, COLUMNS), gl.float32, SUMS)
-        scores = warpgroup_mma(rotated, q_rope, scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(rope, q_rope, scores, use_acc=False, is_async=True)
         scores = warpgroup_mma(tile, q_latent, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         seen = gl.arange(0, KEYS, gl.SliceLayout(1, SUMS)) < stored
@@ -113,11 +124,9 @@ def latent_step_kernel(
         sums, m_i = sums * alpha[None, :] + weights, m_new
         weighted.store(weights.to(dtype))
         fence_async_shared()
-        mbarrier.expect(arrived, BYTES, pred=more)
-        tma.async_copy_global_to_shared(rope_tiles, [block, 0, R], arrived, rope, pred=more)
         acc = warpgroup_mma(tile.permute((1, 0)), weighted, acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=more)
+        _ask(value_tiles, rope_tiles, block, j + STAGES < end, here, latents.index(turn), rotated.index(turn))
 
     l_i = gl.sum(sums, axis=0)
     column, dim = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS)), gl.arange(0, R, gl.SliceLayout(1, SUMS))
@@ -156,6 +165,7 @@ def latent_steps(
         R=rank,
         P=dim - rank,
         KEYS=TILE,
+        STAGES=2 if num_parts <= traits_of(q.device).num_processors else 1,
         COLUMNS=max(16, triton.next_power_of_2(heads)),
         **options,
         num_warps=4,
