@@ -21,7 +21,6 @@ MASKS = "its loads would lose their masks"
 NEVER_LAUNCHED = {  # by what their names begin with
     "ops.linear.fp8_kernel._narrow_kernel": "activations are not rounded to FP8, which it does not multiply",
     "ops.moe.kept_kernel._kept_kernel": "multiplies FP8 by FP8",
-    "ops.moe.kernel._pair_in_kernel": MASKS,
     "ops.moe.kernel._pair_out_kernel": MASKS,
     "ops.moe.order_kernel._few_kernel": MASKS,
     "ops.recurrence.record_kernel._record_kernel": "has tuples; `straight_record_kernel` takes its place",

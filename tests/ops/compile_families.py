@@ -128,8 +128,9 @@ def main() -> None:
     compiled("key_pairs", key_chunk_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
     compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
     sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "BESIDE": 0}
+    alone = {"GATED": False, "SQUARED": False, "bias": None, "ids": None}
     for mode in (True, AT_ONCE.value):
-        ptx = compiled("row", linear._row_kernel, 4, **sizes, GATED=False, bias=None, OVERLAP=mode).asm["ptx"]
+        ptx = compiled("row", linear._row_kernel, 4, **sizes, **alone, OVERLAP=mode).asm["ptx"]
         wait, start = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
         load = re.search(r"ld\.global|cp\.async", ptx)
         assert load is not None and wait < min(start, load.start()), "something is read too early"

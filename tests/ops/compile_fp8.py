@@ -111,12 +111,12 @@ def main() -> None:
     compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), BLOCK=1024, ROUNDS=True)
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
-    compiled("pair_in", moe._pair_in_kernel, into, **sizes, GATED=True)
+    compiled("pair_in", linear._row_kernel, into, **sizes, GATED=True, bias=None, BESIDE=0)
     sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
     single = one_scaled_tile(4096)
     sizes = {"OUTPUTS": single.outputs, "WIDTH": single.width, "STAGES": single.num_stages}
-    compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, BESIDE=2)
+    compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, ids=None, BESIDE=2)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4, BLOCK_M=16)

@@ -179,25 +179,28 @@ def _row_kernel(
     weight,
     bias,
     out,
+    ids,
     beside,
     beside_out,
     num_outputs,
     width,
     x_stride,
     output_tiles,
+    group,
     beside_outputs,
     scales,
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     BESIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BESIDE: of one row, and behind its programs come others, of so many outputs each, for a second matrix, which has
-    no scales."""
+    """With `ids` a row is a pair of a token and an expert, and `group` of them have one row of x. BESIDE: of one row,
+    and behind its programs come others, of so many outputs each, for a second matrix, which has no scales."""
     await_before(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // output_tiles).to(tl.int64)
@@ -209,9 +212,12 @@ def _row_kernel(
                 BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
             )  # fmt: skip
             return
+    source, matrix = row, 0
+    if ids is not None:
+        source, matrix = row // group, tl.load(ids + row).to(tl.int64)
     row_tile(
-        x + row * x_stride, weight, bias, out + row * num_outputs, 0, pid % output_tiles * OUTPUTS, num_outputs, width,
-        scales, OUTPUTS, WIDTH, STAGES, GATED, False, SCALE_ROWS, BLOCKED, OVERLAP,
+        x + source * x_stride, weight, bias, out + row * num_outputs, matrix, pid % output_tiles * OUTPUTS, num_outputs,
+        width, scales, OUTPUTS, WIDTH, STAGES, GATED, SQUARED, SCALE_ROWS, BLOCKED, OVERLAP,
     )  # fmt: skip
 
 
@@ -235,7 +241,8 @@ def multiply(
     if not num_rows:
         return out
     if tile.rows == 1:
-        _multiply_row(x, weight, bias, out, tile, gated)
+        options = _options(x, tile, at_once=not isinstance(weight, ScaledMatrix))
+        launch_rows(x, weight, out, tile, options, bias=bias, gated=gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
@@ -320,19 +327,25 @@ def launch_product(
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """`x[1, K] W^T` for two matrices, of which the second is in x's dtype, in one launch; the tile has one row."""
     out, second = (x.new_empty(1, len(codes)) for codes in (matrix_parts(weight)[0], beside))
-    _multiply_row(x.contiguous(), weight, None, out, tile, False, (beside, second))
+    options = _options(x, tile, at_once=not isinstance(weight, ScaledMatrix))
+    launch_rows(x.contiguous(), weight, out, tile, options, both=(beside, second))
     return out, second
 
 
-def _multiply_row(
+def launch_rows(
     x: Tensor,
     weight: Matrix,
-    bias: Tensor | None,
     out: Tensor,
     tile: Tile,
-    gated: bool,
+    options: dict[str, Any],
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    squared: bool = False,
+    ids: Tensor | None = None,
     both: tuple[Tensor, Tensor] | None = None,
 ) -> None:
+    """Each row by itself: by `weight[N, K]`, or, with the expert `ids[T, C]` of each, by `weight[E, N, K]`."""
     beside, second = both or (None, None)
     beside_outputs = 0 if beside is None else len(beside)
     (num_rows, num_outputs), width = out.shape, x.shape[1]
@@ -343,20 +356,23 @@ def _multiply_row(
         codes,
         bias,
         out,
+        ids,
         beside,
         second,
         num_outputs,
         width,
         x.stride(0),
         tiles,
+        1 if ids is None else ids.shape[1],
         beside_outputs,
         scales,
         OUTPUTS=tile.outputs,
         WIDTH=tile.width,
         STAGES=tile.num_stages,
         GATED=gated,
+        SQUARED=squared,
         **scale_options(weight),
         BESIDE=BESIDE_OUTPUTS if beside_outputs else 0,
         num_warps=tile.num_warps,
-        **_options(x, tile, at_once=scales is None),
+        **options,
     )

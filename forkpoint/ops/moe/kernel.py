@@ -10,14 +10,13 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Activations
-from forkpoint.ops.linear.kernel import launch_product
+from forkpoint.ops.linear.kernel import launch_product, launch_rows
 from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import (
     SCALE_WIDTH,
     matrix_parts,
-    row_tile,
     scale_columns,
     scale_options,
     widened,
@@ -33,36 +32,6 @@ PAIR_IN = Tile(1, 8, 128, 1, 6)
 KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
 WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
-
-
-@triton.jit
-def _pair_in_kernel(
-    x,
-    gate_up,
-    ids,
-    out,
-    x_stride,
-    top_k,
-    inner,
-    width,
-    pieces,
-    scales,
-    GATED: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    await_before(OVERLAP)
-    pid = tl.program_id(0)
-    pair = (pid // pieces).to(tl.int64)
-    row_tile(
-        x + pair // top_k * x_stride, gate_up, None, out + pair * inner, tl.load(ids + pair).to(tl.int64),
-        pid % pieces * OUTPUTS, inner, width, scales,
-        OUTPUTS, WIDTH, STAGES, GATED, not GATED, SCALE_ROWS, BLOCKED, OVERLAP,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -156,28 +125,9 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    pieces = triton.cdiv(inner, PAIR_IN.outputs)
-    gate_up, gate_up_scales = matrix_parts(packed.gate_up)
+    options, gated = overlap(x.device, num_tokens), packed.gated
+    launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, gated=gated, squared=not gated, ids=ids)
     down, down_scales = matrix_parts(packed.down)
-    _pair_in_kernel[(ids.numel() * pieces,)](
-        x,
-        gate_up,
-        ids,
-        hidden,
-        x.stride(0),
-        top_k,
-        inner,
-        size,
-        pieces,
-        gate_up_scales,
-        GATED=packed.gated,
-        OUTPUTS=PAIR_IN.outputs,
-        WIDTH=PAIR_IN.width,
-        STAGES=PAIR_IN.num_stages,
-        **scale_options(packed.gate_up),
-        num_warps=PAIR_IN.num_warps,
-        **overlap(x.device, num_tokens),
-    )
     is_wide = down_scales is None and inner > PAIR_OUT.width
     out_of = WIDE_PAIR_OUT if is_wide else PAIR_OUT
     pieces = triton.cdiv(size, out_of.outputs)
@@ -196,6 +146,6 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
         WIDTH=out_of.width,
         **scale_options(packed.down),
         num_warps=out_of.num_warps,
-        **overlap(x.device, num_tokens),
+        **options,
     )
     return out
