@@ -70,10 +70,7 @@ def _joined(parts: list[Any]) -> Any:
 def in_turns(table: OpTable) -> OpTable:
     """The same operators, over at most MOST_ROWS rows at a time, without those of a GPU alone."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
-    cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, _most(name)) for name, places in own.items()}
+    most = dict.fromkeys(own, MOST_ROWS) | {"sample_rows": MOST_SAMPLED}
+    cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, most[name]) for name, places in own.items()}
     absent: dict[str, Any] = {field.name: None for field in fields(OpTable) if field.default is None}
     return replace(table, **cut, **absent)
-
-
-def _most(name: str) -> int:
-    return MOST_SAMPLED if name == "sample_rows" else MOST_ROWS

@@ -30,13 +30,11 @@ class Parts(Unmade):
     shares: Tensor | None = None
 
     @classmethod
-    def weighed(cls, own: Tensor, shares: Tensor) -> Parts:
-        found = cls.of(own)
+    def of(cls, own: Tensor, shares: Tensor | None = None) -> Self:
+        found = super().of(own)
         found.shares = shares
         return found
 
     def __getitem__(self, columns: Any) -> Parts:
         """`[:, columns]`."""
-        found = Parts.of(self.own[:, :, columns[1]])
-        found.shares = self.shares
-        return found
+        return Parts.of(self.own[:, :, columns[1]], self.shares)

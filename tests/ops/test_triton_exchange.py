@@ -82,7 +82,7 @@ def test_parts_of_a_sum_and_the_norm_in_fp8(kind: str, few_bytes: int, monkeypat
         shares = torch.randint(1, 4, (SIZE, count, num_parts), device=DEVICE).float()
         xs = (owns.transpose(1, 2) * shares[..., None]).sum(2).bfloat16()
         answers = owns.transpose(1, 2).bfloat16().contiguous()
-        parts = [Parts.weighed(*pair) for pair in zip(answers, shares, strict=True)]
+        parts = [Parts.of(*pair) for pair in zip(answers, shares, strict=True)]
     else:
         xs, parts = owns.sum(1).bfloat16(), [Parts.of(own.transpose(0, 1)) for own in owns]
     want, total = torch_table().add_rmsnorm(xs.sum(0), residual.clone(), weight, 1e-6)

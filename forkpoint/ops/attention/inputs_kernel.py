@@ -170,7 +170,6 @@ def qk_norm_rope_write(
     v_cache: Tensor,
     slot_mapping: Tensor,
     scales: KVScales | None = None,
-    num_warps: int = 2,
 ) -> Tensor:
     """See `forkpoint.ops.table.QKNormRopeWrite`; the inputs may be views of one projection's rows."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and (cos_sin is None or cos_sin.is_contiguous())
@@ -213,6 +212,6 @@ def qk_norm_rope_write(
             BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
             NORM=norm is not None,
             **overlap(q.device, num_tokens),
-            num_warps=num_warps,
+            num_warps=2,
         )
     return out

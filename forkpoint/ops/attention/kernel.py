@@ -109,11 +109,6 @@ class _Call:
     def gate_token(self) -> int:
         return 0 if self.gate is None else self.gate.stride(0)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """What all launches have in common."""
-        return overlap(self.q.device, self.q.shape[0])
-
 
 def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
     """Put together in `call.out[T, H, Dv]` the parts of decode rows, or what `splits` programs found of each tile, of
@@ -140,7 +135,7 @@ def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits:
         QUERIES=queries,
         TOKENS=TILE,
         PARTS=triton.next_power_of_2(splits) if splits else JOINED_PARTS,
-        **call.options,
+        **overlap(call.q.device, call.q.shape[0]),
         num_warps=2,
     )
 
@@ -301,7 +296,7 @@ class PagedAttention:
                 call.scale,
                 call.window,
                 **sizes,
-                **call.options,
+                **overlap(call.q.device, call.q.shape[0]),
                 FIRST=index.first_key,
                 KEYS=min(how.keys, sizes["BLOCK"]),
                 FOLDED=work.folded,
@@ -327,7 +322,7 @@ class PagedAttention:
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
-        shared = {"QUERIES": queries, "TOKENS": TILE, **call.options}
+        shared = {"QUERIES": queries, "TOKENS": TILE, **overlap(call.q.device, call.q.shape[0])}
         each = subs * sizes["HEADS"] * splits
         for tiles in turns(work.tiles, each):  # in parts only if there are no splits
             prefill_kernel[(tiles.shape[0] * each,)](

@@ -221,7 +221,8 @@ def _row_kernel(
     )  # fmt: skip
 
 
-def _options(x: Tensor, tile: Tile, at_once: bool = False) -> dict[str, Any]:
+def _options(x: Tensor, tile: Tile, weight: Matrix) -> dict[str, Any]:
+    at_once = not isinstance(weight, ScaledMatrix)
     return overlap(x.device, x.shape[0], at_once) if tile.overlaps else {"OVERLAP": False}
 
 
@@ -241,8 +242,7 @@ def multiply(
     if not num_rows:
         return out
     if tile.rows == 1:
-        options = _options(x, tile, at_once=not isinstance(weight, ScaledMatrix))
-        launch_rows(x, weight, out, tile, options, bias=bias, gated=gated)
+        launch_rows(x, weight, out, tile, _options(x, tile, weight), bias=bias, gated=gated)
         return out
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
@@ -254,7 +254,7 @@ def multiply(
         weight,
         Activations(sums.view(-1, num_outputs), None),
         tile,
-        _options(x, tile, at_once=not isinstance(weight, ScaledMatrix)),
+        _options(x, tile, weight),
         (num_rows, min(tile.group, triton.cdiv(num_rows, tile.rows)), splits, split_width),
         bias=bias,
         gated=gated,
@@ -327,8 +327,7 @@ def launch_product(
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """`x[1, K] W^T` for two matrices, of which the second is in x's dtype, in one launch; the tile has one row."""
     out, second = (x.new_empty(1, len(codes)) for codes in (matrix_parts(weight)[0], beside))
-    options = _options(x, tile, at_once=not isinstance(weight, ScaledMatrix))
-    launch_rows(x.contiguous(), weight, out, tile, options, both=(beside, second))
+    launch_rows(x.contiguous(), weight, out, tile, _options(x, tile, weight), both=(beside, second))
     return out, second
 
 

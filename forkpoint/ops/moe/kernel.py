@@ -115,7 +115,7 @@ def grouped_experts(
         multiply_kept(hidden, packed.down, answers, order, KEPT_ROWS)
     else:
         launch_product(hidden, packed.down, answers, out_of, overlap(x.device, num_tokens), cut, order=by)
-    left = Parts.weighed(answers.rows.view(num_tokens, top_k, size), weights)
+    left = Parts.of(answers.rows.view(num_tokens, top_k, size), weights)
     return left if parts else make(left, None, torch.empty(num_tokens, size, dtype=x.dtype, device=x.device))
 
 

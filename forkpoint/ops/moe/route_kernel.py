@@ -33,18 +33,6 @@ def _scores(row, part_stride, experts, num_experts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _gate(at, part_stride, PARTS: tl.constexpr):
-    """The shared experts' score."""
-    if PARTS:
-        total = tl.load(at)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(at + part * part_stride)
-        return total.to(tl.bfloat16).to(tl.float32)
-    else:
-        return tl.load(at).to(tl.float32)
-
-
-@triton.jit
 def _route_kernel(
     scores,
     bias,
@@ -113,7 +101,7 @@ def _route_kernel(
     weight = weight * scale
     weight = tl.where(choices < top_k, weight, 1.0)
     if GATED:
-        gate = _gate(scores + row * stride + num_experts, part_stride, PARTS)
+        gate = _scores(scores + row * stride + num_experts, part_stride, tl.arange(0, 1), 1, PARTS)
         weight = tl.where(choices < top_k, weight, sigmoid(gate))
     chosen = tl.where(choices < top_k, chosen, num_experts + choices - top_k)
     at = row * num_choices + choices
