@@ -122,8 +122,8 @@ def interpreted(card: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch) -> f
     def issue(self: Any, *args: Any, **kwargs: Any) -> None:
         def launch() -> None:
             with _disable_current_modes():
-                shared = (fake_npu.hosted(x) if isinstance(x, torch.Tensor) else x for x in args)
-                run(self, *shared, **kwargs)
+                shared = {key: fake_npu.hosted(x) for key, x in kwargs.items() if isinstance(x, torch.Tensor)}
+                run(self, *(fake_npu.hosted(x) if isinstance(x, torch.Tensor) else x for x in args), **kwargs | shared)
 
         if card.recorded is None:
             launch()
