@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
+from forkpoint.ops.recurrence import record_kernel
 from forkpoint.ops.select import torch_table
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
@@ -122,3 +123,34 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
     ops.recurrence_settle(pool, kept, records)
     compare(found)
     assert not any(record[2].isfinite().any() for record in records), "a line of no row"
+
+
+def test_rows_with_drafts_may_be_padded_to_as_many_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in graphs of steps that prefill, however many rows there are."""
+    monkeypatch.setattr(record_kernel, "FEW_ROWS", 0)
+    shape, most, num_rows, found = FEW[0], 3, 8, []
+    case = recurrence_case(num_rows, shape, "slow", torch.bfloat16)
+    start = padded_pool(2, (shape.num_v_heads, shape.value_dim, shape.key_dim))
+    padding, sizes = num_rows - 2, ((shape.num_v_heads, shape.value_dim), (shape.num_k_heads, shape.key_dim))
+    columns = [[0, 1, *[-1] * padding]] * 2 + [[0, 3, 6, *[6] * padding], [0, 1, *[-1] * padding]]
+    columns += [[0] * num_rows] * 3 + [[-1] * num_rows]
+    for ops, device in TABLES.values():
+        index = RecordIndex(INTERVAL, *(ints(column).to(device) for column in columns))
+        records = [
+            torch.zeros((2, INTERVAL + (1 + (i > 0)) * most - 1, *size), dtype=dtype, device=device)
+            for i, (size, dtype) in enumerate(
+                zip(
+                    (*sizes, sizes[1][:1], sizes[0][:1]),
+                    (torch.float32, torch.bfloat16, *[torch.float32] * 2),
+                    strict=True,
+                )
+            )
+        ]
+        params = case.params if device == CPU else params_on_device(case.params)
+        inputs = RecurrenceInputs(*(getattr(case, name).to(device) for name in ("mixed", "a", "b")))
+        pool = start.clone() if device == CPU else copy_pool(start)
+        out = torch.full((num_rows, *sizes[0]), torch.nan, dtype=torch.bfloat16, device=device)
+        found.append((ops.recurrence_record(inputs, params, pool, index, records, out).cpu(), records[0].cpu()))
+    (want, updates), (got, own_updates) = found
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(own_updates, updates, rtol=1e-4, atol=1e-5)

@@ -279,8 +279,8 @@ def _launch(
     one_by_one, form, chunk, rows = straight(pool.device)["STRAIGHT"], ONE_PART, 1, 1
     if num_tokens > num_rows and not one_by_one:
         chunk = rows = WINDOW
-    elif min(num_tokens, num_rows) > FEW_ROWS and not one_by_one:
-        form = PARTS
+    elif convolution is not None and min(num_tokens, num_rows) > FEW_ROWS and not one_by_one:
+        form = PARTS  # else rows, of which some are padding, may have several tokens though there are no more than rows
     elif pool.element_size() == 2 and not one_by_one:  # as many bytes of shorter ones
         rows = 2
     block_v = min(launch_table(pool.device).state_values * rows, triton.next_power_of_2(spec.value_dim))
