@@ -72,9 +72,8 @@ class ModelRunner:
     A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
     device with graphs, steps that fit into one of the `shapes` replay graphs, which `record_graphs` makes.
     `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name find their
-    states copied to where they write. When a step raises, its rows and blocks are
-    updated all the same; steps submitted before `result()` has raised that failure are not run and raise
-    StepFailedError.
+    states copied to where they write. When a step raises, its rows and blocks are updated all the same; steps submitted
+    before `result()` has raised that failure are not run and raise StepFailedError.
     """
 
     def __init__(
