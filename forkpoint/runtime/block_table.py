@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import BlockTableError
+from forkpoint.ops.attention.dealt import ALL, Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.platforms.platform import Platform
-from forkpoint.sched.plan import IntArray, Move, MoveKind
+from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
 
 LongArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -22,7 +23,8 @@ class BlockTable:
     """Rows of kernel block ids, on the host and, as of the last `commit`, on the device.
 
     Rows are given block ids. To kernels block `b` is blocks `b * ratio` to `(b + 1) * ratio` of `kernel_block_size`
-    tokens; a row holds `max_blocks_per_row` ids.
+    tokens. Where tokens are dealt to ranks a block id stands for as many blocks as there are ranks, one on each; a row
+    holds `max_blocks_per_row` ids.
     """
 
     def __init__(
@@ -32,9 +34,12 @@ class BlockTable:
         block_size: int,
         platform: Platform | None = None,
         kernel_block_size: int = 0,
+        deal: Deal = ALL,
     ) -> None:
-        """`kernel_block_size` 0 is `block_size`; else it divides that."""
-        self.num_rows, self.block_size = num_rows, block_size
+        """`kernel_block_size` 0 is `block_size`; else it divides that. Raises ConfigError if the deal's interleave does
+        not."""
+        deal.check(block_size)
+        self.num_rows, self.block_size, self.deal = num_rows, block_size, deal
         self.kernel_block_size = kernel_block_size or block_size
         self.ratio = block_size // self.kernel_block_size
         self.max_entries_per_row = max_blocks_per_row * self.ratio
@@ -110,21 +115,22 @@ class BlockTable:
         self._changed.append(np.flatnonzero(used))
 
     def kv_slots(self, rows: IntArray, positions: LongArray) -> LongArray:
-        """`[T]` int64: where token `positions[t]` (int64) of row `rows[t]` is kept, in tokens from block 0. Raises
-        BlockTableError for a position past the row's blocks."""
-        entries, within = np.divmod(positions, self.kernel_block_size)
+        """`[T]` int64: where token `positions[t]` (int64) of row `rows[t]` is kept, in tokens from block 0; NO_SLOT for
+        one that another rank keeps. Raises BlockTableError for a position past the row's blocks."""
+        kept = positions if self.deal.num_ranks == 1 else self.deal.places(positions)
+        entries, within = np.divmod(kept, self.kernel_block_size)
         beyond = entries >= self._num_entries[rows]
         if beyond.any():
             bad = int(np.argmax(beyond))
             raise BlockTableError(
                 f"token {int(positions[bad])} of row {int(rows[bad])} lies past its {self.num_blocks(int(rows[bad]))} "
-                f"blocks of {self.block_size} tokens"
+                f"blocks of {self.block_size * self.deal.num_ranks} tokens"
             )
         slots: LongArray = self._table[rows, entries].astype(np.int64) * self.kernel_block_size + within
-        return slots
+        return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
 
     def kv_slots_there(self, rows: Tensor, positions: Tensor, upper: Tensor) -> Tensor:
-        """`kv_slots` on the device, for int64 tensors. NO_SLOT where `upper` has it."""
+        """`kv_slots` on the device, for int64 tensors; no ranks are dealt tokens. NO_SLOT where `upper` has it."""
         entries, within = positions // self.kernel_block_size, positions % self.kernel_block_size
         return torch.where(upper < 0, upper, self.device[rows, entries].long() * self.kernel_block_size + within)
 

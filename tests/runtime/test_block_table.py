@@ -1,4 +1,4 @@
-"""The block table: rows of blocks, where their tokens are kept, compaction and the copy on
+"""The block table: rows of blocks, where their tokens are kept, on one rank and on several, compaction and the copy on
 the device."""
 
 from __future__ import annotations
@@ -6,12 +6,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from forkpoint.errors import BlockTableError
+from forkpoint.errors import BlockTableError, ConfigError
+from forkpoint.ops.attention.dealt import Deal
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.block_table import BlockTable
-from forkpoint.sched.plan import IntArray, Move, MoveKind
+from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind
 
 
 def ints(*values: int) -> IntArray:
@@ -163,3 +166,71 @@ class TestKernelBlocks:
         assert table.host.tolist() == [[2, 3, 10, 11, 6, 7], [18, 19, 12, 13, 0, 0]]
         with pytest.raises(BlockTableError, match="token 16 of row 1 lies past its 2 blocks of 8"):
             slots_of(table, [15, 16], 1)
+
+
+def dealt_one_by_one(deal: Deal, block_size: int, ids: list[int], count: int) -> list[list[int]]:
+    """Each rank's slots of tokens `[0, count)`, by dealing out what one id stands for, token by token."""
+    slots = [[NO_SLOT] * count for _ in range(deal.num_ranks)]
+    for position in range(count):
+        number, offset = divmod(position, block_size * deal.num_ranks)
+        rank = offset // deal.interleave % deal.num_ranks
+        before = sum(o // deal.interleave % deal.num_ranks == rank for o in range(offset))
+        slots[rank][position] = ids[number] * block_size + before
+    return slots
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """(ranks, interleave, kernel blocks of a block, their size); the interleave divides a block."""
+    kernel_blocks, size = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4, 6]))
+    interleave = draw(st.sampled_from([i for i in range(1, kernel_blocks * size + 1) if kernel_blocks * size % i == 0]))
+    return draw(st.integers(1, 5)), interleave, kernel_blocks, size
+
+
+class TestDeal:
+    @given(deals(), st.permutations(range(1, 61)), st.integers(1, 60))
+    def test_every_token_has_one_owner_and_its_own_place(
+        self, sizes: tuple[int, int, int, int], ids: list[int], count: int
+    ) -> None:
+        ranks, interleave, kernel_blocks, size = sizes
+        block = kernel_blocks * size
+        num_ids = -(-count // (block * ranks))
+        want = dealt_one_by_one(Deal(0, ranks, interleave), block, ids, count)
+        for rank in range(ranks):
+            deal = Deal(rank, ranks, interleave)
+            table = BlockTable(2, num_ids, block, kernel_block_size=size, deal=deal)
+            table.add(1, ints(*ids[:num_ids]))
+            assert slots_of(table, range(count), 1) == want[rank]
+            kept = np.cumsum([slot != NO_SLOT for slot in want[rank]])
+            assert deal.count(np.arange(1, count + 1)).tolist() == kept.tolist()
+
+    @given(deals())
+    def test_blocks_that_are_dealt_are_not_those_of_kernels(self, sizes: tuple[int, int, int, int]) -> None:
+        """To fill kernel blocks in turn, as vllm-ascend once did, is the same where the interleave divides them."""
+        ranks, interleave, kernel_blocks, size = sizes
+        block = kernel_blocks * size
+        ours = dealt_one_by_one(Deal(0, ranks, interleave), block, [3], block * ranks)
+        split = [3 * kernel_blocks + i for i in range(kernel_blocks)]
+        theirs = dealt_one_by_one(Deal(0, ranks, interleave), size, split, block * ranks)
+        assert (ours == theirs) == (ranks == 1 or size % interleave == 0)
+
+    def test_a_kernel_block_that_the_interleave_does_not_divide(self) -> None:
+        """There tokens of kernel blocks had two places, and a rank none of the second run."""
+        tables = [BlockTable(1, 2, 8, kernel_block_size=4, deal=Deal(rank, 2, 8)) for rank in range(2)]
+        for table in tables:
+            append(table, r0=[5, 9])
+            assert table.host[0].tolist() == [10, 11, 18, 19]
+        assert slots_of(tables[0], range(16)) == [*range(40, 48), *[NO_SLOT] * 8]
+        assert slots_of(tables[1], range(16)) == [*[NO_SLOT] * 8, *range(40, 48)]
+
+    def test_runs_shorter_than_a_kernel_block(self) -> None:
+        first = BlockTable(1, 2, 8, kernel_block_size=4, deal=Deal(0, 2, 2))
+        append(first, r0=[5, 9])
+        row = [40, 41, -1, -1, 42, 43, -1, -1, 44, 45, -1, -1, 46, 47, -1, -1, 72, 73]
+        assert slots_of(first, range(18)) == row
+        with pytest.raises(BlockTableError, match="token 32 of row 0 lies past its 2 blocks of 16 tokens"):
+            slots_of(first, [32])
+
+    def test_an_interleave_that_does_not_divide_a_block_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="interleave of 3 tokens does not divide a block of 8"):
+            BlockTable(1, 2, 8, deal=Deal(0, 2, 3))

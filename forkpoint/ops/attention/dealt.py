@@ -1,0 +1,81 @@
+"""Attention over keys that are dealt to ranks: each looks at those it keeps, and what they saw is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forkpoint.errors import ConfigError
+from forkpoint.ops.metadata import AttentionIndex
+from forkpoint.ops.ranks import Ranks
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Which tokens of every row a rank keeps: they are dealt to the ranks in turn, `interleave` at a time.
+
+    What a rank keeps of a row lies end to end in its blocks. Runs that divide a block come out even: all ranks then
+    need a row's next block at the same token, so that one id serves them all. The rank's block is what is filled, not
+    the part of it that a kernel reads at a time.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    interleave: int = 1
+
+    def check(self, block_size: int) -> None:
+        """Raises ConfigError."""
+        if block_size % self.interleave:
+            raise ConfigError(f"an interleave of {self.interleave} tokens does not divide a block of {block_size}")
+
+    def owns(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Whether the rank keeps the tokens at these positions of a row."""
+        owned: npt.NDArray[np.bool_] = positions // self.interleave % self.num_ranks == self.rank
+        return owned
+
+    def places(self, positions: Positions) -> Positions:
+        """How many tokens of the row the owner of each keeps before it."""
+        return positions // (self.num_ranks * self.interleave) * self.interleave + positions % self.interleave
+
+    def count(self, lens: Positions) -> Positions:
+        """How many of the first `lens` tokens of rows the rank keeps."""
+        rounds, rest = np.divmod(lens, self.num_ranks * self.interleave)
+        counts: Positions = rounds * self.interleave + np.clip(rest - self.rank * self.interleave, 0, self.interleave)
+        return counts
+
+
+ALL: Final = Deal()  # one rank keeps them
+
+
+def attend_dealt(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, scale: float, ranks: Ranks
+) -> Tensor:
+    """Attention of rows with one query, `q[N, Hq, D]`, over keys that are dealt to ranks -> `[N, Hq, Dv]`, fp32.
+
+    Queries and answers are the same on all ranks. `index` is of what the rank keeps: of its block table, with as
+    `kv_lens` what it keeps of the keys that each row sees. A row with drafts is a row for each of its tokens.
+    """
+    seen = torch.stack([_seen(q[row], k_cache, v_cache, index, row, scale) for row in range(len(q))])
+    parts = ranks.gather(seen).view(*seen.shape[:2], ranks.size, -1)
+    weights = parts[..., -1:].softmax(dim=2)  # what a rank's sum of exponentials is of that of all
+    answer: Tensor = (parts[..., :-1] * weights).sum(dim=2)
+    return answer
+
+
+def _seen(q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, row: int, scale: float) -> Tensor:
+    """Of one query `[Hq, D]` over the rank's keys: the answer and, behind it, the logarithm of the sum of
+    exponentials, `[Hq, Dv + 1]`. No keys give zeros, and the logarithm of zero."""
+    (_, heads, size, dim), count = k_cache.shape, index.on_host()[1][row]
+    blocks = index.block_table[index.table_rows[row], : -(-count // size)].long()
+    keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :count].float() for cache in (k_cache, v_cache))
+    scores = q.float().view(heads, -1, dim) @ keys.mT * scale  # heads that share keys are the rows of one product
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    answer = (scores - total).exp() @ values
+    return torch.cat([answer, total], dim=-1).flatten(0, 1)
