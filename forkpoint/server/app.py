@@ -15,17 +15,19 @@ from uvicorn.config import LOG_LEVELS
 
 from forkpoint.obs.logs import LOGGER
 from forkpoint.server.body import BodyRoute, Endpoint, documents
-from forkpoint.server.chat import ChatReply, create_chat_completion
-from forkpoint.server.completions import CompletionBody, CompletionReply, create_completion
+from forkpoint.server.chat import ChatAnswer, ChatReply, prepare_chat
+from forkpoint.server.completion_answer import create
+from forkpoint.server.completions import CompletionBody, CompletionReply, TextAnswer, prepare_completion
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import add_error_handlers
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody
 from forkpoint.server.messages.endpoint import (
     CountReply,
+    MessageAnswer,
     MessageReply,
     MessagesErrorReply,
     count_tokens,
-    create_message,
+    prepare_message,
 )
 from forkpoint.server.metrics import CONTENT_TYPE
 from forkpoint.server.middleware import Gate
@@ -113,10 +115,11 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
     def read(prepare: Callable[[Texts, bytes], Any]) -> Endpoint:
         return partial(service.prepare, prepare)
 
+    tell = partial(create, service)
     streams, messages = {**ERRORS, **STREAM}, {**MESSAGES_ERRORS, **STREAM}
-    add("/v1/chat/completions", ChatBody, partial(create_chat_completion, service), ChatReply, streams)
-    add("/v1/completions", CompletionBody, partial(create_completion, service), CompletionReply, streams)
-    add("/v1/messages", MessagesBody, partial(create_message, service), MessageReply, messages)
+    add("/v1/chat/completions", ChatBody, partial(tell, prepare_chat, ChatAnswer), ChatReply, streams)
+    add("/v1/completions", CompletionBody, partial(tell, prepare_completion, TextAnswer), CompletionReply, streams)
+    add("/v1/messages", MessagesBody, partial(tell, prepare_message, MessageAnswer), MessageReply, messages)
     add("/v1/messages/count_tokens", CountTokensBody, read(count_tokens), CountReply, MESSAGES_ERRORS)
     add("/v1/responses", ResponsesBody, responses.create, ResponseReply, streams)
     add("/tokenize", TokenizeBody, read(tokenize), TokenizeReply, ERRORS)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Literal
-
-from starlette.requests import Request
 
 from forkpoint.outputs import Logprob
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.body import parse
-from forkpoint.server.completion_answer import CompletionAnswer, Telling
-from forkpoint.server.generation import cache_info
+from forkpoint.server.completion_answer import CompletionAnswer
+from forkpoint.server.generation import Generation, cache_info
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
 from forkpoint.server.service import Service
@@ -63,26 +60,9 @@ class ChatReply(Reply):
     prompt_token_ids: list[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedChat:
-    """A chat request as read."""
-
-    turn: Turn
-    telling: Telling
-
-
-def prepare_chat(texts: Texts, data: bytes) -> PreparedChat:
+def prepare_chat(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    body = parse(ChatBody, data)
-    return PreparedChat(ask(texts, body), Telling.of(body, texts))
-
-
-async def create_chat_completion(service: Service, request: Request) -> Any:
-    """Raises HTTPError or ForkpointError before anything is sent."""
-    chat = await service.prepare(prepare_chat, request)
-    name = ChatAnswer.prefix + service.new_id()
-    answer = ChatAnswer(name, chat.telling, await service.talk(name, chat.turn, request.receive), service)
-    return await answer.send(service, request, stream=chat.telling.stream)
+    return ask(texts, parse(ChatBody, data))
 
 
 class _Choice:
@@ -135,16 +115,15 @@ class _Choice:
         return told
 
 
-class ChatAnswer(CompletionAnswer):
+class ChatAnswer(CompletionAnswer[Turn]):
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, name: str, telling: Telling, talk: Talk, service: Service) -> None:
-        super().__init__(name, talk.turn.model, telling, talk.generation, service.now())
-        self._talk = talk
+    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
+        super().__init__(name, asked, generation, service)
+        self._talk = Talk(asked, generation)
         self._role = service.config.response_role
-        params = talk.turn.params
-        self._choices = [_Choice(index, name[-12:], params.logprobs) for index in range(params.n)]
+        self._choices = [_Choice(index, name[-12:], asked.params.logprobs) for index in range(asked.params.n)]
 
     async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
         async for news in self._talk.news():
@@ -157,7 +136,7 @@ class ChatAnswer(CompletionAnswer):
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield first, {"cache": cache_info(self.generation.states), **self._prompt_ids()}
             if news.pieces or news.reason is not None:
-                yield choice.told(news, returns_ids=self.telling.returns_ids), {}
+                yield choice.told(news, returns_ids=self.asked.telling.returns_ids), {}
 
     async def reply(self) -> ChatReply:
         made: dict[int, dict[str, Any]] = {}
@@ -165,7 +144,7 @@ class ChatAnswer(CompletionAnswer):
             choice = self._choices[news.delta.index]
             choice.hold(news)
             if news.reason is not None:
-                told = choice.told(news, returns_ids=self.telling.returns_ids)
+                told = choice.told(news, returns_ids=self.asked.telling.returns_ids)
                 made[news.delta.index] = {**told, "message": self._message(told["delta"])}
         prompt = {"prompt_logprobs": prompt_logprobs(self.generation.states[0]), **self._prompt_ids()}
         choices = [made[index] for index in sorted(made)]
@@ -177,4 +156,5 @@ class ChatAnswer(CompletionAnswer):
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         """For who asks for them."""
-        return {"prompt_token_ids": self._talk.turn.prompt.token_ids.tolist()} if self.telling.returns_ids else {}
+        asked = self.asked
+        return {"prompt_token_ids": asked.prompts[0].token_ids.tolist()} if asked.telling.returns_ids else {}

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation, usage
-from forkpoint.server.sampling import SamplingBody
+from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
 from forkpoint.server.sse import DONE, EventStream, begin, event, unless_disconnected
 from forkpoint.server.texts import Texts
 
+A = TypeVar("A", bound=Asked)
 
-class Answer(ABC):
+
+class Answer(ABC, Generic[A]):
     """What an API makes of a generation. Read `events` or await `reply`, once."""
 
+    prefix: ClassVar[str]  # of names
     end: ClassVar[bytes] = b""  # of a stream
 
-    def __init__(self, name: str, generation: Generation) -> None:
+    def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
         self.name = name
+        self.asked = asked
         self.generation = generation
+        self.service = service
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
@@ -38,50 +42,36 @@ class Answer(ABC):
     def error_event(self, error: HTTPError) -> bytes:
         """An error in the middle of a stream, and the stream's end."""
 
-    async def send(self, service: Service, request: Request, *, stream: bool) -> Any:
+    async def send(self, request: Request) -> Any:
         """Raises HTTPError or ForkpointError before anything is sent."""
         close = self.generation.close
-        if not stream:
+        if not self.asked.telling.stream:
             return await unless_disconnected(request.receive, self.reply(), close)
-        wait_s = service.config.sse_keep_alive_interval
+        wait_s = self.service.config.sse_keep_alive_interval
         events = await begin(request.receive, self.generation.first_news(), self.events(), close, wait_s)
         return EventStream(events, close, self.end, self.error_event)
 
 
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """How a completion is told. `request_id`: the name that the client has chosen for it."""
-
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    returns_ids: bool
-    request_id: str | None
-
-    @classmethod
-    def of(cls, body: SamplingBody, texts: Texts) -> Telling:
-        options = body.stream_options
-        return cls(
-            stream=bool(body.stream),
-            include_usage=bool(options and options.include_usage) or texts.config.enable_force_include_usage,
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            returns_ids=bool(body.return_token_ids),
-            request_id=body.request_id,
-        )
+async def create(
+    service: Service, prepare: Callable[[Texts, bytes], A], kind: type[Answer[A]], request: Request
+) -> Any:
+    """The answer of `kind` to what `prepare` reads. Raises HTTPError or ForkpointError before anything is sent."""
+    asked = await service.prepare(prepare, request)
+    name = kind.prefix + service.new_id()
+    answer = kind(name, asked, await service.open(name, asked, request.receive), service)
+    return await answer.send(request)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Answer[A]):
     """Chunks with choices, of which a subclass knows what they are."""
 
     end = DONE
-    prefix: ClassVar[str]  # of names
     chunk_kind: ClassVar[str]
 
-    def __init__(self, name: str, model: str, telling: Telling, generation: Generation, created_s: int) -> None:
-        super().__init__(name if telling.request_id is None else self.prefix + telling.request_id, generation)
-        self.telling = telling
-        self._model = model
-        self._created_s = created_s
+    def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
+        chosen = asked.telling.request_id
+        super().__init__(name if chosen is None else self.prefix + chosen, asked, generation, service)
+        self._created_s = service.now()
 
     @abstractmethod
     def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -91,7 +81,7 @@ class CompletionAnswer(Answer):
         return usage(self.generation.states)
 
     def document(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-        head = {"id": self.name, "object": kind, "created": self._created_s, "model": self._model}
+        head = {"id": self.name, "object": kind, "created": self._created_s, "model": self.asked.model}
         return {**head, "choices": choices, **others}
 
     def ending(self) -> dict[str, Any]:
@@ -101,7 +91,7 @@ class CompletionAnswer(Answer):
         return event(error.body()) + DONE
 
     async def events(self) -> AsyncIterator[bytes]:
-        telling, states = self.telling, self.generation.states
+        telling, states = self.asked.telling, self.generation.states
         num_open = sum(len(state.completions) for state in states)
         async for choice, others in self.choices():
             num_open -= choice["finish_reason"] is not None

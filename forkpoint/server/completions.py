@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
-from starlette.requests import Request
 
 from forkpoint.engine.inputs import Prompt, PromptInput
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import MAX_INT32, SamplingParams
 from forkpoint.server.body import parse
-from forkpoint.server.completion_answer import CompletionAnswer, Telling
+from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.generation import Generation, usage
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
-from forkpoint.server.sampling import SamplingBody, bounded, sampling_params, structured_outputs
+from forkpoint.server.sampling import Asked, SamplingBody, Telling, bounded, sampling_params, structured_outputs
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Texts
 
@@ -56,18 +55,13 @@ class CompletionReply(Reply):
     speculation: SpeculationInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCompletion(Asked):
     """A completion request as read. `echoed`: the texts of the prompts, where the answers begin with them.
 
     `drops_output`: only the prompts are asked about, and the token that each step makes is not told.
     """
 
-    model: str
-    prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    priority: int
-    telling: Telling
     echoed: tuple[str, ...] | None
     first_texts: tuple[str, ...]  # of the first token of each prompt that is echoed with its log-probabilities
     drops_output: bool
@@ -103,15 +97,6 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
     )
 
 
-async def create_completion(service: Service, request: Request) -> Any:
-    """Raises HTTPError or ForkpointError before anything is sent."""
-    asked = await service.prepare(prepare_completion, request)
-    name = TextAnswer.prefix + service.new_id()
-    generation = await service.open(name, asked.prompts, asked.params, asked.priority, request.receive)
-    answer = TextAnswer(name, asked, generation, service.now())
-    return await answer.send(service, request, stream=asked.telling.stream)
-
-
 def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -140,13 +125,12 @@ def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt
     return [prompt]  # type: ignore[list-item]
 
 
-class TextAnswer(CompletionAnswer):
+class TextAnswer(CompletionAnswer[PreparedCompletion]):
     prefix = "cmpl-"
     chunk_kind = "text_completion"
 
-    def __init__(self, name: str, asked: PreparedCompletion, generation: Generation, created_s: int) -> None:
-        super().__init__(name, asked.model, asked.telling, generation, created_s)
-        self._asked = asked
+    def __init__(self, name: str, asked: PreparedCompletion, generation: Generation, service: Service) -> None:
+        super().__init__(name, asked, generation, service)
         self._offsets: dict[int, int] = {}  # by choice: characters told so far
 
     async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -164,12 +148,12 @@ class TextAnswer(CompletionAnswer):
 
     def usage(self) -> dict[str, Any]:
         states = self.generation.states
-        dropped = sum(c.num_tokens for state in states for c in state.completions) if self._asked.drops_output else 0
+        dropped = sum(c.num_tokens for state in states for c in state.completions) if self.asked.drops_output else 0
         return usage(states, num_dropped=dropped)
 
     def _choice(self, number: int, delta: CompletionOutput) -> dict[str, Any]:
         """The news of one completion; its first ones begin with the prompt where that is to be echoed."""
-        asked = self._asked
+        asked = self.asked
         index = number * asked.params.n + delta.index
         text = "" if asked.drops_output else delta.text
         entries: list[tuple[str, dict[int, Logprob] | None]] = []
@@ -200,7 +184,7 @@ class TextAnswer(CompletionAnswer):
 
     def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
         found = self.generation.requests[number].state.all_prompt_logprobs() or ()
-        return [(_text_of(entry) if entry else self._asked.first_texts[number], entry) for entry in found]
+        return [(_text_of(entry) if entry else self.asked.first_texts[number], entry) for entry in found]
 
 
 def _text_of(entry: dict[int, Logprob]) -> str:

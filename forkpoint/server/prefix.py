@@ -16,10 +16,12 @@ from forkpoint.cache.hashing import HashChain
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing.wire import sent_hash
 from forkpoint.server.chat import prepare_chat
-from forkpoint.server.completions import PreparedCompletion, prepare_completion
+from forkpoint.server.completions import prepare_completion
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.endpoint import prepare_message
+from forkpoint.server.responses.answer import PreparedResponse
 from forkpoint.server.responses.endpoint import prepare_response
+from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Texts
 
@@ -44,23 +46,20 @@ def add_prefix_route(app: FastAPI, service: Service) -> None:
 
 def read_prefix(path: str, salted: bool, texts: Texts, data: bytes) -> PrefixReply:
     """Runs in a reader's process."""
-    asked: Any = PREPARED[path](texts, data)
-    if isinstance(asked, str):  # goes on from a response that one replica has stored
+    asked = PREPARED[path](texts, data)
+    if isinstance(asked, PreparedResponse):
+        asked = asked.turn
+    # A text: it goes on from a response that one replica has stored.
+    if isinstance(asked, str) or salted or asked.params.cache_salt:
         return PrefixReply(block_hashes=[])
-    prompt, params = (
-        (asked.prompts[0], asked.params)
-        if isinstance(asked, PreparedCompletion)
-        else (asked.turn.prompt, asked.turn.params)
-    )
-    if salted or params.cache_salt:
-        return PrefixReply(block_hashes=[])
+    token_ids = asked.prompts[0].token_ids
     chain = HashChain("", BLOCK_SIZE)
-    chain.extend(prompt.token_ids)
-    usable = (len(prompt.token_ids) - 1) // BLOCK_SIZE
+    chain.extend(token_ids)
+    usable = (len(token_ids) - 1) // BLOCK_SIZE
     return PrefixReply(block_hashes=[sent_hash(name) for name in chain.hashes[:usable]])
 
 
-PREPARED: Final[Mapping[str, Callable[[Texts, bytes], object]]] = MappingProxyType(
+PREPARED: Final[Mapping[str, Callable[[Texts, bytes], Asked | PreparedResponse | str]]] = MappingProxyType(
     {
         "v1/chat/completions": prepare_chat,
         "v1/completions": prepare_completion,

@@ -1,11 +1,13 @@
-"""What all kinds of completion take, and what SamplingParams become of it."""
+"""What all kinds of completion take, what SamplingParams become of it, and what is asked of the engine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from forkpoint.engine.inputs import Prompt
 from forkpoint.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -113,6 +115,39 @@ class SamplingBody(SampledBody):
         if self.stream and self.prompt_logprobs is not None:
             raise HTTPError(400, "prompt_logprobs are not told in streams; leave stream out", param="prompt_logprobs")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How a completion is told. `request_id`: the name that the client has chosen for it."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    returns_ids: bool
+    request_id: str | None
+
+    @classmethod
+    def of(cls, body: SamplingBody, texts: Texts) -> Telling:
+        options = body.stream_options
+        return cls(
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage) or texts.config.enable_force_include_usage,
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            returns_ids=bool(body.return_token_ids),
+            request_id=body.request_id,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of the engine, and how it is told."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    priority: int
+    telling: Telling
 
 
 def sampling_params(

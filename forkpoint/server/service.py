@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -15,10 +15,8 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
-from forkpoint.engine.inputs import Prompt
 from forkpoint.errors import EngineStoppedError, QueueFullError
 from forkpoint.obs.logs import num_lost_lines
-from forkpoint.params import SamplingParams
 from forkpoint.server.body import Bodies
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
@@ -26,8 +24,8 @@ from forkpoint.server.generation import Generation
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.middleware import own_salt
 from forkpoint.server.readers import Readers
+from forkpoint.server.sampling import Asked
 from forkpoint.server.sse import unless_left
-from forkpoint.server.talk import Talk, Turn
 from forkpoint.server.texts import Texts, guarded
 from forkpoint.server.trials import Trials
 
@@ -98,19 +96,17 @@ class Service:
             async with self.bodies.read(request) as data:
                 yield data
 
-    async def open(
-        self, name: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int, receive: Receive
-    ) -> Generation:
+    async def open(self, name: str, asked: Asked, receive: Receive) -> Generation:
         """Send all prompts to the engine, or none where one is refused, as the server's options allow the client.
 
         Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and
         HTTPError for a priority where clients may name none.
         """
+        config, params, priority = self.config, asked.params, asked.priority
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
         self.check_healthy()
-        self._check_room(len(prompts) * params.n)
-        config = self.config
+        self._check_room(len(asked.prompts) * params.n)
         if priority and config.scheduling_policy != "priority":
             raise HTTPError(
                 400,
@@ -124,15 +120,11 @@ class Service:
         opened: list[OpenRequest] = []
         generation = Generation(self.engine, opened)
         with generation.closed_on_error():
-            for index, prompt in enumerate(prompts):
+            for index, prompt in enumerate(asked.prompts):
                 if index:
                     await asyncio.sleep(0)  # other streams have their turn between two
                 opened.append(add(f"{name}-{index}", prompt, params))
         return generation
-
-    async def talk(self, name: str, turn: Turn, receive: Receive) -> Talk:
-        """Have the engine answer a turn. Raises as `open` does."""
-        return Talk(turn, await self.open(name, [turn.prompt], turn.params, turn.priority, receive))
 
     def _check_room(self, num_more: int) -> None:
         limit = self.config.max_open_requests

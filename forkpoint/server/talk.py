@@ -17,7 +17,7 @@ from forkpoint.server.answer import THINK, THINK_END, AnswerParser, Piece, Reaso
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.protocol import Body, Many, MaxTokens
-from forkpoint.server.sampling import SamplingBody, bounded, sampling_params
+from forkpoint.server.sampling import Asked, SamplingBody, Telling, bounded, sampling_params
 from forkpoint.server.texts import Texts
 from forkpoint.server.tools import AnyToolChoice, ToolPlan, ToolSpec, plan_tools
 
@@ -74,15 +74,11 @@ def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str,
     return variables | (body.chat_template_kwargs or {})
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What is asked of the engine. `parser` makes what takes an answer's text apart; `names_call`: the request names
-    the function to call; `tells_reasoning`: reasoning is told at all."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn(Asked):
+    """`parser` makes what takes an answer's text apart; `names_call`: the request names the function to call;
+    `tells_reasoning`: reasoning is told at all."""
 
-    model: str
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
     parser: Callable[[], AnswerParser]
     names_call: bool
     tells_reasoning: bool
@@ -117,9 +113,10 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
     )
     return Turn(
         model=model,
-        prompt=replace(prompt, text=None),
+        prompts=(replace(prompt, text=None),),
         params=params,
         priority=body.priority or 0,
+        telling=Telling.of(body, texts),
         parser=parser,
         names_call=plan.named,
         tells_reasoning=body.include_reasoning is not False,

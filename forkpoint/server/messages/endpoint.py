@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
-
-from starlette.requests import Request
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.body import parse, validated
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.generation import usage
+from forkpoint.server.generation import Generation, usage
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
 from forkpoint.server.service import Service
@@ -61,16 +58,9 @@ class MessagesErrorReply(Reply):
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedMessage:
-    turn: Turn
-    stream: bool
-
-
-def prepare_message(texts: Texts, data: bytes) -> PreparedMessage:
+def prepare_message(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    body = parse(MessagesBody, data)
-    return PreparedMessage(ask(texts, validated(ChatBody, chat_fields(body))), bool(body.stream))
+    return ask(texts, validated(ChatBody, chat_fields(parse(MessagesBody, data))))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
@@ -79,18 +69,12 @@ def count_tokens(texts: Texts, data: bytes) -> CountReply:
     return CountReply(input_tokens=len(prompt_of(texts, body).token_ids))
 
 
-async def create_message(service: Service, request: Request) -> Any:
-    """Raises HTTPError or ForkpointError before anything is sent."""
-    asked = await service.prepare(prepare_message, request)
-    name = f"msg_{service.new_id()}"
-    answer = MessageAnswer(name, await service.talk(name, asked.turn, request.receive))
-    return await answer.send(service, request, stream=asked.stream)
+class MessageAnswer(Answer[Turn]):
+    prefix = "msg_"
 
-
-class MessageAnswer(Answer):
-    def __init__(self, name: str, talk: Talk) -> None:
-        super().__init__(name, talk.generation)
-        self._talk = talk
+    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
+        super().__init__(name, asked, generation, service)
+        self._talk = Talk(asked, generation)
         self._blocks = Blocks(name[-12:])
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
@@ -130,7 +114,7 @@ class MessageAnswer(Answer):
         return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.name, "type": "message", "role": "assistant", "model": self._talk.turn.model}
+        head = {"id": self.name, "type": "message", "role": "assistant", "model": self.asked.model}
         counts = {"usage": _usage(usage(self.generation.states)), **self.generation.details()}
         return {**head, "content": blocks, **self._ending, **counts}
 

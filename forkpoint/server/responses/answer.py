@@ -12,10 +12,11 @@ from pydantic import ConfigDict
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.generation import usage
+from forkpoint.server.generation import Generation, usage
 from forkpoint.server.protocol import Reply
 from forkpoint.server.responses.body import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
+from forkpoint.server.service import Service
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Talk, Turn
 
@@ -130,20 +131,21 @@ class PreparedResponse:
     """`echo`: what the response repeats of its request. `conversation`: the messages so far, as JSON."""
 
     turn: Turn
-    stream: bool
     background: bool
     store: bool
     echo: dict[str, Any]
     conversation: bytes
 
 
-class ResponseAnswer(Answer):
-    """Tells the answer of `talk`, and stores it where that is asked for."""
+class ResponseAnswer(Answer[Turn]):
+    """Tells the answer of a turn, and stores it where that is asked for."""
 
-    def __init__(self, asked: PreparedResponse, talk: Talk, key: Key, store: ResponseStore, created_s: int) -> None:
-        super().__init__(key.name, talk.generation)
-        self._asked = asked
-        self._talk = talk
+    def __init__(
+        self, key: Key, prepared: PreparedResponse, generation: Generation, service: Service, store: ResponseStore
+    ) -> None:
+        super().__init__(key.name, prepared.turn, generation, service)
+        self._prepared = prepared
+        self._talk = Talk(prepared.turn, generation)
         self._key = key
         self._store = store
         self._items = Items(key.name[-12:])
@@ -151,14 +153,14 @@ class ResponseAnswer(Answer):
         self._reply: dict[str, Any] = {
             "id": key.name,
             "object": "response",
-            "created_at": created_s,
+            "created_at": service.now(),
             "status": "in_progress",
-            "model": asked.turn.model,
+            "model": self.asked.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
             "usage": None,
-            **asked.echo,
+            **prepared.echo,
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -217,9 +219,9 @@ class ResponseAnswer(Answer):
         self._keep()
 
     def _keep(self) -> None:
-        if self._asked.store:
+        if self._prepared.store:
             answer = encode(messages_of(self._items.items))
-            before = self._asked.conversation[:-1]
+            before = self._prepared.conversation[:-1]
             comma = b"," if len(before) > 1 and len(answer) > 2 else b""
             whole = self._reply["status"] in ("completed", "incomplete")
             stored = Stored(encode(self._reply), before + comma + answer[1:], whole)

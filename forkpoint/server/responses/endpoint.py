@@ -38,7 +38,6 @@ def prepare_response(texts: Texts, data: bytes, history: bytes | None = None) ->
     stores = body.store is not False
     return PreparedResponse(
         turn=ask(texts, validated(ChatBody, chat_fields(body, conversation))),
-        stream=bool(body.stream),
         background=bool(body.background),
         store=stores,
         echo=echo(body),
@@ -61,12 +60,12 @@ class Responses:
         if asked.background and not self._store.keeps_any:
             raise HTTPError(400, "this server stores no responses, so that none can run in the background")
         key = self._key(f"resp_{service.new_id()}")
-        talk = await service.talk(key.name, asked.turn, request.receive)
-        answer = ResponseAnswer(asked, talk, key, self._store, service.now())
+        generation = await service.open(key.name, asked.turn, request.receive)
+        answer = ResponseAnswer(key, asked, generation, service, self._store)
         if asked.background:
             self._store.run(key, asyncio.create_task(answer.run()))
             return answer.begin()
-        return await answer.send(service, request, stream=asked.stream)
+        return await answer.send(request)
 
     async def _asked(self, request: Request) -> PreparedResponse:
         """What the body asks for; it is read a second time, beside them, where it goes on from stored messages."""
