@@ -28,12 +28,12 @@ class BailingHybrid(Model):
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
-        recurrence = KDAConfig(
-            num_heads=fields.integer("linear_num_heads", fields.integer("num_attention_heads")),
-            head_dim=fields.integer("linear_head_dim", fields.integer("head_dim", 128)),
-            conv_width=fields.integer("linear_conv_kernel_dim", fields.integer("short_conv_kernel_size", 4), low=2),
+        recurrence = KDAConfig.of(
+            fields.integer("linear_num_heads", fields.integer("num_attention_heads")),
+            fields.integer("linear_head_dim", fields.integer("head_dim", 128)),
+            fields.integer("linear_conv_kernel_dim", fields.integer("short_conv_kernel_size", 4), low=2),
+            bound,
             narrow=False,
-            bound=bound,
         )
         every = fields.integer("layer_group_size", 6)
         kinds = fields.layer_types(KINDS, lambda i: KINDS[(i + 1) % every == 0])

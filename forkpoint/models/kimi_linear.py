@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import LayerSpec
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
-from forkpoint.models.cuts import Cut, Cuts, inward, rows, share
+from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
-from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
+from forkpoint.models.layers import MLPConfig, Projection, read_projection
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS, ConvRecurrence, gated_heads, kept_state
+from forkpoint.models.recurrence import Project, RecurrentConfig
 from forkpoint.models.weights import join_rows
-from forkpoint.ops.parameters import Recurrence, RecurrenceParams
-from forkpoint.ops.ranks import Ranks
+from forkpoint.ops.parameters import Recurrence
 
 KINDS = ("linear_attention", "full_attention")  # of layers
 
 
-@dataclass(frozen=True, slots=True)
-class KDAConfig(PartConfig):
+@dataclass(frozen=True, kw_only=True)
+class KDAConfig(RecurrentConfig):
     """One layer's recurrence over heads of as many keys as values.
 
-    `narrow`: decays and gates are made in two steps, with a head's width between them. `bound`: see Recurrence.
+    `narrow`: decays and gates are made in two steps, with a head's width between them.
     """
 
-    num_heads: int
-    head_dim: int
-    conv_width: int
     narrow: bool = True
-    bound: float | None = None
+    norm_name: str = "o_norm"
+    out_name: str = "o_proj"
     name: str = "self_attn"
+    heads_are: ClassVar = "linear heads"
+    sigmoid: ClassVar = True
 
-    @property
-    def spec(self) -> Recurrence:
-        heads, dim = self.num_heads, self.head_dim
-        return Recurrence(heads, heads, dim, dim, per_key=True, bound=self.bound)
+    @classmethod
+    def of(cls, heads: int, dim: int, conv_width: int, bound: float | None = None, narrow: bool = True) -> KDAConfig:
+        """`bound`: see Recurrence."""
+        spec = Recurrence(heads, heads, dim, dim, per_key=True, bound=bound)
+        return cls(spec=spec, conv_width=conv_width, narrow=narrow)
 
-    def build(self, build: Build, name: str, layer: int) -> Block:
-        source, ops, hidden, fp32 = build.weights, build.ops, build.config.hidden_size, torch.float32
-        heads, dim, inner = self.num_heads, self.head_dim, self.num_heads * self.head_dim
-        mixed = Projection(
-            ops, join_rows(source, [f"{name}.{part}_proj.weight" for part in "qkv"], [inner] * 3, hidden)
-        )
+    def project(self, build: Build, name: str) -> Project:
+        heads, dim, inner = self.spec.num_v_heads, self.spec.value_dim, self.inner
         parts = ("b", "f_a", "g_a") if self.narrow else ("b", "f", "g")
         widths = [heads, dim, dim] if self.narrow else [heads, inner, inner]
-        gates = Projection(ops, join_rows(source, [f"{name}.{part}_proj.weight" for part in parts], widths, hidden))
+
+        def joined(parts: Iterable[str], rows: Sequence[int]) -> Projection:
+            names = [f"{name}.{part}_proj.weight" for part in parts]
+            return Projection(build.ops, join_rows(build.weights, names, rows, build.config.hidden_size))
+
+        mixed, gates = joined("qkv", [inner] * 3), joined(parts, widths)
         wide = [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if self.narrow else []
-        apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
-        convolutions = [f"{name}.conv1d.weight"] if source.has(f"{name}.conv1d.weight") else apart
-        channels = 3 * inner // len(convolutions)
-        taps = torch.cat([source.get(part, (channels, 1, self.conv_width)) for part in convolutions]).squeeze(1)
-        stored = source.shape(f"{name}.A_log")
-        flat = stored is None or len(stored) == 1
-        a_log = source.get(f"{name}.A_log", (heads,) if flat else (1, 1, heads, 1), fp32, DUMMY_A_LOG).flatten()
-        dt_bias = source.get(f"{name}.dt_bias", (inner,), fp32, DUMMY_DT_BIAS)
-        recurrence = ConvRecurrence(ops, layer, taps, None, RecurrenceParams(self.spec, a_log, dt_bias))
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             b, decay, gate = torch.split(gates(x), widths, dim=-1)
@@ -71,30 +61,11 @@ class KDAConfig(PartConfig):
                 decay, gate = wide[0](decay), wide[1](gate)
             return mixed(x), decay, b, gate
 
-        norm = RMSNorm(build, f"{name}.o_norm", dim, centred=False)
-        out = RowParallel(build, f"{name}.o_proj", hidden, inner)
-        return gated_heads(recurrence, ops, project, norm, out, sigmoid=True)
-
-    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        return (kept_state(self.spec, self.conv_width, dtype, state_dtype),)
-
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[KDAConfig, Cuts]:
-        wide = (self.num_heads, self.head_dim)
-        projections = [f"{name}_proj" for name in ("q", "k", "v", *(("f_b", "g_b") if self.narrow else ("f", "g")))]
-        convolutions = [f"{name}_conv1d" for name in "qkv"]
-        cuts = {
-            **dict.fromkeys([*projections, *convolutions, "dt_bias"], rows(wide)),
-            "conv1d": rows(wide, wide, wide),
-            "b_proj": rows((self.num_heads, 1)),
-            "A_log": Cut(-2, ((self.num_heads, 1),)),
-        }
-        own = replace(self, num_heads=share(self.num_heads, "linear heads", ranks))
-        return own, cuts | inward("o_proj", hidden_size, ranks)
+        return project
 
     def num_weights(self, hidden_size: int) -> int:
-        inner = self.num_heads * self.head_dim
-        gates = 2 * (self.head_dim * (hidden_size + inner) if self.narrow else hidden_size * inner)
-        return hidden_size * (4 * inner + self.num_heads) + gates
+        gates = self.spec.value_dim * (hidden_size + self.inner) if self.narrow else hidden_size * self.inner
+        return hidden_size * (self.spec.mixed_dim + self.inner + self.spec.num_v_heads) + 2 * gates
 
 
 class KimiLinear(Model):
@@ -116,10 +87,10 @@ class KimiLinear(Model):
             raise UnsupportedModelError(f"{fields.where} has mla_use_nope=False; forkpoint runs it without positions")
         count, given = fields.integer("num_hidden_layers"), fields.inner("linear_attn_config")
         linear = Fields({**fields.values, **given}, fields.where)
-        recurrence = KDAConfig(
-            num_heads=linear.integer("num_heads", linear.integer("linear_num_heads", 32)),
-            head_dim=fields.integer("linear_head_dim", 128) if "head_dim" not in given else linear.integer("head_dim"),
-            conv_width=linear.integer("short_conv_kernel_size", linear.integer("linear_conv_kernel_dim", 4), low=2),
+        recurrence = KDAConfig.of(
+            linear.integer("num_heads", linear.integer("linear_num_heads", 32)),
+            fields.integer("linear_head_dim", 128) if "head_dim" not in given else linear.integer("head_dim"),
+            linear.integer("short_conv_kernel_size", linear.integer("linear_conv_kernel_dim", 4), low=2),
         )
         listed = _listed(Fields(given, fields.where), count)
         kinds = fields.layer_types(KINDS, lambda i: KINDS[bool(i and i % 4 == 0) if listed is None else listed[i]])

@@ -18,7 +18,7 @@ from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
-from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_DT_BIAS
+from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_D, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.ranks import Ranks
 
@@ -104,7 +104,7 @@ class Mamba:
         self._params = ScanParams(
             -torch.exp(get(f"{name}.A_log", (channels, values), fp32, DUMMY_A_LOG)),
             get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS),
-            get(f"{name}.D", (channels,), fp32, (0.5, 1.5)),
+            get(f"{name}.D", (channels,), fp32, DUMMY_D),
         )
         self.fold_constants = {"scan": (self._params.A, self._params.dt_bias)}
         parts = {"dt": rank, "b": values, "c": values} if config.norms else {}

@@ -1,13 +1,138 @@
-"""Mamba-2: recurrent layers alone."""
+"""Mamba-2: projection, short convolution, state-space recurrence, gated norm over groups, projection; and the models
+that have nothing else."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from forkpoint.models.config import ModelConfig
+import torch
+from torch import Tensor
+
+from forkpoint.models.config import Build, ModelConfig
+from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.mamba2_mixer import Mamba2Config
+from forkpoint.models.layers import Projection, RMSNorm, RowParallel
+from forkpoint.models.recurrence import Project, RecurrentConfig
+from forkpoint.ops.linear.scaled import multiplied, take_rows
+from forkpoint.ops.parameters import Recurrence
+from forkpoint.ops.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(RecurrentConfig):
+    """One layer's recurrence: q is C, k is B, v is x; its groups are those of the norm.
+
+    `norm`: after the gate, before it, or none. `scales` multiply the projection's rows of z, x, B, C and dt.
+    """
+
+    conv_bias: bool = True
+    bias: bool = False
+    norm: Literal["after", "before"] | None = "after"
+    norm_groups: int = 0  # of the norm where each spans several ranks; 0: those of `spec`
+    scales: tuple[float, ...] = (1.0,) * 5
+    out_scale: float = 1.0
+    name: str = "mamba"
+
+    @classmethod
+    def read(cls, fields: Fields, **style: Any) -> Mamba2Config:
+        """Under the names of most config.json; `style` gives what they do not say."""
+        fields.require("hidden_act", "silu", "swish")
+        groups = fields.integer("mamba_n_groups")
+        heads = fields.multiple("mamba_n_heads", groups, "mamba groups")
+        inner = fields.integer("mamba_d_ssm", fields.integer("mamba_expand", 2) * fields.integer("hidden_size"))
+        automatic = fields.values.get("mamba_d_head", "auto") == "auto"
+        dim = inner // heads if automatic else fields.integer("mamba_d_head")
+        spec = Recurrence(
+            groups,
+            heads,
+            fields.integer("mamba_d_state"),
+            dim,
+            delta=False,
+            step_limit=fields.limits("time_step_limit"),
+        )
+        style = {"norm_eps": fields.real("rms_norm_eps"), **style}
+        return cls(
+            spec=spec,
+            conv_width=fields.integer("mamba_d_conv", 4, low=2),
+            conv_bias=fields.flag("mamba_conv_bias", True),
+            bias=fields.flag("mamba_proj_bias", False),
+            **style,
+        )
+
+    def project(self, build: Build, name: str) -> Project:
+        """Rows `[C | B | x | z | dt]` of those stored as `[z | x | B | C | dt]`, scaled."""
+        spec, inner, heads = self.spec, self.inner, self.spec.num_v_heads
+        z, dt = torch.arange(inner), torch.arange(heads) + inner + spec.mixed_dim
+        parts = [z, *self._xbc(inner), dt]
+        rows = inner + spec.mixed_dim + heads
+        scale = torch.cat([torch.full((len(part),), by) for part, by in zip(parts, self.scales, strict=True)])
+        order = torch.cat([*parts[3:0:-1], z, dt])
+        weight = build.weights.get_matrix(f"{name}.in_proj.weight", (rows, build.config.hidden_size))
+        bias = build.weights.get(f"{name}.in_proj.bias", (rows,)) if self.bias else None
+        if any(by != 1.0 for by in self.scales):
+            weight = multiplied(weight, scale.unsqueeze(1))
+            bias = None if bias is None else (bias.float() * scale).to(bias.dtype)
+        product = Projection(build.ops, take_rows(weight, order), None if bias is None else bias[order])
+
+        def project(x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
+            mixed, z, dt = torch.split(product(x), [spec.mixed_dim, inner, heads], dim=-1)
+            return mixed, dt, None, z
+
+        return project
+
+    def _xbc(self, start: int) -> list[Tensor]:
+        """Rows of x, B and C where x starts at `start`."""
+        keys = self.spec.num_k_heads * self.spec.key_dim
+        rows = torch.arange(self.spec.mixed_dim) + start
+        return list(torch.split(rows, [self.inner, keys, keys]))
+
+    def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
+        """Rows `[C | B | x]` of those stored as `[x | B | C]`."""
+        taps, _ = RecurrentConfig.taps(self, build, name)
+        order = torch.cat(self._xbc(0)[::-1])
+        bias = build.weights.get(f"{name}.conv1d.bias", (len(order),))[order] if self.conv_bias else None
+        return taps[order], bias
+
+    def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        ops, ranks, spans = build.ops, build.ranks, self.norm_groups > 0
+        out = RowParallel(build, f"{name}.out_proj", build.config.hidden_size, self.inner, self.bias, self.out_scale)
+        if self.norm is None:
+            return lambda heads, gate: out(ops.silu_mul(torch.cat((gate, heads.flatten(1)), dim=-1)))
+        norm = RMSNorm(build, f"{name}.norm", self.inner * (ranks.size if spans else 1), False, self.norm_eps)
+        weight, first = norm.weight.view(self.norm_groups or self.spec.num_k_heads, -1), self.norm == "after"
+
+        def finish(heads: Tensor, gate: Tensor) -> Tensor:
+            parts = [heads.flatten(1), gate]
+            if spans:
+                parts = [ranks.gather(part) for part in parts]
+            read, gate = (torch.unflatten(part, -1, weight.shape) for part in parts)
+            normed = ops.gated_rmsnorm(read, gate, weight, norm.eps, first).flatten(1)
+            return out(normed.narrow(1, ranks.rank * self.inner, self.inner) if spans else normed)
+
+        return finish
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Mamba2Config, Cuts]:
+        spec = self.spec
+        keys, values = (spec.num_k_heads, spec.key_dim), (spec.num_v_heads, spec.value_dim)
+        heads = (spec.num_v_heads, 1)
+        cuts = {
+            "in_proj": rows(values, values, keys, keys, heads),
+            "conv1d": rows(values, keys, keys),
+            **dict.fromkeys(("A_log", "dt_bias", "D"), rows(heads)),
+            **inward("out_proj", hidden_size, ranks),
+        }
+        num_heads = share(spec.num_v_heads, "heads", ranks)
+        groups = share(spec.num_k_heads, "groups", ranks, shared=True)
+        norm_groups = 0
+        if spec.num_k_heads % ranks.size:
+            norm_groups = spec.num_k_heads  # of which each spans several ranks
+        else:
+            cuts[f"{self.name}.norm"] = rows(values)
+        own = replace(spec, num_k_heads=groups, num_v_heads=num_heads)
+        return replace(self, spec=own, norm_groups=norm_groups), cuts
 
 
 class Mamba2(Model):

@@ -10,7 +10,7 @@ from forkpoint.models.config import ModelConfig, PartConfig
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
-from forkpoint.models.mamba2_mixer import Mamba2Config
+from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.parallel import ParallelConfig
 

@@ -4,48 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from forkpoint.errors import ModelFolderError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.decoder import Layer, Model, PostNormLayer, PreNormLayer
 from forkpoint.models.fields import Fields
-from forkpoint.models.gated_delta_net import GDNConfig, layer_types, read_conv
+from forkpoint.models.gated_delta_net import GDNConfig, layer_types
 from forkpoint.models.layers import MLPConfig, RMSNorm
 from forkpoint.models.rotary import NO_POSITIONS
-from forkpoint.models.weights import join_rows
-from forkpoint.ops.linear.scaled import Matrix
 
 GATED_NORM_EPS = 1e-5  # fixed in the architecture, whatever rms_norm_eps says
-
-
-def _read_input(build: Build, name: str, config: GDNConfig) -> tuple[Matrix, Matrix]:
-    source, shape, hidden = build.weights, config.shape, build.config.hidden_size
-    keys, values = shape.num_k_heads * shape.key_dim, config.value_size
-    names = [f"{name}.{part}_proj.weight" for part in "qkvgba"]
-    wide = join_rows(source, names[:4], [keys, keys, values, values], hidden)
-    return wide, join_rows(source, names[4:], [shape.num_v_heads] * 2, hidden)
-
-
-def _read_conv(build: Build, name: str, config: GDNConfig) -> Tensor:
-    """Three convolutions end to end. Only their sum of channels is fixed: some writers cut it in even thirds."""
-    source, shape = build.weights, config.shape
-    if source.has(f"{name}.conv1d.weight"):
-        return read_conv(build, name, config)
-    parts = []
-    for part in "qkv":
-        stored = source.shape(f"{name}.{part}_conv1d.weight") or ()
-        parts.append(source.get(f"{name}.{part}_conv1d.weight", (*stored[:1], 1, config.conv_width)))
-    weight = torch.cat(parts).squeeze(1)
-    own = build.shares.part(f"{name}.conv1d.weight", (shape.mixed_dim, config.conv_width))
-    channels = own.whole[0] if own else shape.mixed_dim
-    if weight.shape[0] != channels:
-        raise ModelFolderError(
-            f"the convolutions of {name} have {weight.shape[0]} channels together; config.json asks for {channels}"
-        )
-    return own.of(weight) if own else weight
 
 
 def _norm(build: Build, *names: str) -> RMSNorm:
@@ -62,10 +29,11 @@ class OlmoHybrid(Model):
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
-        style = {"norm": "o_norm", "out": "o_proj", "norm_eps": GATED_NORM_EPS}
+        wide, narrow = tuple(f"{part}_proj" for part in "qkvg"), ("b_proj", "a_proj")
+        style = {"norm_name": "o_norm", "out_name": "o_proj", "norm_eps": GATED_NORM_EPS}
         attention = AttentionConfig.read(fields, qk_norm="all")
         mixers: dict[str, PartConfig] = {
-            "linear_attention": GDNConfig.read(fields, read_input=_read_input, read_conv=_read_conv, **style),
+            "linear_attention": GDNConfig.read(fields, wide=wide, narrow=narrow, **style),
             "full_attention": attention,
         }
         nowhere = fields.rope().values["rope_theta"] is None  # the released models have no positions

@@ -1,26 +1,36 @@
-"""What recurrent layers share: a short convolution, then the recurrence, over decode rows and prefill segments."""
+"""What recurrent layers share: projection, short convolution, recurrence, gated norm, projection."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, StateSpec, TensorSpec
-from forkpoint.models.config import Block
+from forkpoint.cache.layout import DELTA_RULE_OPERATIONS, STATE_SPACE_OPERATIONS, LayerSpec, StateSpec, TensorSpec
+from forkpoint.errors import ModelFolderError
+from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
+from forkpoint.models.cuts import Cut, Cuts, inward, rows, share
 from forkpoint.models.layers import RMSNorm, RowParallel
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
 # Slow decay for made-up weights, so that their states matter.
 DUMMY_A_LOG = (-4.0, -1.0)
 DUMMY_DT_BIAS = (-3.0, -1.0)
+DUMMY_D = (0.5, 1.5)
 RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify,
 SPACED = ("updates", "keys", "scales", "decays")  # and of recurrence_record
+
+# `x[T, H]` -> `mixed`, `a` and `b` of the recurrence, and the gate `[T, HV * V]`.
+Project: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor]]
 
 
 class ConvRecurrence:
@@ -70,41 +80,114 @@ class ConvRecurrence:
         return self._ops.recurrence_prefill(inputs, self._params, ctx.caches[self._layer]["matrix"], index, out)
 
 
-def gated_heads(
-    recurrence: ConvRecurrence,
-    ops: OpTable,
-    project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]],
-    norm: RMSNorm,
-    out: RowParallel,
-    sigmoid: bool = False,
-) -> Block:
-    """Projection, short convolution, recurrence, gated norm of each head, projection. `project` gives `mixed`, `a` and
-    `b` of the recurrence, and the gate `[T, HV * V]`."""
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(PartConfig):
+    """One layer's recurrence. Each kind has its own `project`; `norm_name` and `out_name` are what the weights call the
+    gated norm of each head and the last projection."""
 
-    def block(x: Tensor, ctx: ForwardContext) -> Tensor:
-        mixed, a, b, gate = project(x)
-        heads = recurrence(mixed, a, b, ctx)
-        gate = torch.unflatten(gate, -1, heads.shape[1:])
-        return out(ops.gated_rmsnorm(heads, gate, norm.weight, norm.eps, sigmoid=sigmoid).flatten(1))
+    spec: Recurrence
+    conv_width: int
+    norm_name: str = "norm"
+    out_name: str = "out_proj"
+    norm_eps: float | None = None  # None: the model's
+    heads_are: ClassVar = "linear key heads"
+    sigmoid: ClassVar = False  # of the gate; else SiLU
 
-    return block
+    @property
+    def inner(self) -> int:
+        """Values of all heads."""
+        return self.spec.num_v_heads * self.spec.value_dim
 
+    @abstractmethod
+    def project(self, build: Build, name: str) -> Project:
+        """The projection into the recurrence."""
 
-def kept_state(spec: Recurrence, conv_width: int, dtype: str, state_dtype: str) -> StateSpec:
-    """The convolution's window and the matrices of all heads."""
-    matrix = (spec.num_v_heads, spec.value_dim, spec.key_dim)
-    operators = ("recurrence_decode", "recurrence_prefill")
-    heads = (spec.num_v_heads,)
-    update, key = (*heads, spec.value_dim), (spec.num_k_heads, spec.key_dim)
-    kinds = (
-        (RECORDS, (update, key, key if spec.per_key else heads), ("float32", "float32", "float32")),
-        (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
-    )
-    records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
-    kept = (records,) if spec.per_key else (records, spaced)  # with decays for each key every state is written
-    tensors = (
-        kept_window(spec.mixed_dim, conv_width, dtype),
-        TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept),
-    )
-    operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
-    return StateSpec(tensors, operations * math.prod(matrix))
+    def build(self, build: Build, name: str, layer: int) -> Block:
+        project, finish = self.project(build, name), self.finish(build, name)
+        recurrence = ConvRecurrence(build.ops, layer, *self.taps(build, name), self._params(build, name))
+
+        def block(x: Tensor, ctx: ForwardContext) -> Tensor:
+            mixed, a, b, gate = project(x)
+            return finish(recurrence(mixed, a, b, ctx), gate)
+
+        return block
+
+    def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
+        """`[mixed_dim, W]` and the bias, if there is one: a convolution, or those of q, k and v end to end. Only their
+        sum of channels is fixed: some writers cut it in even thirds."""
+        source, shape, whole = build.weights, (self.spec.mixed_dim, 1, self.conv_width), f"{name}.conv1d.weight"
+        apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
+        if source.has(whole) or not any(map(source.has, apart)):
+            return source.get(whole, shape).squeeze(1), None
+        stored = [source.shape(part) or () for part in apart]
+        parts = [source.get(part, (*found[:1], *shape[1:])) for part, found in zip(apart, stored, strict=True)]
+        taps, own = torch.cat(parts).squeeze(1), build.shares.part(whole, shape)
+        channels = own.whole[0] if own else shape[0]
+        if len(taps) != channels:
+            raise ModelFolderError(
+                f"the convolutions of {name} have {len(taps)} channels together; config.json asks for {channels}"
+            )
+        return own.of(taps) if own else taps, None
+
+    def _params(self, build: Build, name: str) -> RecurrenceParams:
+        source, fp32, heads = build.weights, torch.float32, (self.spec.num_v_heads,)
+        flat = len(source.shape(f"{name}.A_log") or heads) == 1
+        a_log = source.get(f"{name}.A_log", heads if flat else (1, 1, *heads, 1), fp32, DUMMY_A_LOG).flatten()
+        dt_bias = source.get(f"{name}.dt_bias", (self.spec.num_decays,), fp32, DUMMY_DT_BIAS)
+        skip = None if self.spec.delta else source.get(f"{name}.D", heads, fp32, DUMMY_D)
+        return RecurrenceParams(self.spec, a_log, dt_bias, skip)
+
+    def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """What the heads read `[T, HV, V]`, and the gate, to what the layer gives."""
+        norm = RMSNorm(build, f"{name}.{self.norm_name}", self.spec.value_dim, centred=False, eps=self.norm_eps)
+        out = RowParallel(build, f"{name}.{self.out_name}", build.config.hidden_size, self.inner)
+        gated_rmsnorm, sigmoid = build.ops.gated_rmsnorm, self.sigmoid
+
+        def finish(heads: Tensor, gate: Tensor) -> Tensor:
+            gate = torch.unflatten(gate, -1, heads.shape[1:])
+            return out(gated_rmsnorm(heads, gate, norm.weight, norm.eps, sigmoid=sigmoid).flatten(1))
+
+        return finish
+
+    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
+        """The convolution's window and the matrices of all heads."""
+        spec, operators = self.spec, ("recurrence_decode", "recurrence_prefill")
+        heads, matrix = (spec.num_v_heads,), (spec.num_v_heads, spec.value_dim, spec.key_dim)
+        update, key = matrix[:2], (spec.num_k_heads, spec.key_dim)
+        kinds = (
+            (RECORDS, (update, key, key if spec.per_key else heads), ("float32", "float32", "float32")),
+            (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
+        )
+        records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
+        kept = (records,) if spec.per_key else (records, spaced)  # with decays for each key every state is written
+        tensors = (
+            kept_window(spec.mixed_dim, self.conv_width, dtype),
+            TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept),
+        )
+        operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
+        return (StateSpec(tensors, operations * math.prod(matrix)),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Self, Cuts]:
+        spec = self.spec
+        group = spec.num_v_heads // spec.num_k_heads
+        keys, values, heads = (
+            (spec.num_k_heads, spec.key_dim),
+            (spec.num_v_heads, spec.value_dim),
+            (spec.num_v_heads, 1),
+        )
+        cuts = {
+            "in_proj_qkvz": rows((spec.num_k_heads, 2 * (spec.key_dim + group * spec.value_dim))),
+            "in_proj_ba": rows((spec.num_k_heads, 2 * group)),
+            **dict.fromkeys(("in_proj_qkv", "conv1d"), rows(keys, keys, values)),
+            **dict.fromkeys(("q_proj", "k_proj"), rows(keys)),
+            **dict.fromkeys(("in_proj_z", "v_proj", "g_proj", "f_proj", "f_b_proj", "g_b_proj"), rows(values)),
+            **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), rows(heads)),
+            "dt_bias": rows(keys if spec.per_key else heads),
+            "A_log": Cut(-2, (heads,)),
+        }
+        num_keys = share(spec.num_k_heads, self.heads_are, ranks)
+        own = replace(self, spec=replace(spec, num_k_heads=num_keys, num_v_heads=num_keys * group))
+        return own, cuts | inward(self.out_name, hidden_size, ranks)
+
+    def num_weights(self, hidden_size: int) -> int:
+        return hidden_size * (self.spec.mixed_dim + 2 * self.inner + self.spec.num_v_heads * (1 + self.spec.delta))

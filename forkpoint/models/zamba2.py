@@ -18,7 +18,7 @@ from forkpoint.models.cuts import Cuts
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
-from forkpoint.models.mamba2_mixer import Mamba2Config
+from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks

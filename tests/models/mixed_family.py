@@ -15,7 +15,7 @@ from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.gated_delta_net import GDNConfig, read_conv
+from forkpoint.models.gated_delta_net import GDNConfig
 from forkpoint.models.layers import MLPConfig, read_projection
 from forkpoint.models.qwen3_5 import Qwen35
 from forkpoint.models.short_conv import ShortConvConfig
@@ -102,7 +102,7 @@ class Mixed(Model):
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         attention, mlp = AttentionConfig.read(fields), MLPConfig.read(fields)
-        delta = GDNConfig.read(fields, read_input=Qwen35.read_input, read_conv=read_conv)
+        delta = GDNConfig.read(fields, wide=Qwen35.wide, narrow=Qwen35.narrow)
         kinds: dict[str, tuple[PartConfig, ...]] = {
             "parallel": (ParallelConfig((attention, delta)), mlp),
             "mlp": (mlp,),
