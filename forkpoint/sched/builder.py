@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from forkpoint.cache.manager import CacheManager
+from forkpoint.cache.tree import Checkpoint
 from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, ReplacedPrefix, StepPlan, StepRows, TokenMasks
 
@@ -69,15 +71,14 @@ class PlanBuilder:
         (self._decodes if decodes else self._prefills).append(work)
         self.budget -= len(tokens)
 
-    def finish(self, removed: tuple[int, ...]) -> tuple[StepPlan, IssuedStep]:
-        """The plan, and the record to settle it by. The leases' planned tokens advance past it."""
+    def finish(self, removed: tuple[int, ...]) -> IssuedStep:
+        """The plan, in the record to settle it by. The leases' planned tokens advance past it."""
         added = tuple(self._make_row(entry) for entry in self._added)
         replaced = tuple(ReplacedPrefix(entry.row, _told_blocks(entry)) for entry in self._replaced)
-        issued = IssuedStep(self.step)
+        readers: list[Checkpoint] = []
         masks: list[tuple[int, IntArray]] = []
-        rows = self._make_rows(issued, masks)
-        issued.decodes_only = not self._prefills
-        moves, issued.made = self._manager.finish_plan()
+        rows = self._make_rows(readers, masks)
+        moves, made = self._manager.finish_plan()
         plan = StepPlan(
             self.step,
             removed,
@@ -90,7 +91,8 @@ class PlanBuilder:
             rows.row[rows.samples],
             TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([m for _, m in masks])) if masks else None,
         )
-        return plan, issued
+        works = itertools.chain(self._decodes, self._prefills)
+        return IssuedStep(plan, [*self._steady, *(work.entry for work in works)], readers, made)
 
     def _make_row(self, entry: Entry) -> AddedRow:
         request = entry.request
@@ -106,9 +108,10 @@ class PlanBuilder:
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
-    def _make_rows(self, issued: IssuedStep, masks: list[tuple[int, IntArray]]) -> StepRows:
-        """All rows, those of one token in mid-block first; fills in `issued`, and `masks` by index among the sampled
-        positions. The loops over steady rows are this plain because there are hundreds of them."""
+    def _make_rows(self, readers: list[Checkpoint], masks: list[tuple[int, IntArray]]) -> StepRows:
+        """All rows, those of one token in mid-block first; fills in the checkpoints that they read, and `masks` by
+        index among the sampled positions. The leases advance past the rows' tokens; what these complete, drafts apart,
+        is published. The loops over steady rows are this plain because there are hundreds of them."""
         num_steady, works = len(self._steady), self._decodes + self._prefills
         num_positions = num_steady
         count = num_steady + len(works)
@@ -122,31 +125,28 @@ class PlanBuilder:
             read_slot[:num_steady] = write_slot[:num_steady] = [lease.slot for lease in leases]
             num_tokens[:num_steady] = 1
             self._manager.advance_steady(leases)
-            issued.entries += self._steady
-            issued.sampled += self._steady
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
         blocks: list[int] = []
         saves: list[tuple[int, int]] = []
         for i, work in enumerate(works, num_steady):
             entry, lease, num_own = work.entry, work.entry.lease, len(work.tokens)
             begin = lease.num_planned
+            end = begin + num_own
             read = self._manager.read_slot(lease)
             columns[:6, i] = (entry.row, begin, num_own, work.num_drafts, read, lease.slot)
             blocks += lease.block_ids(lease.num_told_blocks, lease.num_blocks)
             saves += [(save.num_tokens, save.slot) for save in lease.pending]
             columns[6:, i + 1] = (len(blocks), len(saves))
-            samples[i] = begin + num_own >= entry.num_known
-            if begin > entry.request.num_tokens:
-                ahead[i] = True
-                issued.ahead.append((len(issued.sampled), num_own))
-            if work.num_drafts:
-                issued.drafting.append((len(issued.sampled), work.num_drafts))
+            samples[i], ahead[i] = end >= entry.num_known, begin > entry.request.num_tokens
             if samples[i]:
                 assert work.masks or entry.request.grammar is None, "a request whose output is whole was planned"
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
-            self._issue(work, begin, bool(samples[i]), issued)
-        issued.ends = (start + num_tokens)[samples].tolist()
+            reading = self._manager.advance(lease, end, work.decodes)
+            if reading is not None:
+                readers.append(reading)
+            if not work.decodes or (lease.pending and not lease.in_reach):
+                self._manager.filing.publish(lease, begin if work.decodes else end)
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         return StepRows(
             row,
@@ -164,21 +164,6 @@ class PlanBuilder:
             slots,
             ahead,
         )
-
-    def _issue(self, work: _Work, start: int, samples: bool, issued: IssuedStep) -> None:
-        """The lease advances past the row's tokens; what they complete, drafts apart, is published."""
-        entry, lease, manager = work.entry, work.entry.lease, self._manager
-        end = start + len(work.tokens)
-        issued.entries.append(entry)
-        if samples:
-            issued.sampled.append(entry)
-        else:
-            issued.silent.append((entry, end))
-        reading = manager.advance(lease, end, work.decodes)
-        if reading is not None:
-            issued.readers.append(reading)
-        if not work.decodes or (lease.pending and not lease.in_reach):
-            manager.filing.publish(lease, start if work.decodes else end)
 
 
 def _told_blocks(entry: Entry) -> IntArray:

@@ -89,18 +89,20 @@ class DraftPlanner:
 
     def settle(self, issued: IssuedStep, result: StepResult) -> None:
         """The result of a step is known: count what was accepted of its drafts, and how long it took."""
-        counts = result.counts.tolist() if result.counts is not None else []
-        for index, num_drafts in issued.drafting:
-            num_accepted = counts[index] - 1
-            request = issued.sampled[index].request
-            request.num_draft_tokens += num_drafts
-            request.num_accepted_tokens += num_accepted
-            self._num_drafts += 1
-            self._num_tokens += num_drafts
-            self._accepted.update(range(num_accepted))
-            self._drafter.judged(request, num_drafts, num_accepted)
+        rows, counts = issued.plan.rows, result.counts
+        assert counts is not None or not rows.num_drafts.any(), f"result {result.step} says nothing of its drafts"
+        if counts is not None:
+            drafts = rows.num_drafts[rows.samples].tolist()
+            for entry, num_drafts, num_accepted in zip(issued.sampled, drafts, (counts - 1).tolist(), strict=True):
+                if num_drafts:
+                    entry.request.num_draft_tokens += num_drafts
+                    entry.request.num_accepted_tokens += num_accepted
+                    self._num_drafts += 1
+                    self._num_tokens += num_drafts
+                    self._accepted.update(range(num_accepted))
+                    self._drafter.judged(entry.request, num_drafts, num_accepted)
         now, began_s = self._clock(), max(issued.started_s, self._settled_s)  # it may have waited for the one before
-        elapsed_s = now - began_s if issued.decodes_only else None
+        elapsed_s = now - began_s if issued.plan.num_decodes == len(rows) else None
         self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
         self._settled_s = now
 

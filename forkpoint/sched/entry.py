@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.outputs import CacheReport
-from forkpoint.sched.plan import NO_ROW, IntArray
+from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan
 from forkpoint.sched.request import Request
 
 
@@ -78,16 +79,16 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class IssuedStep:
-    """What has to be settled when a step's result arrives, or undone when it fails."""
+    """What has to be settled when a step's result arrives, or undone when it fails. `entries` are those of the plan's
+    rows, `made` is what it and the plans before it computed of what was filed since."""
 
-    step: int
-    entries: list[Entry] = field(default_factory=list)  # in the order of the plan's rows
-    sampled: list[Entry] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # tokens that the step takes each of the sampled to, drafts included
-    silent: list[tuple[Entry, int]] = field(default_factory=list)  # those not sampled, with their ends
-    drafting: list[tuple[int, int]] = field(default_factory=list)  # (index among the sampled, number of drafts)
-    ahead: list[tuple[int, int]] = field(default_factory=list)  # (index, tokens) of rows planned ahead of their result
-    readers: list[Checkpoint] = field(default_factory=list)
-    made: list[Node | Checkpoint] = field(default_factory=list)
-    decodes_only: bool = False
+    plan: StepPlan
+    entries: list[Entry]
+    readers: list[Checkpoint]
+    made: list[Node | Checkpoint]
     started_s: float = 0.0  # when its planning had ended, where somebody drafts
+
+    @property
+    def sampled(self) -> list[Entry]:
+        """Those of which the step samples."""
+        return list(compress(self.entries, self.plan.rows.samples.tolist()))

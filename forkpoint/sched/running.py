@@ -43,7 +43,7 @@ class RunningSet:
         return True
 
     def _in_flight(self, entry: Entry) -> bool:
-        return bool(self._issued) and entry.planned_step >= self._issued[0].step
+        return bool(self._issued) and entry.planned_step >= self._issued[0].plan.step
 
     def take_ready(self) -> list[Entry]:
         """Leaving entries of which nothing is in flight any more; each has to `vacate`."""

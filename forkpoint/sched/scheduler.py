@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+import numpy as np
+
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
@@ -158,12 +160,12 @@ class Scheduler:
                 "nothing can run, yet requests wait"
             )
             return None
-        plan, issued = builder.finish(self._running.drain_removed() if self._running.removed_rows else ())
+        issued = builder.finish(self._running.drain_removed() if self._running.removed_rows else ())
         if self._drafting is not None:
             self._drafting.begin(issued)
         self._issued.append(issued)
         self._num_steps += 1
-        return plan
+        return issued.plan
 
     def _plan_all(self, builder: PlanBuilder, ahead: Collection[Entry]) -> None:
         for entry in self._plan_decodes(builder, list(self._running.entries), ahead):
@@ -339,7 +341,7 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[RequestUpdate]:
         """Take in the result of the oldest issued step."""
         issued = self._issued.popleft()
-        assert issued.step == result.step, f"result of step {result.step}, expected {issued.step}"
+        assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
         sampled, ends = self._confirm(issued, result)
@@ -372,21 +374,21 @@ class Scheduler:
     def _confirm(self, issued: IssuedStep, result: StepResult) -> tuple[list[Entry], list[int]]:
         """Count what the step confirmed of rows that were not sampled, and take back what it did not. Returns, for each
         token sampled, its entry and how many tokens of that are confirmed."""
-        for entry, end in issued.silent:
-            self.cache.confirm(entry.lease, end)
-        sampled, ends = issued.sampled, issued.ends
-        for index, num_tokens in issued.ahead:
-            ends[index] = sampled[index].lease.num_confirmed + num_tokens
-        if not issued.drafting:
-            return sampled, ends
-        assert result.counts is not None, f"the result of step {result.step} says nothing of its drafts"
-        counts = result.counts.tolist()
-        for index, num_drafts in issued.drafting:
-            entry, num_rejected = sampled[index], 1 + num_drafts - counts[index]
-            ends[index] -= num_rejected
-            self.cache.reject(entry.lease, num_rejected, entry.planned_step == issued.step)
-        which = [i for i, count in enumerate(counts) for _ in range(count)]
-        return [sampled[i] for i in which], [ends[i] for i in which]
+        rows, entries, sampled = issued.plan.rows, issued.entries, issued.sampled
+        ends = rows.start + rows.num_tokens
+        for i in np.flatnonzero(~rows.samples).tolist():
+            self.cache.confirm(entries[i].lease, int(ends[i]))
+        for i in np.flatnonzero(rows.ahead).tolist():
+            ends[i] = entries[i].lease.num_confirmed + rows.num_tokens[i]
+        ends, counts = ends[rows.samples], result.counts
+        if counts is None:
+            return sampled, ends.tolist()
+        rejected = 1 + rows.num_drafts[rows.samples] - counts
+        for entry, num_rejected in zip(sampled, rejected.tolist(), strict=True):
+            if num_rejected:
+                self.cache.reject(entry.lease, num_rejected, entry.planned_step == result.step)
+        confirmed = [entry for entry, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
+        return confirmed, np.repeat(ends - rejected, counts).tolist()
 
     def _settle_all_leaving(self) -> None:
         for entry in self._running.take_ready():
@@ -414,7 +416,7 @@ class Scheduler:
         """Step `step`, the oldest issued one, raised `error`. It and all later ones are undone: what they were to
         compute is condemned, and all requests wait to run again. A request that was alone in the step ends with the
         error; several are tried one at a time, as far as the step had come, so that none ends for another's fault."""
-        assert self._issued and self._issued[0].step == step
+        assert self._issued and self._issued[0].plan.step == step
         in_step, updates = list(self._issued[0].entries), []
         made = self.cache.filing.drain()
         while self._issued:
