@@ -13,7 +13,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, key_block, key_decay, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, key_block, key_decay, result, weight
 
 
 @triton.jit
@@ -198,72 +198,42 @@ def recurrence_decode(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
 ) -> Tensor:
     """One recurrent step per row -> `[B, HV, V]`, in `out` if given."""
-    mixed, a, b, out = checked(params.spec, inputs, pool, out)
-    _launch(mixed, a, b, params, pool, out, index, ())
-    return out
+    return _launch(inputs, params, pool, index, (), result(inputs, params, pool, out))
 
 
 def recurrence_verify(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
 ) -> Tensor:
     """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
-    mixed, a, b, out = checked(params.spec, inputs, pool)
-    _launch(mixed, a, b, params, pool, out, index, records)
-    return out
+    return _launch(inputs, params, pool, index, records, result(inputs, params, pool))
 
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
     """The states after the pending tokens, and at the marks."""
     (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
     spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[2].dim() > 3)
-    params = RecurrenceParams(spec, records[2], records[2])
     none = pool.new_empty(0, 1)
-    _launch(none, none, none, params, pool, none, index, records)
+    _launch(RecurrenceInputs(none, none, none), RecurrenceParams(spec, none, none), pool, index, records, none)
 
 
 def _launch(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    inputs: RecurrenceInputs,
     params: RecurrenceParams,
     pool: Tensor,
-    out: Tensor,
     index: DecodeIndex | VerifyIndex,
     records: Sequence[Tensor],
-) -> None:
+    out: Tensor,
+) -> Tensor:
     """Without `records` rows have one token each."""
-    spec, num_tokens = params.spec, mixed.shape[0]
+    spec, num_rows, num_tokens = params.spec, len(index), inputs.mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     tiles_v = triton.cdiv(spec.value_dim, block_v)
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
-    _step_kernel[(len(index) * spec.num_v_heads * tiles_v,)](
-        mixed,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        params.D,
-        pool,
-        out,
-        *own,
-        len(index),
-        num_tokens,
-        mixed.stride(0),
-        a.stride(0),
-        b.stride(0),
-        pool.stride(0),
-        spec.key_dim**-0.5,
-        **sizes(spec),
-        MOST=records[0].shape[1] if records else 0,
-        BLOCK_K=key_block(spec),
-        BLOCK_V=block_v,
-        TILES_V=tiles_v,
-        **modes(spec),
-        PER_KEY=spec.per_key,
-        BOUND=spec.bound or 0.0,
-        COMPUTES=num_tokens > 0,
-        **overlap(pool.device, num_tokens),
-        num_warps=1,
-        num_stages=1,
-    )
+    given, options = described(inputs, params)
+    options |= {"MOST": records[0].shape[1] if records else 0, "slot_stride": pool.stride(0)}
+    options |= {"BLOCK_K": key_block(spec), "BLOCK_V": block_v, "TILES_V": tiles_v, "COMPUTES": num_tokens > 0}
+    options |= {"PER_KEY": spec.per_key, "BOUND": spec.bound or 0.0, **overlap(pool.device, num_tokens)}
+    grid = (num_rows * spec.num_v_heads * tiles_v,)
+    _step_kernel[grid](*given, params.D, pool, out, *own, num_rows, num_tokens, **options, num_warps=1, num_stages=1)
+    return out

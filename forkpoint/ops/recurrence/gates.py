@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
+from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 
 L2_EPS = tl.constexpr(1e-6)
 
@@ -57,19 +57,22 @@ def modes(spec: Recurrence) -> dict[str, Any]:
     return {"DELTA": spec.delta, "DOUBLE_BETA": spec.double_beta, "LOW": low, "HIGH": high}
 
 
-def checked(
-    spec: Recurrence, inputs: RecurrenceInputs, pool: Tensor, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mixed, a, b or what kernels that read none are given; the result `[T, HV, V]`, new if there is none).
-
-    Rows of the inputs, slots of the pool and the result must be dense.
-    """
-    mixed, a, b = inputs
+def described(inputs: RecurrenceInputs, params: RecurrenceParams) -> tuple[list[Tensor], dict[str, Any]]:
+    """(mixed, a, b, A_log, dt_bias; strides, scale, sizes and modes as the kernels name them). For kernels that read no
+    b there is one, too."""
+    (mixed, a, b), spec = inputs, params.spec
     assert b is not None or not spec.delta, "the delta rule needs b"
     b = a if b is None else b
     assert mixed.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1, "rows must be dense"
+    strides = {"mixed_stride": mixed.stride(0), "a_stride": a.stride(0), "b_stride": b.stride(0)}
+    options = {**strides, "scale": spec.key_dim**-0.5, **sizes(spec), **modes(spec)}
+    return [mixed, a, b, params.A_log, params.dt_bias], options
+
+
+def result(inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, out: Tensor | None = None) -> Tensor:
+    """`[T, HV, V]`, new if there is no `out`, which must be dense as the slots of the pool."""
     assert pool[0].is_contiguous(), f"a slot must be dense; pool strides are {pool.stride()}"
     if out is None:
-        out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+        out = inputs.mixed.new_empty(inputs.mixed.shape[0], params.spec.num_v_heads, params.spec.value_dim)
     assert out.is_contiguous(), "the result must be dense"
-    return mixed, a, b, out
+    return out

@@ -15,9 +15,9 @@ from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.conv1d.kernel import check_layout, load_rows
 from forkpoint.ops.launch import await_inputs, capped_registers, straight
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import RecurrenceParams
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
-from forkpoint.ops.recurrence.gates import L2_EPS, decay, modes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
 from forkpoint.ops.recurrence.state_rows import SIDE, product, state_tile
 
@@ -187,59 +187,32 @@ def _heads_kernel(
 
 
 def launch_heads(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    inputs: RecurrenceInputs,
     params: RecurrenceParams,
     index: RecordIndex,
     kept: Sequence[Tensor],
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None,
-    options: dict[str, Any],
+    sizes: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(values, vectors, gates); `kept` are the records of keys, scales and decays, `convolution` its taps, windows and
     their rows."""
-    spec, num_tokens, group = params.spec, mixed.shape[0], params.spec.num_v_heads // params.spec.num_k_heads
+    ((mixed, *gated), options), spec, form = described(inputs, params), params.spec, straight(inputs.mixed.device)
+    num_tokens, group = mixed.shape[0], spec.num_v_heads // spec.num_k_heads
     vectors = kept[1].new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
-    gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * options["PAST"])
-    taps, windows, src, dst = mixed, mixed, None, None
-    values, strides, width = mixed[:, 2 * spec.num_k_heads * spec.key_dim :], [0] * 4, 0
+    gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * sizes["PAST"])
+    values, taps, windows = mixed[:, 2 * spec.num_k_heads * spec.key_dim :], mixed, mixed
+    slots: list[Tensor | None] = [None, None]
+    options |= dict.fromkeys(("slot_stride", "row_stride", "tap_channel", "tap_stride", "W"), 0)
     if convolution is not None:
         taps, windows, rows = convolution
         check_layout(mixed, windows)
-        src, dst, width, strides = rows.src, rows.dst, taps.shape[1], [*windows.stride()[:2], *taps.stride()]
-        values = mixed.new_empty(num_tokens, spec.num_v_heads * spec.value_dim)
-    form = straight(mixed.device)
-    if width:
-        options = options | capped_registers(mixed.device, MOST_REGISTERS)
-    _heads_kernel[(len(index) * spec.num_k_heads,)](
-        mixed,
-        taps,
-        windows,
-        values,
-        a,
-        b,
-        params.A_log,
-        params.dt_bias,
-        vectors,
-        gates,
-        *kept,
-        src,
-        dst,
-        index.cu_tokens,
-        index.line,
-        index.written,
-        index.held,
-        mixed.stride(0),
-        *strides,
-        a.stride(0),
-        b.stride(0),
-        spec.key_dim**-0.5,
-        W=width,
-        GROUP=triton.next_power_of_2(group),
-        CHANNELS=triton.next_power_of_2(group * spec.value_dim),
-        **modes(spec),
-        SIDE=options["BLOCK_K"] if form["STRAIGHT"] else SIDE.value,
-        **form,
-        **options,
-    )
+        values, slots = mixed.new_empty(num_tokens, spec.num_v_heads * spec.value_dim), [*rows.columns]
+        options |= {"slot_stride": windows.stride(0), "row_stride": windows.stride(1), "W": taps.shape[1]}
+        options |= {"tap_channel": taps.stride(0), "tap_stride": taps.stride(1)}
+        options |= capped_registers(mixed.device, MOST_REGISTERS)
+    options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
+    options |= {"SIDE": sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value, **form, **sizes}
+    given = (mixed, taps, windows, values, *gated, vectors, gates, *kept, *slots)
+    places = (index.cu_tokens, index.line, index.written, index.held)
+    _heads_kernel[(len(index) * spec.num_k_heads,)](*given, *places, **options)
     return values, vectors, gates

@@ -17,8 +17,8 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
-from forkpoint.ops.parameters import RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, key_decay, weight
+from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.recurrence.gates import L2_EPS, described, key_decay, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, unit_lower_inverse
 
 WIDEST, WIDEST_HALF = 60.0, 8.0  # the largest exponent whose power bfloat16 and fp32 hold, and float16
@@ -178,12 +178,13 @@ def _invert_kernel(
 
 
 def ready_chunks(
-    mixed: Tensor, a: Tensor, b: Tensor, params: RecurrenceParams, index: SegmentIndex, block_k: int
+    inputs: RecurrenceInputs, params: RecurrenceParams, index: SegmentIndex, block_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of all chunks: (inverses times beta `[entries, C, C]`, scores `[entries, C, C]`, factors of keys
     `[entries, 3, C, K]`, decays over the chunk `[entries, K]` fp32)."""
     assert index.tiles is not None, "kernels need the index's tiles"
     spec, heads, dim = params.spec, params.spec.num_v_heads, params.spec.key_dim
+    (mixed, a, b, *constants), _ = described(inputs, params)
     entries = (mixed.shape[0] // TILE + len(index)) * heads
     inverses, scores = mixed.new_empty(2, entries, TILE, TILE)
     keys = mixed.new_empty(entries, 3, TILE, dim)
@@ -197,23 +198,8 @@ def ready_chunks(
     widest = WIDEST_HALF if mixed.dtype == torch.float16 else WIDEST
     for tiles in turns(index.tiles, heads * BLOCKS.value):
         places, chunks = (tiles, index.cu_seqlens), tiles.shape[0] * heads
-        _chunk_kernel[(chunks,)](
-            mixed,
-            a,
-            params.A_log,
-            params.dt_bias,
-            *places,
-            keys,
-            totals,
-            wholes,
-            mixed.stride(0),
-            a.stride(0),
-            dim**-0.5,
-            BOUND=spec.bound or 0.0,
-            num_warps=8,
-            **sizes,
-            **options,
-        )
+        given = (mixed, a, *constants, *places, keys, totals, wholes, mixed.stride(0), a.stride(0), dim**-0.5)
+        _chunk_kernel[(chunks,)](*given, BOUND=spec.bound or 0.0, num_warps=8, **sizes, **options)
         strides = (mixed.stride(0), b.stride(0), dim**-0.5)
         _pair_kernel[(chunks * BLOCKS.value,)](
             mixed, b, *places, totals, systems, scores, *strides, WIDEST=widest, num_warps=8, **sizes, **weights

@@ -14,7 +14,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import segments
 from forkpoint.ops.metadata import SegmentIndex
 from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import checked
+from forkpoint.ops.recurrence.gates import result
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
 
@@ -104,33 +104,17 @@ def key_prefill(
 ) -> Tensor:
     """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
     `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""
-    spec = params.spec
-    mixed, a, b, out = checked(spec, inputs, pool, out)
+    spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))
-    scratch = ready_chunks(mixed, a, b, params, index, block_k)
+    scratch = ready_chunks(inputs, params, index, block_k)
     block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
     tiles_v = triton.cdiv(value_dim, block_v)
+    options = {"H": heads, "K": dim, "V": value_dim, "BLOCK_K": block_k, "BLOCK_V": block_v, "TILES_V": tiles_v}
+    options |= {"num_warps": 4, "num_stages": 1 if mixed.dtype == torch.float32 else 3}
+    options |= overlap(mixed.device, mixed.shape[0])
+    strides = (mixed.stride(0), pool.stride(0))
     for count, (inverses, scores, keys, wholes, *columns) in segments(index, heads * tiles_v, scratch, heads):
-        _scan_kernel[(count * heads * tiles_v,)](
-            mixed,
-            inverses,
-            scores,
-            keys,
-            wholes,
-            pool,
-            out,
-            *columns,
-            mixed.stride(0),
-            pool.stride(0),
-            H=heads,
-            K=dim,
-            V=value_dim,
-            BLOCK_K=block_k,
-            BLOCK_V=block_v,
-            TILES_V=tiles_v,
-            **overlap(mixed.device, mixed.shape[0]),
-            num_warps=4,
-            num_stages=1 if mixed.dtype == torch.float32 else 3,
-        )
+        given = (mixed, inverses, scores, keys, wholes, pool, out, *columns, *strides)
+        _scan_kernel[(count * heads * tiles_v,)](*given, **options)
     return out

@@ -20,7 +20,7 @@ from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table, segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, checked, decay, modes, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, result, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
 from forkpoint.platforms.table import traits_of
@@ -271,37 +271,21 @@ def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
 
 
 def _chunks(
-    mixed: Tensor, a: Tensor, b: Tensor, params: RecurrenceParams, index: SegmentIndex, block_k: int
+    inputs: RecurrenceInputs, params: RecurrenceParams, index: SegmentIndex, block_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first launch: (systems, scores, gains)."""
     assert index.tiles is not None, "kernels need the index's tiles"
-    shape, wide = params.spec, mixed.dtype == torch.float32
+    shape, mixed, (given, options) = params.spec, inputs.mixed, described(inputs, params)
     entries = (mixed.shape[0] // TILE + len(index)) * shape.num_v_heads
     scores = mixed.new_empty(entries, TILE, TILE)
     systems = mixed.new_empty(entries, TILE, TILE) if shape.delta else scores
     gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
-    options = {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
+    wide = mixed.dtype == torch.float32
+    options |= {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
+    options |= {"BLOCK_K": block_k, "HALF": not wide, **overlap(mixed.device, mixed.shape[0])}
     for tiles in turns(index.tiles, shape.num_v_heads):
-        _chunk_kernel[(tiles.shape[0] * shape.num_v_heads,)](
-            mixed,
-            a,
-            b,
-            params.A_log,
-            params.dt_bias,
-            tiles,
-            index.cu_seqlens,
-            systems,
-            scores,
-            gains,
-            *(x.stride(0) for x in (mixed, a, b)),
-            shape.key_dim**-0.5,
-            **sizes(shape),
-            BLOCK_K=block_k,
-            **modes(shape),
-            HALF=not wide,
-            **overlap(mixed.device, mixed.shape[0]),
-            **options,
-        )
+        grid = (tiles.shape[0] * shape.num_v_heads,)
+        _chunk_kernel[grid](*given, tiles, index.cu_seqlens, systems, scores, gains, **options)
     return systems, scores, gains
 
 
@@ -313,33 +297,19 @@ def recurrence_prefill(
     Reads and writes `pool[P, HV, V, K]` as `index` says. Scratch memory is about `T * HV * 144` elements of the
     inputs' dtype.
     """
-    shape = params.spec
+    shape, mixed = params.spec, inputs.mixed
     if shape.per_key:
         return key_prefill(inputs, params, pool, index, out)
-    mixed, a, b, out = checked(shape, inputs, pool, out)
+    out = result(inputs, params, pool, out)
     block_k = max(MIN_WIDTH, triton.next_power_of_2(shape.key_dim))
-    scratch = _chunks(mixed, a, b, params, index, block_k)
+    scratch = _chunks(inputs, params, index, block_k)
     programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
     options = _scan_options(mixed, block_k, programs)
     tiles_v = triton.cdiv(shape.value_dim, options["BLOCK_V"])
-    each = shape.num_v_heads * tiles_v
+    options |= {**sizes(shape), "BLOCK_K": block_k, "TILES_V": tiles_v, "DELTA": shape.delta}
+    options |= overlap(mixed.device, mixed.shape[0])
+    each, strides = shape.num_v_heads * tiles_v, (mixed.stride(0), pool.stride(0))
     for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):
-        _scan_kernel[(count * each,)](
-            mixed,
-            systems,
-            scores,
-            gains,
-            pool,
-            out,
-            *columns,
-            params.D,
-            mixed.stride(0),
-            pool.stride(0),
-            **sizes(shape),
-            BLOCK_K=block_k,
-            TILES_V=tiles_v,
-            DELTA=shape.delta,
-            **overlap(mixed.device, mixed.shape[0]),
-            **options,
-        )
+        given = (mixed, systems, scores, gains, pool, out, *columns, params.D, *strides)
+        _scan_kernel[(count * each,)](*given, **options)
     return out

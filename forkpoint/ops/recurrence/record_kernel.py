@@ -17,7 +17,7 @@ from forkpoint.ops.launch import await_inputs, capped_registers, overlap, straig
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import checked, key_block, sizes
+from forkpoint.ops.recurrence.gates import key_block, result, sizes
 from forkpoint.ops.recurrence.heads_kernel import launch_heads
 from forkpoint.ops.recurrence.lines import extent
 from forkpoint.ops.recurrence.state_rows import advance, fold, found_before, state_tile
@@ -223,9 +223,7 @@ def recurrence_record(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
-    mixed, a, b, out = checked(params.spec, inputs, pool, out)
-    _launch(mixed, a, b, params, pool, index, records, out)
-    return out
+    return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
 
 
 def conv_record(
@@ -240,42 +238,38 @@ def conv_record(
     out: Tensor | None = None,
 ) -> Tensor | None:
     """See `table.ConvRecord`: without a bias, with SiLU, and where few value heads share a key head."""
-    spec = params.spec
+    spec, convolution = params.spec, (taps.weight, windows, rows)
     if taps.bias is not None or not taps.silu or spec.num_v_heads // spec.num_k_heads * spec.value_dim > MOST_CHANNELS:
         return None
-    mixed, a, b, out = checked(spec, inputs, pool, out)
-    _launch(mixed, a, b, params, pool, index, records, out, (taps.weight, windows, rows))
-    return out
+    return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out), convolution)
 
 
 def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
-    """See `table.RecurrenceSettle`."""
+    """What recurrence_record does before the tokens."""
     (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
     spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim)
     none = pool.new_empty(0, 1)
-    _launch(none, none, none, RecurrenceParams(spec, none, none), pool, index, records, none)
+    _launch(RecurrenceInputs(none, none, none), RecurrenceParams(spec, none, none), pool, index, records, none)
 
 
 def _launch(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    inputs: RecurrenceInputs,
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
     records: Sequence[Tensor],
     out: Tensor,
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None = None,
-) -> None:
+) -> Tensor:
     spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
-    num_tokens, num_rows = mixed.shape[0], len(index)
+    num_tokens, num_rows = inputs.mixed.shape[0], len(index)
     shapes = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1], "BLOCK_K": key_block(spec)}
     shapes["PAST"] = triton.next_power_of_2(updates.shape[1])
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
-    made = mixed, mixed, mixed
+    values = vectors = gates = inputs.mixed
     if num_tokens:
-        made = launch_heads(mixed, a, b, params, index, kept, convolution, {**shapes, **options})
+        values, vectors, gates = launch_heads(inputs, params, index, kept, convolution, {**shapes, **options})
     one_by_one, form, chunk, rows = straight(pool.device)["STRAIGHT"], ONE_PART, 1, 1
     if num_tokens > num_rows and not one_by_one:
         chunk = rows = WINDOW
@@ -287,24 +281,9 @@ def _launch(
     own = {"num_warps": 1} if one_by_one else {**options, **form, "CHUNK": chunk, "FOLDS": FOLDS}
     if rows > 1 or form is PARTS:
         own |= capped_registers(pool.device, MOST_REGISTERS)
-    (straight_record_kernel if one_by_one else _record_kernel)[
-        (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * form["TURNS"]),)
-    ](
-        made[0],
-        params.D,
-        pool,
-        out,
-        *made[1:],
-        *records,
-        *index.columns,
-        num_rows,
-        num_tokens,
-        made[0].stride(0),
-        pool.stride(0),
-        **shapes,
-        LINE=updates.shape[1],
-        BLOCK_V=block_v,
-        DELTA=spec.delta,
-        COMPUTES=num_tokens > 0,
-        **own,
-    )
+    own |= {"LINE": updates.shape[1], "BLOCK_V": block_v, "DELTA": spec.delta, "COMPUTES": num_tokens > 0}
+    own |= {"value_stride": values.stride(0), "slot_stride": pool.stride(0)}
+    grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * form["TURNS"]),)
+    given = (values, params.D, pool, out, vectors, gates, *records, *index.columns, num_rows, num_tokens)
+    (straight_record_kernel if one_by_one else _record_kernel)[grid](*given, **shapes, **own)
+    return out
