@@ -91,7 +91,7 @@ def main() -> None:
     compiled("scan_decode", scan._decode_kernel, 1, **sizes)
     compiled("scan_verify", scan_verify._verify_kernel, 1, **sizes, MOST=4, COMPUTES=True)
     sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
-    sizes |= {"QUERIES": 1, "SUBS": 64, "ROWS": 16}
+    sizes |= {"QUERIES": 1, "ROWS": 16}
     for decode in (True, False):
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)

@@ -120,7 +120,7 @@ def main() -> None:
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4, BLOCK_M=16)
-    sizes = {"BLOCK_M": 64, "QUERIES": 16, "SUBS": 4, "TOKENS": 64, "SPLIT": True}
+    sizes = {"BLOCK_M": 64, "QUERIES": 16, "SPLIT": True}
     compiled("prefill", prefill_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, **sizes)
     compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, ROWS=4, BLOCK_HALF=16, NORM=True)
 

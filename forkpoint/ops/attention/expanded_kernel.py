@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, attend
+from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, attend, scratch
 from forkpoint.ops.metadata import AttentionIndex
 
 PIECE = 8192  # keys that are made at once
@@ -138,44 +138,32 @@ def latent_prefill(
     num_queries, kv_len = index.query_lens[row], index.host_kv_lens[row]
     heads, dim, value_dim = own.shape[1], own.shape[2], out.shape[2]
     assert own.stride(2) == 1 and shared.stride(2) == 1 and out.is_contiguous(), "rows must be dense"
-    block, wide = cache.shape[2], own.dtype == torch.float32
-    block_m = QUERIES // (1 + wide)
+    block, is_wide = cache.shape[2], own.dtype == torch.float32
+    block_m = QUERIES // (1 + is_wide)
     table = index.block_table.index_select(0, index.table_rows[row : row + 1])[0]
     entries = num_queries * heads if kv_len > PIECE else 0
-    acc = torch.empty(entries, value_dim, dtype=torch.float32, device=own.device)
-    l_i, m_i = torch.empty(2, entries, dtype=torch.float32, device=own.device)
+    sums = scratch(entries, value_dim, own.device)
+    sizes = {"HEADS": heads, "K": dim, "P": shared.shape[2], "V": value_dim}
+    wide = {f"BLOCK_{name}": max(16, triton.next_power_of_2(sizes[name])) for name in ("K", "P", "V")}
     for start in range(0, kv_len, PIECE):
         end = min(start + PIECE, kv_len)
         latent = cache.index_select(0, table[start // block : -(-end // block)]).view(-1, cache.shape[3])
         up = expand(latent[:, :rank])
+        operands = (own, shared, up, latent[:, rank:], out, *sums)
+        strides = (*own.stride()[:2], *shared.stride()[:2], up.stride(0), latent.stride(0))
         _expanded_kernel[(triton.cdiv(num_queries, block_m) * heads,)](
-            own,
-            shared,
-            up,
-            latent[:, rank:],
-            out,
-            acc,
-            l_i,
-            m_i,
+            *operands,
             num_queries,
             kv_len - num_queries - start,
             end - start,
-            *own.stride()[:2],
-            *shared.stride()[:2],
-            up.stride(0),
-            latent.stride(0),
+            *strides,
             scale * LOG2_E,
-            HEADS=heads,
-            K=dim,
-            P=shared.shape[2],
-            V=value_dim,
+            **sizes,
+            **wide,
             KEYS=64,
             BLOCK_M=block_m,
-            BLOCK_K=max(16, triton.next_power_of_2(dim)),
-            BLOCK_P=max(16, triton.next_power_of_2(shared.shape[2])),
-            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
             FIRST=start == 0,
             LAST=end == kv_len,
             num_warps=8,
-            num_stages=1 if wide else 2,
+            num_stages=1 if is_wide else 2,
         )

@@ -176,40 +176,23 @@ def qk_norm_rope_write(
     assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous(), "a head's share of a block is dense"
     assert scales is None or scales.fit(k_cache), "scales lie in their blocks, one for each key"
     num_tokens, heads, dim = k.shape
-    half = 0 if cos_sin is None else cos_sin.shape[1] // 2
+    half, group = 0 if cos_sin is None else cos_sin.shape[1] // 2, q.shape[1] // heads
     out = q.new_empty(q.shape)
     if num_tokens:
+        weights = (q, k) if norm is None else (norm.q_weight, norm.k_weight)
+        factors = (None, None) if scales is None else (scales.k, scales.v)
+        angles = q if cos_sin is None else cos_sin
+        operands = (q, k, v, out, *weights, angles, positions, k_cache, v_cache, *factors, slot_mapping)
+        strides = [stride for x in (q, k, v, k_cache, v_cache) for stride in x.stride()[:2]]
+        sizes = {"HEADS": heads, "GROUP": group, "D": dim, "DV": v.shape[2], "HALF": half, "BLOCK": k_cache.shape[2]}
+        wide = {"ROWS": group, "BLOCK_D": dim, "BLOCK_DV": v.shape[2], "BLOCK_HALF": max(half, 1)}
         _inputs_kernel[(num_tokens * 2 * heads,)](
-            q,
-            k,
-            v,
-            out,
-            q if norm is None else norm.q_weight,
-            k if norm is None else norm.k_weight,
-            q if cos_sin is None else cos_sin,
-            positions,
-            k_cache,
-            v_cache,
-            None if scales is None else scales.k,
-            None if scales is None else scales.v,
-            slot_mapping,
+            *operands,
             0.0 if norm is None else norm.eps,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *k_cache.stride()[:2],
-            *v_cache.stride()[:2],
+            *strides,
             None if scales is None else scales.k.stride(0),
-            HEADS=heads,
-            GROUP=q.shape[1] // heads,
-            D=dim,
-            DV=v.shape[2],
-            HALF=half,
-            BLOCK=k_cache.shape[2],
-            ROWS=triton.next_power_of_2(q.shape[1] // heads),
-            BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK_DV=triton.next_power_of_2(v.shape[2]),
-            BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+            **sizes,
+            **{name: triton.next_power_of_2(size) for name, size in wide.items()},
             NORM=norm is not None,
             **overlap(q.device, num_tokens),
             num_warps=2,

@@ -19,10 +19,10 @@ from torch import Tensor
 from forkpoint.ops.attention.decode_kernel import decode_kernel
 from forkpoint.ops.attention.latent_kernel import latent_kernel
 from forkpoint.ops.attention.prefill_kernel import join_kernel, prefill_kernel
-from forkpoint.ops.attention.softmax import LOG2_E
+from forkpoint.ops.attention.softmax import LOG2_E, scratch
 from forkpoint.ops.launch import capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table, turns
-from forkpoint.ops.metadata import TILE, AttentionIndex
+from forkpoint.ops.metadata import TILE, AttentionIndex, AttentionWork
 from forkpoint.ops.parameters import KVScales
 from forkpoint.platforms.table import traits_of
 
@@ -64,12 +64,6 @@ def num_splits(num_programs: int, at_once: int) -> int:
     return min(range(1, max(1, MAX_WAVES * at_once // num_programs) + 1), key=cost)
 
 
-def _scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(acc, l_i, m_i) of parts: `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers for each."""
-    l_i, m_i = torch.empty(2, num_entries, dtype=torch.float32, device=device)
-    return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One call's tensors and what they say about shapes."""
@@ -77,11 +71,17 @@ class _Call:
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    index: AttentionIndex
     out: Tensor
     gate: Tensor | None
     scales: KVScales | None
     scale: float
     window: int | None
+
+    @property
+    def work(self) -> AttentionWork:
+        assert self.index.work is not None
+        return self.index.work
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -97,45 +97,50 @@ class _Call:
         }
 
     @property
-    def scale_tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.scales is None else (self.scales.k, self.scales.v)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What kernels over keys and values are given first."""
+        scales = (None, None) if self.scales is None else (self.scales.k, self.scales.v)
+        return self.q, self.k_cache, self.v_cache, *scales, self.out, self.gate
 
     @property
-    def strides(self) -> tuple[int | None, ...]:
+    def rows(self) -> tuple[Tensor, ...]:
+        """Where rows have their keys, as all kernels are given it."""
+        return self.index.kv_lens, self.index.table_rows, self.index.block_table
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        """What kernels over keys and values are given last: strides, the scale and the window."""
         scale_block = None if self.scales is None else self.scales.k.stride(0)
-        return (*self.q.stride()[:2], *self.k_cache.stride()[:2], *self.v_cache.stride()[:2], scale_block)
+        strides = (*self.q.stride()[:2], *self.k_cache.stride()[:2], *self.v_cache.stride()[:2], scale_block)
+        return self.index.block_table.stride(0), self.gate_token, *strides, self.scale, self.window
 
     @property
     def gate_token(self) -> int:
         return 0 if self.gate is None else self.gate.stride(0)
 
+    @property
+    def overlap(self) -> dict[str, Any]:
+        return overlap(self.q.device, self.q.shape[0])
 
-def _join(call: _Call, index: AttentionIndex, scratch: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
+
+def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
     """Put together in `call.out[T, H, Dv]` the parts of decode rows, or what `splits` programs found of each tile, of
     `queries` queries to a program."""
-    work, sizes, heads = index.work, call.sizes, call.q.shape[1]
-    assert work is not None
-    join_kernel[((work.tiles.shape[0] * TILE if splits else index.num_decodes) * heads,)](
-        *scratch,
-        call.out,
-        call.gate,
-        work.part_ptr,
-        work.lead,
-        work.tiles if splits else None,
-        index.cu_queries,
-        index.kv_lens,
+    work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
+    num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
+    parts = (work.part_ptr, work.lead, work.tiles if splits else None)
+    form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries}
+    form["PARTS"] = triton.next_power_of_2(splits) if splits else JOINED_PARTS
+    operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
+    join_kernel[(num_queries * heads,)](
+        *operands,
         splits,
         call.gate_token,
         call.window,
         HEADS=heads,
-        FOLDED=1 if splits else work.folded,
-        DV=sizes["DV"],
-        BLOCK=sizes["BLOCK"],
-        BLOCK_DV=sizes["BLOCK_DV"],
-        QUERIES=queries,
-        TOKENS=TILE,
-        PARTS=triton.next_power_of_2(splits) if splits else JOINED_PARTS,
-        **overlap(call.q.device, call.q.shape[0]),
+        **{name: sizes[name] for name in ("DV", "BLOCK", "BLOCK_DV")},
+        **form,
+        **call.overlap,
         num_warps=2,
     )
 
@@ -187,12 +192,11 @@ class PagedAttention:
         assert scales is None or scales.fit(k_cache), "scales lie in their blocks, one for each key"
         assert scale > 0, "largest scores are taken before they are scaled"
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
-        call = _Call(q, k_cache, v_cache, out, gate, scales, scale * LOG2_E, window)
-        assert index.work is not None
-        if index.work.parts.shape[0] or index.num_decodes:
-            self._decode(call, index)
-        if index.work.tiles.shape[0]:
-            self._prefill(call, index)
+        call = _Call(q, k_cache, v_cache, index, out, gate, scales, scale * LOG2_E, window)
+        if call.work.parts.shape[0] or index.num_decodes:
+            self._decode(call)
+        if call.work.tiles.shape[0]:
+            self._prefill(call)
         return out
 
     def _latent(self, q: Tensor, cache: Tensor, rank: int, index: AttentionIndex, scale: float) -> Tensor:
@@ -201,10 +205,10 @@ class PagedAttention:
         if heads > table.latent_heads:
             parts = torch.split(q, int(table.latent_heads), 1)
             return torch.cat([self._latent(part, cache, rank, index, scale) for part in parts], 1)
-        work, wide, options = index.work, q.dtype == torch.float32, overlap(q.device, q.shape[0])
-        assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1 and work is not None
-        out, num_parts, num_tiles = q.new_empty(tokens, heads, rank), work.parts.shape[0], work.tiles.shape[0]
-        call = _Call(q, cache, cache[..., :rank], out, None, None, scale * LOG2_E, None)
+        out, wide = q.new_empty(tokens, heads, rank), q.dtype == torch.float32
+        call = _Call(q, cache, cache[..., :rank], index, out, None, None, scale * LOG2_E, None)
+        assert cache.shape[1] == 1 and cache[0, 0].is_contiguous() and q.stride(2) == 1
+        work, num_parts, num_tiles = call.work, call.work.parts.shape[0], call.work.tiles.shape[0]
         form, wide_heads = straight(q.device), triton.next_power_of_2(heads)
         block_m = max(16, table.latent_rows, wide_heads)
         queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))
@@ -212,91 +216,65 @@ class PagedAttention:
         if num_tiles and not self._deterministic:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
-        scratch = _scratch(max(num_parts, shares) * heads, rank, q.device)
-        row_block, shared = max(16, wide_heads), {"QUERIES": queries, "TOKENS": TILE}
+        sums = scratch(max(num_parts, shares) * heads, rank, q.device)
+        widths = {"R": rank, "P": dim - rank}
+        blocks = {f"BLOCK_{name}": max(16, triton.next_power_of_2(width)) for name, width in widths.items()}
+        sizes = {"HEADS": heads, "BLOCK": cache.shape[2], "QUERIES": queries, **widths, **blocks, **form}
         in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
         stepped = num_parts and _takes_steps(q, cache, rank)
-        for decode, items, rows in [(True, work.parts, row_block), *((False, tiles, block_m) for tiles in in_turns)]:
+        decodes = (True, work.parts, max(16, wide_heads))
+        for decode, items, rows in [decodes, *((False, tiles, block_m) for tiles in in_turns)]:
             # What on-chip memory has room for.
             keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
             if decode and stepped:
                 from forkpoint.ops.attention.latent_step_kernel import latent_steps  # not every Triton has Gluon
 
-                where = (out, *scratch, work.parts, work.part_ptr, index.kv_lens, index.table_rows, index.block_table)
-                latent_steps(q, cache, rank, num_parts, (*where, index.num_decodes), call.scale, options)
+                where = (out, *sums, work.parts, work.part_ptr, *call.rows, index.num_decodes)
+                latent_steps(q, cache, rank, num_parts, where, call.scale, call.overlap)
             elif items.shape[0]:
+                operands = (q, cache, out, *sums, items, work.part_ptr, index.cu_queries, *call.rows)
+                counts = (index.num_decodes, items.shape[0], splits)
                 latent_kernel[(items.shape[0] * (1 if decode else subs * splits),)](
-                    q,
-                    cache,
-                    out,
-                    *scratch,
-                    items,
-                    work.part_ptr,
-                    index.cu_queries,
-                    index.kv_lens,
-                    index.table_rows,
-                    index.block_table,
-                    index.num_decodes,
-                    items.shape[0],
-                    splits,
+                    *operands,
+                    *counts,
                     index.block_table.stride(0),
                     *q.stride()[:2],
                     cache.stride(0),
                     call.scale,
-                    HEADS=heads,
-                    R=rank,
-                    P=dim - rank,
-                    BLOCK=cache.shape[2],
+                    **sizes,
                     KEYS=min(keys, cache.shape[2]),
                     BLOCK_M=rows,
-                    BLOCK_R=max(16, triton.next_power_of_2(rank)),
-                    BLOCK_P=max(16, triton.next_power_of_2(dim - rank)),
-                    SUBS=subs,
                     DECODE=decode,
                     SPLIT=splits > 1 and not decode,
-                    **form,
-                    **shared,
-                    **options,
+                    **call.overlap,
                     # The sums of few rows fit in the registers of four warps.
                     num_warps=8 if wide or rows > 32 else 4,
                     num_stages=1 if wide else 2,
                 )
             # Parts are put together before shares take their place.
             if decode and index.num_decodes:
-                _join(call, index, scratch)
+                _join(call, sums)
         if splits > 1:
-            _join(call, index, scratch, splits, queries)
+            _join(call, sums, splits, queries)
         return out
 
-    def _decode(self, call: _Call, index: AttentionIndex) -> None:
-        work, sizes, how, heads = index.work, call.sizes, self._decode_launch(index.num_decodes), call.q.shape[1]
-        assert work is not None
-        num_parts = work.parts.shape[0]
-        scratch = _scratch(num_parts * work.folded * heads, sizes["DV"], call.q.device)
+    def _decode(self, call: _Call) -> None:
+        work, sizes, index = call.work, call.sizes, call.index
+        how, num_parts = self._decode_launch(index.num_decodes), work.parts.shape[0]
+        sums = scratch(num_parts * work.folded * call.q.shape[1], sizes["DV"], call.q.device)
         if num_parts:
             most = how.num_programs or WAVES_OF_PARTS * traits_of(call.q.device).num_processors
             decode_kernel[(min(num_parts * sizes["HEADS"], most),)](
-                call.q,
-                call.k_cache,
-                call.v_cache,
-                *call.scale_tensors,
-                call.out,
-                call.gate,
-                *scratch,
+                *call.tensors,
+                *sums,
                 work.parts,
                 work.part_ptr,
                 work.lead,
-                index.kv_lens,
-                index.table_rows,
-                index.block_table,
+                *call.rows,
                 index.num_decodes,
-                index.block_table.stride(0),
-                call.gate_token,
-                *call.strides,
-                call.scale,
-                call.window,
+                *call.numbers,
                 **sizes,
-                **overlap(call.q.device, call.q.shape[0]),
+                **call.overlap,
                 FIRST=index.first_key,
                 KEYS=min(how.keys, sizes["BLOCK"]),
                 FOLDED=work.folded,
@@ -304,56 +282,42 @@ class PagedAttention:
                 num_warps=how.num_warps,
                 num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
             )
-        _join(call, index, scratch)
+        _join(call, sums)
 
-    def _prefill(self, call: _Call, index: AttentionIndex) -> None:
-        work, sizes, heads = index.work, call.sizes, call.q.shape[1]
-        assert work is not None
+    def _prefill(self, call: _Call) -> None:
+        work, sizes, heads = call.work, call.sizes, call.q.shape[1]
         wide, group, num_tiles = call.q.dtype == torch.float32, sizes["GROUP"], work.tiles.shape[0]
         most = launch_table(call.q.device).prefill_rows // (1 + wide)
         block_m = max(16, min(most, triton.next_power_of_2(TILE * group)))
         form = straight(call.q.device)
         heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
         queries = min(TILE, block_m // heads_wide)
-        subs = triton.cdiv(TILE, queries)
-        programs = num_tiles * subs * sizes["HEADS"]
-        splits = 1 if self._deterministic else num_splits(programs, traits_of(call.q.device).num_processors)
-        scratch = _scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
+        programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # of a tile
+        at_once = traits_of(call.q.device).num_processors
+        splits = 1 if self._deterministic else num_splits(num_tiles * programs, at_once)
+        sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
-        shared = {"QUERIES": queries, "TOKENS": TILE, **overlap(call.q.device, call.q.shape[0])}
-        each = subs * sizes["HEADS"] * splits
-        for tiles in turns(work.tiles, each):  # in parts only if there are no splits
-            prefill_kernel[(tiles.shape[0] * each,)](
-                call.q,
-                call.k_cache,
-                call.v_cache,
-                *call.scale_tensors,
-                call.out,
-                call.gate,
-                *scratch,
+        for tiles in turns(work.tiles, programs * splits):  # in parts only if there are no splits
+            prefill_kernel[(tiles.shape[0] * programs * splits,)](
+                *call.tensors,
+                *sums,
                 tiles,
-                index.cu_queries,
-                index.kv_lens,
-                index.table_rows,
-                index.block_table,
+                call.index.cu_queries,
+                *call.rows,
                 tiles.shape[0],
                 splits,
-                index.block_table.stride(0),
-                call.gate_token,
-                *call.strides,
-                call.scale,
-                call.window,
+                *call.numbers,
                 **sizes,
-                **shared,
+                **call.overlap,
                 **form,
+                QUERIES=queries,
                 BLOCK_M=block_m,
-                SUBS=subs,
                 SPLIT=splits > 1,
                 num_warps=8 if block_m == 128 or wide else 4,
                 num_stages=1 if wide else 2,
                 **capped,
             )
         if splits > 1:
-            _join(call, index, scratch, splits, queries)
+            _join(call, sums, splits, queries)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.prefill_kernel import FEWEST, _place, _spots
+from forkpoint.ops.attention.prefill_kernel import FEWEST, TOKENS, _place, _spots
 from forkpoint.ops.attention.softmax import LOWEST
 from forkpoint.ops.launch import await_inputs, overlap
 
@@ -48,8 +48,6 @@ def latent_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     QUERIES: tl.constexpr,
-    SUBS: tl.constexpr,
-    TOKENS: tl.constexpr,
     DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
     STRAIGHT: tl.constexpr,
@@ -59,6 +57,7 @@ def latent_kernel(
     QUERIES queries, or (SPLIT) for so many in each share of their keys. Sums that are not a query's only ones go to the
     scratch: of a part to its line, of a share as in `prefill_kernel`."""
     await_inputs(OVERLAP)
+    SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
     pid, m = tl.program_id(0), tl.arange(0, BLOCK_M)
     if DECODE:
         if pid >= tl.load(part_ptr + num_decodes):
@@ -70,7 +69,7 @@ def latent_kernel(
     else:
         share, own = pid // (num_tiles * SUBS), pid % (num_tiles * SUBS)
         row, first, last, start, before, low, end = _place(
-            items, cu_queries, kv_lens, own // SUBS, own % SUBS, None, QUERIES, TOKENS, BLOCK
+            items, cu_queries, kv_lens, own // SUBS, own % SUBS, None, QUERIES, BLOCK
         )
         alone = True
         if SPLIT:
@@ -226,26 +225,17 @@ def latent_write(
     rank = weight.shape[0]
     out = q_rope if cos_sin is None else q_rope.new_empty(q_rope.shape)
     if tokens:
+        angles = latent if cos_sin is None else cos_sin
+        operands = (q_rope, latent, weight, angles, positions, cache, slot_mapping, out)
+        strides = (*q_rope.stride()[:2], latent.stride(0), cache.stride(0))
+        sizes = {"HEADS": heads, "R": rank, "P": dim, "BLOCK": cache.shape[2]}
+        wide = {"BLOCK_R": rank, "BLOCK_P": dim, "ROWS": heads}
         _write_kernel[(tokens,)](
-            q_rope,
-            latent,
-            weight,
-            latent if cos_sin is None else cos_sin,
-            positions,
-            cache,
-            slot_mapping,
-            out,
+            *operands,
             eps,
-            *q_rope.stride()[:2],
-            latent.stride(0),
-            cache.stride(0),
-            HEADS=heads,
-            R=rank,
-            P=dim,
-            BLOCK=cache.shape[2],
-            BLOCK_R=triton.next_power_of_2(rank),
-            BLOCK_P=triton.next_power_of_2(dim),
-            ROWS=triton.next_power_of_2(heads),
+            *strides,
+            **sizes,
+            **{name: triton.next_power_of_2(size) for name, size in wide.items()},
             ROTATED=cos_sin is not None,
             **overlap(latent.device, tokens),
             num_warps=4,

@@ -154,6 +154,7 @@ def latent_steps(
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))
+    sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "KEYS": TILE}
     latent_step_kernel[(num_parts,)](
         q,
         *described,
@@ -161,10 +162,7 @@ def latent_steps(
         operands[-2].stride(0),
         *q.stride()[:2],
         scale,
-        HEADS=heads,
-        R=rank,
-        P=dim - rank,
-        KEYS=TILE,
+        **sizes,
         STAGES=2 if num_parts <= traits_of(q.device).num_processors else 1,
         COLUMNS=max(16, triton.next_power_of_2(heads)),
         **options,

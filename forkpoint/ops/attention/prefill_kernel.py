@@ -7,22 +7,14 @@ import triton.language as tl
 
 from forkpoint.ops.attention.softmax import LOWEST, attend, gated, join
 from forkpoint.ops.launch import await_inputs
+from forkpoint.ops.metadata import TILE
 
 FEWEST = tl.constexpr(4)  # blocks of keys that are worth a program
+TOKENS = tl.constexpr(TILE)
 
 
 @triton.jit
-def _place(
-    tiles,
-    cu_queries,
-    kv_lens,
-    tile,
-    sub,
-    window,
-    QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
     """Of QUERIES queries of a tile: (row, first and last query in the row, the row's first token, tokens before the
     row's queries, first and end block of the keys that they see). A tile of padding has last <= first."""
     row, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -86,8 +78,6 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr,
-    SUBS: tl.constexpr,
-    TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -99,13 +89,12 @@ def prefill_kernel(
     `((tile * TOKENS + query) * num_splits + share) * num_heads + head`, unless it is the only one.
     """
     await_inputs(OVERLAP)
+    SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
     pid = tl.program_id(0)
     kv_head, rest = pid % HEADS, pid // HEADS
     share, own = rest // (num_tiles * SUBS), num_tiles * SUBS - 1 - rest % (num_tiles * SUBS)
     tile, sub = own // SUBS, own % SUBS
-    row, first, last, start, before, low, end = _place(
-        tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, TOKENS, BLOCK
-    )
+    row, first, last, start, before, low, end = _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, BLOCK)
     alone = True
     if SPLIT:
         size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
@@ -221,7 +210,6 @@ def join_kernel(
     BLOCK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr,
-    TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -237,9 +225,8 @@ def join_kernel(
     else:
         await_inputs(OVERLAP)
         tile, query = within // TOKENS, within % TOKENS
-        _, first, last, start, _, low, end = _place(
-            tiles, cu_queries, kv_lens, tile, query // QUERIES, window, QUERIES, TOKENS, BLOCK
-        )
+        sub = query // QUERIES
+        _, first, last, start, _, low, end = _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES, BLOCK)
         size = tl.maximum(FEWEST, tl.cdiv(end - low, num_splits))
         query = first + query % QUERIES
         token, entry = (start + query).to(tl.int64), within.to(tl.int64) * num_splits

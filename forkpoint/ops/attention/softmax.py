@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid
 
@@ -118,3 +120,9 @@ def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr, PART
 def gated(answer, gate):
     """`answer * sigmoid(gate)` in fp32, of the answer as it would be stored without a gate."""
     return answer.to(gate.dtype).to(tl.float32) * sigmoid(gate.to(tl.float32))
+
+
+def scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(acc, l_i, m_i) of parts: `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers for each."""
+    l_i, m_i = torch.empty(2, num_entries, dtype=torch.float32, device=device)
+    return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i
