@@ -53,17 +53,13 @@ class ShapeTable:
     """Finds the smallest recorded shape that a step fits into."""
 
     def __init__(self, shapes: Sequence[StepShape]) -> None:
-        self._decode_only = sorted(s.num_decodes for s in shapes if not s.num_segments and not s.num_verified)
-        ordered = sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes, s.num_verified))
-        self._mixed = [s for s in ordered if s.num_segments]
-        self._drafting = [s for s in ordered if s.num_verified and not s.num_segments]
+        self._shapes: dict[str, list[StepShape]] = {"prefill": [], "verify": [], "decode": []}
+        for shape in sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes, s.num_verified)):
+            self._shapes[_kind(shape)].append(shape)
 
     def find(self, exact: StepShape) -> StepShape | None:
         """None where no recorded shape is large enough."""
-        if not exact.num_segments and not exact.num_verified:
-            at = bisect_left(self._decode_only, exact.num_decodes)
-            return StepShape(self._decode_only[at], 0, 0) if at < len(self._decode_only) else None
-        shapes = self._mixed if exact.num_segments else self._drafting
+        shapes = self._shapes[_kind(exact)]
         for shape in shapes[bisect_left(shapes, exact.num_tokens, key=lambda s: s.num_tokens) :]:
             if (
                 shape.num_decodes >= exact.num_decodes
@@ -73,6 +69,10 @@ class ShapeTable:
             ):
                 return shape
         return None
+
+
+def _kind(shape: StepShape) -> str:
+    return "prefill" if shape.num_segments else "verify" if shape.num_verified else "decode"
 
 
 @dataclass(frozen=True, slots=True)

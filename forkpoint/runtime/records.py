@@ -49,7 +49,7 @@ class TokenRecords:
     ) -> None:
         self._ops, self._platform, self._grid = ops, platform, arena.layout.checkpoint_grid
         assert self._grid % interval == 0, "a checkpoint must be whole"
-        self._interval, self._specs = interval, arena.layout.layers
+        self.interval, self._specs = interval, arena.layout.layers
         self.drafts = most_tokens > 1  # whether rows may have some
         made = [list(_records(layer, most_tokens, interval)) for layer in self._specs]
         self.layers: tuple[LayerCache, ...] = tuple(
@@ -120,7 +120,7 @@ class TokenRecords:
         rows, count = plan.rows, plan.num_decodes
         read, start = rows.read_slot[:count], rows.start[:count]
         # A row that turns to another slot leaves a checkpoint behind, which has to be whole.
-        turns = (behind > 0) & (read != rows.write_slot[:count]) & (start % self._interval == 0)
+        turns = (behind > 0) & (read != rows.write_slot[:count]) & (start % self.interval == 0)
         mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: count + 1])
         assert saves.max(initial=0) <= 1, "the tokens of a step pass one boundary at most"
@@ -133,7 +133,7 @@ class TokenRecords:
     def _written(self, row: IntArray, start: IntArray) -> IntArray:
         """Tokens of the states in the rows' slots; a row that was not decoded before has a whole one."""
         before = self._start[row]
-        return np.where(before < 0, start, np.maximum(self._whole[row], before // self._interval * self._interval))
+        return np.where(before < 0, start, np.maximum(self._whole[row], before // self.interval * self.interval))
 
     def newest_lines(self, rows: IntArray) -> tuple[IntArray, IntArray]:
         """The lines of windows' records that the rows' next step reads, and how many tokens of each are pending."""
@@ -190,32 +190,33 @@ class TokenRecords:
                 self._slot[self._slot == move.src] = move.dst
 
     def prepare(self) -> None:
-        """Have the device compile what a row needs that leaves, before one does."""
-        nothing = (np.full(1, NO_SLOT), np.full(1, NO_SLOT), np.zeros(2), *[np.zeros(1)] * 6)
-        self._fold_by(nothing)
-        self._settle_by(nothing[:-1])
+        """Have the device compile what a row needs that leaves, before there is one."""
+        row = np.zeros(1, np.int64)
+        self._fold(row)
+        self._settle(row)
 
     def _fold(self, rows: npt.NDArray[np.int64]) -> None:
+        if not len(rows):
+            return
         slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
-        if len(rows):
-            self._fold_by((slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line, rows))
-
-    def _fold_by(self, columns: tuple[npt.NDArray[Any], ...]) -> None:
-        index = VerifyIndex(*(self._platform.upload(column.astype(np.int32)) for column in columns))
+        columns = (slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line, rows)
+        index = VerifyIndex(*map(self._upload, columns))
         for name, pool, records in self._pending_states:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
 
     def _settle(self, rows: npt.NDArray[np.int64]) -> None:
+        if not len(rows):
+            return
         slot, end, none = self._slot[rows], self._end[rows], np.zeros_like(rows)
         written = self._written(rows.astype(np.int32), end)
-        if len(rows):
-            self._settle_by((slot, slot, np.zeros(len(rows) + 1), rows, written, end - written, none, none))
-
-    def _settle_by(self, columns: tuple[npt.NDArray[Any], ...]) -> None:
-        index = RecordIndex(self._interval, *(self._platform.upload(column.astype(np.int32)) for column in columns))
+        columns = (slot, slot, np.zeros(len(rows) + 1), rows, written, end - written, none, none)
+        index = RecordIndex(self.interval, *map(self._upload, columns))
         for pool, records in self._spaced_states:
             self._ops.recurrence_settle(pool, index, records)
+
+    def _upload(self, column: npt.NDArray[Any]) -> Tensor:
+        return self._platform.upload(column.astype(np.int32))
 
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:

@@ -31,13 +31,7 @@ from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.staging import upload_all
 from forkpoint.runtime.state_operators import StateOperators
-from forkpoint.runtime.step_inputs import (
-    HostLens,
-    StepBuilder,
-    StepShape,
-    Tensors,
-    context_of,
-)
+from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape, Tensors
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepResult, StepRows
 
@@ -98,9 +92,8 @@ class ModelRunner:
         splits = None if platform.shares_memory else _splits(loaded)
         self._records: TokenRecords | None = None
         self._drafts: DraftGraphs | None = None
-        self.write_interval = loaded.state_write_interval
-        if most or self.write_interval > 1:
-            sizes = (num_rows, 1 + most, self.write_interval)
+        if most or loaded.state_write_interval > 1:
+            sizes = (num_rows, 1 + most, loaded.state_write_interval)
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
                 self._drafts = DraftGraphs(model, self.batch, self._records, platform, most, shapes)
@@ -213,11 +206,8 @@ class ModelRunner:
         shape: StepShape,
         host_lens: HostLens = ((), ()),
     ) -> Tensor:
-        caches, table = (self._records or self.arena).layers, self.batch.table.device
-        sizes = self.write_interval, self._builder.folded
-        context = context_of(tensors, shape, table, caches, self._states, host_lens, *sizes)
-        if "late" in tensors:
-            self._builder.catch_up(tensors)
+        caches = (self._records or self.arena).layers
+        context = self._builder.context(tensors, shape, caches, self._states, host_lens)
         ids, count = tensors["token_ids"], shape.num_decodes
         if count:  # ids that only the device knows are taken from there
             last = self.batch.last_sampled[tensors["token_rows"]]

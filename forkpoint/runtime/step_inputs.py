@@ -29,7 +29,9 @@ from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, 
 
 Arrays = dict[str, npt.NDArray[Any]]
 Tensors = dict[str, Tensor]
-HostLens = tuple[tuple[int, ...], tuple[int, ...]]  # of queries, of keys; empty where only the device knows
+HostLens = tuple[
+    tuple[int, ...], tuple[int, ...]
+]  # of queries, of keys of all rows, decodes first; empty where only the device knows
 
 # What padded rows have in the fields of VerifyIndex.
 _VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
@@ -89,7 +91,7 @@ class StepBuilder:
     ) -> None:
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts = records, most_drafts
-        self.folded = 1 if splits is None else splits.folded
+        self._folded = 1 if splits is None else splits.folded
 
     def padding(self, shape: StepShape) -> Arrays:
         """A step of nothing but padding, with room for all parts."""
@@ -99,7 +101,7 @@ class StepBuilder:
         return arrays
 
     def build(self, plan: StepPlan, shape: StepShape, recorded: bool) -> Arrays:
-        """Every field of `context_of`, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`.
+        """What `context` reads, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`.
 
         For a `recorded` step all but the last field have one size for every plan: that of any step of the shape.
         """
@@ -142,7 +144,35 @@ class StepBuilder:
         arrays |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape, recorded)
         return arrays
 
-    def catch_up(self, t: Tensors) -> None:
+    def context(
+        self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
+    ) -> ForwardContext:
+        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU."""
+        (query_lens, kv_lens), work, verify, record = lens, None, None, None
+        if "parts" in t:
+            lead = t.get("lead")
+            work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else self._folded)
+        if "late" in t:
+            self._catch_up(t)
+        if shape.num_verified:
+            verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY))
+        if self._records is not None and "record_line" in t:
+            record = RecordIndex(self._records.interval, *(t[f"record_{name}"] for name in _RECORD))
+        attention = AttentionIndex(
+            shape.num_decodes,
+            t["cu_queries"],
+            t["kv_lens"],
+            self._table.device,
+            t["table_rows"],
+            t["slot_mapping"],
+            query_lens,
+            kv_lens,
+            work,
+        )
+        decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
+        return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
+
+    def _catch_up(self, t: Tensors) -> None:
         """On the device: rows that were planned ahead are behind by the drafts that they turned out to miss."""
         assert self._records is not None
         missed = self._records.missed[t["late"]]
@@ -197,7 +227,7 @@ class StepBuilder:
         if self._splits is not None:
             tiles = tile_table(lens, shape.num_decodes)
             arrays["query_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
-            if self.folded > 1 and shape.num_verified:
+            if self._folded > 1 and shape.num_verified:
                 parts, pointers, lead = self._splits.folded_table(kv_lens[:num_decodes], decoding)
                 arrays["lead"] = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
             else:
@@ -229,41 +259,6 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
     offsets = running_total(plan.rows.num_tokens)
     owner = np.searchsorted(offsets, at, side="right") - 1
     return at, plan.rows.row[owner], (at - offsets[owner] - 1).astype(np.int32)
-
-
-def context_of(
-    tensors: Tensors,
-    shape: StepShape,
-    block_table: Tensor,
-    caches: tuple[LayerCache, ...],
-    operators: StateOperators,
-    host_lens: HostLens = ((), ()),
-    interval: int = 1,
-    folded: int = 1,
-) -> ForwardContext:
-    """What the model sees; `host_lens` are (query lengths, key lengths) of all rows, decodes first, for operators on a
-    CPU. States are written every `interval` tokens, and keys read for up to `folded` tokens of a row together."""
-    (query_lens, kv_lens), t, work = host_lens, tensors, None
-    if "parts" in t:
-        lead = t.get("lead")
-        work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else folded)
-    attention = AttentionIndex(
-        shape.num_decodes,
-        t["cu_queries"],
-        t["kv_lens"],
-        block_table,
-        t["table_rows"],
-        t["slot_mapping"],
-        query_lens,
-        kv_lens,
-        work,
-    )
-    decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
-    verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY)) if shape.num_verified else None
-    record = None
-    if "record_line" in t:
-        record = RecordIndex(interval, *(t[f"record_{name}"] for name in _RECORD))
-    return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
 
 def _columns(kind: str, fills: Mapping[str, int | None], columns: Sequence[IntArray], count: int) -> Arrays:
