@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,23 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from forkpoint.platforms.platform import Mark
-from forkpoint.runtime.logprobs import RowScores, Scores
+from forkpoint.runtime.logprobs import Scores
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
 
 NOT_FINITE = -1  # in place of a token id: the logits were not
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Log-probabilities of a row's prompt tokens, in tiles of (first position, entries)."""
-
-    row: int
-    tiles: tuple[tuple[int, Scores], ...]
-
-    def fetch(self) -> tuple[tuple[int, TokenLogprobs], ...]:
-        found = [(first, tile.fetch()) for first, tile in self.tiles]
-        return tuple((first + i, entry) for first, entries in found for i, entry in enumerate(entries))
 
 
 class Verified(NamedTuple):
@@ -47,12 +35,13 @@ class RunningStep:
     rows: IntArray
     answers: Tensor | None = None
     verified: Verified | None = None
-    logprobs: RowScores | None = None
-    prompts: tuple[PromptScores, ...] = ()
+    logprobs: Scores | None = None
+    prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with those of their prompts in tiles
 
     def result(self) -> StepResult:
         self.done.synchronize()
-        known = replace(self.known, prompt_logprobs={scores.row: scores.fetch() for scores in self.prompts})
+        prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
+        known = replace(self.known, prompt_logprobs=prompts)
         if self.answers is None:
             return known
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None

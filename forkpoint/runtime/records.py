@@ -199,8 +199,8 @@ class TokenRecords:
         if not len(rows):
             return
         slot, line, pending, none = self._slot[rows], self._line[rows], self._pending[rows], np.zeros_like(rows)
-        columns = (slot, slot, np.zeros(len(rows) + 1), pending, none, none, line, line, rows)
-        index = VerifyIndex(*map(self._upload, columns))
+        tokens = np.zeros(len(rows) + 1)
+        index = VerifyIndex(*self._upload(slot, slot, tokens, pending, none, none, line, line, rows))
         for name, pool, records in self._pending_states:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
@@ -210,13 +210,13 @@ class TokenRecords:
             return
         slot, end, none = self._slot[rows], self._end[rows], np.zeros_like(rows)
         written = self._written(rows.astype(np.int32), end)
-        columns = (slot, slot, np.zeros(len(rows) + 1), rows, written, end - written, none, none)
-        index = RecordIndex(self.interval, *map(self._upload, columns))
+        tokens, held = np.zeros(len(rows) + 1), end - written
+        index = RecordIndex(self.interval, *self._upload(slot, slot, tokens, rows, written, held, none, none))
         for pool, records in self._spaced_states:
             self._ops.recurrence_settle(pool, index, records)
 
-    def _upload(self, column: npt.NDArray[Any]) -> Tensor:
-        return self._platform.upload(column.astype(np.int32))
+    def _upload(self, *columns: npt.NDArray[Any]) -> list[Tensor]:
+        return [self._platform.upload(column.astype(np.int32)) for column in columns]
 
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:

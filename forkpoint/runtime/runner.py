@@ -24,8 +24,8 @@ from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import Graphs, ShapeTable
-from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, score
-from forkpoint.runtime.pending import NOT_FINITE, FailedStep, PromptScores, RunningStep, Verified
+from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
+from forkpoint.runtime.pending import NOT_FINITE, FailedStep, RunningStep, Verified
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
@@ -164,7 +164,7 @@ class ModelRunner:
         shape = None if asking else self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
         copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
-        prompts: tuple[PromptScores, ...] = ()
+        prompts: list[tuple[int, list[Scores]]] = []
         if shape is not None:
             outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
         else:
@@ -174,7 +174,7 @@ class ModelRunner:
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, plain) if sampling else None
-            prompts = tuple(self._prompt_scores(*extent, hidden) for extent in asking)
+            prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
         sampled = None if outputs is None else self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
@@ -297,17 +297,16 @@ class ModelRunner:
             first += count
         return out
 
-    def _prompt_scores(self, added: AddedRow, start: int, end: int, first: int, hidden: Tensor) -> PromptScores:
+    def _prompt_scores(self, added: AddedRow, start: int, end: int, first: int, hidden: Tensor) -> list[Scores]:
         """For the prompt tokens that the row's tokens `[start, end)` predict, in tiles."""
-        num_top = added.params.prompt_logprobs or 0
+        num_top, tiles = added.params.prompt_logprobs or 0, []
         last = min(end, added.num_prompt_tokens - 1)  # the last prompt token predicts an output
-        tiles = []
         for begin in range(start, last, PROMPT_TILE_ROWS):
             stop = min(begin + PROMPT_TILE_ROWS, last)
             logits = self._model.logits(hidden[begin + first - start : stop + first - start])
             following = self.platform.upload(added.token_ids[begin + 1 : stop + 1].astype(np.int64))
-            tiles.append((begin + 1, score(logits, following, num_top, self.platform)))
-        return PromptScores(added.row, tuple(tiles))
+            tiles.append(score(logits, following, dict.fromkeys(range(begin + 1, stop + 1), num_top), self.platform))
+        return tiles
 
 
 def _splits(loaded: Loaded) -> KeySplits:

@@ -15,7 +15,7 @@ from forkpoint.ops.metadata import running_total
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
-from forkpoint.runtime.logprobs import RowScores, score
+from forkpoint.runtime.logprobs import Scores, score
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, TokenMasks
@@ -28,7 +28,7 @@ class Sampled:
 
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
-    logprobs: RowScores | None = None
+    logprobs: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,11 @@ class Sampler:
         drawn = upload(self._uniform.draw(np.repeat(seeds, counts).tolist(), seen.tolist()))
         return drawn[upload(first[:-1].astype(np.int64)) + late.missed]
 
-    def _score(self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor) -> RowScores | None:
-        asked = [(i, row.params.logprobs) for i, row in enumerate(rows) if row.params.logprobs is not None]
+    def _score(self, logits: Tensor, rows: Sequence[RowSampling], token_ids: Tensor) -> Scores | None:
+        asked = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
         if not asked:
             return None
         if len(asked) < len(rows):
-            index = self._platform.upload(np.asarray([i for i, _ in asked], np.int64))
+            index = self._platform.upload(np.asarray(list(asked), np.int64))
             logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-        num_top = tuple(top for _, top in asked)
-        return RowScores(tuple(i for i, _ in asked), num_top, score(logits, token_ids, max(num_top), self._platform))
+        return score(logits, token_ids, asked, self._platform)

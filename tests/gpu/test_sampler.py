@@ -57,7 +57,7 @@ def test_nothing_waits_for_the_device_and_a_cpu_agrees() -> None:
         try:
             rows = rows_on(device)
             found = [on_device.sample(there, rows, num_outputs, masks) for _ in range(3)]
-            scores = score(there, found[0].token_ids, 5, device)
+            scores = score(there, found[0].token_ids, dict.fromkeys(range(len(OPTIONS)), 5), device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     device.synchronize()

@@ -225,7 +225,7 @@ def test_prompt_logprobs_of_following_tokens() -> None:
     logits = logits_of(5)
     following = torch.tensor([3, 60, 0, 7, 7])
     expected = torch.log_softmax(logits, dim=-1)
-    for i, entry in enumerate(score(logits, following, 2, CpuPlatform()).fetch()):
+    for i, entry in score(logits, following, dict.fromkeys(range(5), 2), CpuPlatform()).fetch().items():
         assert entry.logprob == pytest.approx(float(expected[i, following[i]]))
         assert entry.top_ids[0] == int(logits[i].argmax())
         assert len(entry.top_ids) == 2
@@ -341,5 +341,5 @@ def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch.Tensor, name, refuse, raising=False)
         patch.setattr(torch, "nonzero", refuse)
         sampled = Sampler(table, CpuPlatform()).sample(logits, rows, np.zeros(len(rows), np.int32), masks)
-        scores = score(logits, sampled.token_ids, 2, CpuPlatform())
+        scores = score(logits, sampled.token_ids, dict.fromkeys(range(len(rows)), 2), CpuPlatform())
     assert len(scores.fetch()) == len(rows)
