@@ -67,7 +67,7 @@ class Server:
         self._engine = AsyncEngine(engine, self._metrics)
         self._readers = readers
         self._service = Service(self._engine, readers, config, engine.model, self._metrics)
-        self.ready, self._asked_to_stop = asyncio.Event(), asyncio.Event()
+        self.ready = asyncio.Event()
         self._num_signals = 0
 
     @property
@@ -76,59 +76,32 @@ class Server:
 
     async def run(self) -> int:
         http = _Uvicorn(self._service, tls_options(self._config))
-        self._handle_signals()
         serving = asyncio.create_task(http.serve([self._listener]))
-        watching = asyncio.create_task(self._broken())
+        living = asyncio.create_task(self._live())
         logging = asyncio.create_task(self._log_load())
         documenting = asyncio.create_task(asyncio.to_thread(http.app.openapi))  # kept; it takes a second of somebody's
+        self._handle_signals(living)
         try:
-            exit_code = await self._serve(serving, watching)
+            await asyncio.wait((living, serving), return_when=asyncio.FIRST_COMPLETED)
+            exit_code = await self._end(living, serving)
         finally:
             self._service.closing = True
-            for task in (watching, logging):
+            for task in (living, logging):
                 task.cancel()
             self._readers.close()
             await self._engine.close()
             http.should_exit = True
-            await asyncio.gather(serving, watching, logging, documenting, return_exceptions=True)
+            await asyncio.gather(serving, living, logging, documenting, return_exceptions=True)
         LOGGER.info("stopped")
         return exit_code
 
-    async def _serve(self, serving: asyncio.Task[None], watching: asyncio.Task[ForkpointError]) -> int:
-        stopping = asyncio.create_task(self._asked_to_stop.wait())
-        loading = asyncio.create_task(self._load())
-        try:
-            await asyncio.wait((loading, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                return self._end_early(serving)
-            loading.result()
-            self._log_ready()
-            self.ready.set()
-            await asyncio.wait((watching, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                LOGGER.error("%s; open requests have failed, the server ends", watching.result())
-                await asyncio.sleep(LAST_ANSWERS_S)
-                return FAILED
-            if serving.done():
-                return self._end_early(serving)
-            await self._drain()
-            return OK
-        finally:
-            for task in (stopping, loading):
-                task.cancel()
-            await asyncio.gather(stopping, loading, return_exceptions=True)
-
-    async def _load(self) -> None:
+    async def _live(self) -> ForkpointError:
+        """Load the model, then serve it until one of the other processes is gone; why. Cancelled by signals."""
         await self._engine.start(self._writer())
         inputs = self._engine.inputs
         self._readers.begin(Facts(inputs.vocab_size, inputs.max_model_len, inputs.eos_token_ids))
-
-    async def _writer(self) -> tuple[Tokenizer | None, frozenset[int]]:
-        loaded: Loaded = await self._readers.loaded()
-        return loaded.tokenizer(), loaded.eos_token_ids
-
-    async def _broken(self) -> ForkpointError:
-        """Wait until one of the other processes is gone; why."""
+        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], self.url)
+        self.ready.set()
         ends = [asyncio.create_task(self._engine.ended()), asyncio.create_task(self._readers.lost())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -137,12 +110,24 @@ class Server:
             for end in ends:
                 end.cancel()
 
-    def _end_early(self, serving: asyncio.Task[None]) -> int:
+    async def _end(self, living: asyncio.Task[ForkpointError], serving: asyncio.Task[None]) -> int:
+        """The exit code, once either has ended. Raises what loading raised."""
+        if living.done() and not living.cancelled():
+            LOGGER.error("%s; open requests have failed, the server ends", living.result())
+            await asyncio.sleep(LAST_ANSWERS_S)
+            return FAILED
         if serving.done():
             serving.result()
             raise EngineStoppedError("the HTTP server ended by itself")
-        LOGGER.info("stopped while the model was loading")
+        if self.ready.is_set():
+            await self._drain()
+        else:
+            LOGGER.info("stopped while the model was loading")
         return OK
+
+    async def _writer(self) -> tuple[Tokenizer | None, frozenset[int]]:
+        loaded: Loaded = await self._readers.loaded()
+        return loaded.tokenizer(), loaded.eos_token_ids
 
     async def _drain(self) -> None:
         """Take no more requests; give those that are open their time."""
@@ -156,17 +141,14 @@ class Server:
         if self._service.num_open:
             LOGGER.warning("%d requests did not end in time and are cut off", self._service.num_open)
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, living: asyncio.Task[ForkpointError]) -> None:
         def stop() -> None:
             self._num_signals += 1
-            self._asked_to_stop.set()
+            living.cancel()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
-
-    def _log_ready(self) -> None:
-        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], self.url)
 
     async def _log_load(self) -> None:
         before: Reading | None = None
