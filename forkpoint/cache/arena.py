@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,9 +39,10 @@ class UnitOwner(Protocol):
 class UnitPool:
     """Units of one kind (blocks, or slots) cut from pages. Knows which page has how many free units."""
 
-    def __init__(self, kind: MoveKind, per_page: int) -> None:
+    def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int) -> None:
         self.kind = kind
         self.per_page = per_page
+        self.stride_bytes = stride_bytes
         self.owners: dict[int, UnitOwner] = {}
         self._free: dict[int, list[int]] = {}  # partly used page -> its free units
         self._by_free: list[dict[int, None]] = [{} for _ in range(per_page + 1)]  # number free -> pages
@@ -65,6 +66,12 @@ class UnitPool:
             units += self._pop(count - len(units))
         self.owners.update(dict.fromkeys(units, owner))
         return units
+
+    def transfer(self, units: Sequence[int], owners: Iterable[UnitOwner]) -> None:
+        """The units stay in use, each under another owner."""
+        num_used = self.num_used
+        self.owners.update(zip(units, owners, strict=True))
+        assert self.num_used == num_used, f"a {self.kind.value} that nobody held"
 
     def give(self, units: Sequence[int]) -> list[int]:
         """Free units; returns the pages that are now wholly free (and no longer this pool's)."""
@@ -149,8 +156,9 @@ class Arena:
             raise ConfigError(f"an arena needs 2 pages or more (page 0 is reserved), not {num_pages}")
         self.layout = layout
         self.num_pages = num_pages
-        self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page) if layout.has_kv else None
-        self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page) if layout.has_states else None
+        # Of a kind that the layout does not have no unit is ever taken.
+        self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes)
+        self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page or 1, layout.slot_stride_bytes)
         self._free_pages = list(range(num_pages - 1, 0, -1))
         self.moves: list[Move] = []
         self._given_bytes = 0  # ever
@@ -167,65 +175,38 @@ class Arena:
 
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
         """Up to `count` blocks; fewer if there is no room for more."""
-        assert self.blocks is not None
-        units = self._take(self.blocks, self.slots, owner, count)
-        self._given_bytes += len(units) * self.layout.block_stride_bytes
-        return units
+        return self._take(self.blocks, self.slots, owner, count)
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
-        assert self.slots is not None
-        units = self._take(self.slots, self.blocks if compact else None, owner, 1)
-        if not units:
-            return None
-        self._given_bytes += self.layout.slot_stride_bytes
-        return units[0]
+        return next(iter(self._take(self.slots, self.blocks if compact else None, owner, 1)), None)
 
     def give_blocks(self, blocks: Sequence[int]) -> None:
-        assert self.blocks is not None
         self._free_pages += self.blocks.give(blocks)
 
     def give_slot(self, slot: int) -> None:
-        assert self.slots is not None
         self._free_pages += self.slots.give([slot])
 
     def reissue_blocks(self, blocks: Sequence[int], owner: UnitOwner) -> None:
         """As if these blocks were given back and taken again at once, where there is no other room."""
-        self.transfer_blocks(blocks, [owner] * len(blocks))
-        self._given_bytes += len(blocks) * self.layout.block_stride_bytes
+        self.blocks.transfer(blocks, [owner] * len(blocks))
+        self._given_bytes += len(blocks) * self.blocks.stride_bytes
 
     @property
     def num_blocks_until_slot(self) -> int:
         """How many more blocks have to be free before `take_slot` finds room in a full arena."""
-        return self.blocks.per_page - self.blocks.num_free_in_partial if self.blocks else 0
-
-    def transfer_slot(self, slot: int, owner: UnitOwner) -> None:
-        """The slot stays in use under another owner."""
-        assert self.slots is not None and slot in self.slots.owners
-        self.slots.owners[slot] = owner
-
-    def transfer_blocks(self, blocks: Sequence[int], owners: Sequence[UnitOwner]) -> None:
-        """The blocks stay in use, each under another owner."""
-        assert self.blocks is not None
-        num_used = self.blocks.num_used
-        self.blocks.owners.update(zip(blocks, owners, strict=True))
-        assert self.blocks.num_used == num_used, "a block that nobody held"
+        return self.blocks.per_page - self.blocks.num_free_in_partial
 
     def drain_moves(self) -> tuple[Move, ...]:
         """Moves since the last call, in order; the next plan must carry them."""
         moves, self.moves = tuple(self.moves), []
         return moves
 
-    def num_pages_without(self, num_blocks: int, num_slots: int) -> int:
-        """Pages that would be left if just these many units were in use, densely packed."""
-        used = -(-num_blocks // self.blocks.per_page) if self.blocks else 0
-        used += -(-num_slots // self.slots.per_page) if self.slots else 0
-        return self.num_pages - 1 - used
-
     def _take(self, pool: UnitPool, other: UnitPool | None, owner: UnitOwner, count: int) -> list[int]:
         units = pool.take(owner, count)
         while len(units) < count and (self._free_pages or (other and self._compact(other))):
             pool.add_page(self._free_pages.pop())
             units += pool.take(owner, count - len(units))
+        self._given_bytes += len(units) * pool.stride_bytes
         return units
 
     def _compact(self, pool: UnitPool) -> bool:
@@ -242,8 +223,6 @@ class Arena:
         seen: dict[int, str] = {0: "reserved"} | dict.fromkeys(self._free_pages, "free")
         assert len(seen) == 1 + len(self._free_pages), "a page is twice on the free list"
         for name, pool in (("blocks", self.blocks), ("slots", self.slots)):
-            if pool is None:
-                continue
             free = pool.free_units()
             num_units: dict[int, int] = {page: len(units) for page, units in free.items()}
             assert sum(num_units.values()) == pool.num_free_in_partial, f"{name}: free count is off"

@@ -14,55 +14,43 @@ from forkpoint.cache.tree import PrefixTree
 class Holdings:
     """Counts blocks and slots that requests hold; what is merely cached is not among them, since it gives way.
 
-    `running_slots` are those that requests write, `read_slots` those of checkpoints with readers. Of the tree's blocks
-    the pinned ones are held.
+    `num_slots` are those that requests write, and those of checkpoints with readers. Of the tree's blocks the pinned
+    ones are held.
     """
 
     def __init__(self, layout: CacheLayout, arena: Arena, tree: PrefixTree) -> None:
         self._layout = layout
         self._arena = arena
         self._tree = tree
-        self.running_slots = 0
-        self.read_slots = 0
+        self.num_slots = 0
 
-    def count(self, running_slots: int = 0, read_slots: int = 0) -> None:
+    def count_slots(self, more: int) -> None:
         """So many more are held; fewer where negative."""
-        self.running_slots += running_slots
-        self.read_slots += read_slots
-
-    @property
-    def num_slots(self) -> int:
-        return self.running_slots + self.read_slots
+        self.num_slots += more
 
     @property
     def num_blocks(self) -> int:
-        blocks = self._arena.blocks
-        return blocks.num_used - self._tree.num_nodes + self._tree.num_pinned if blocks else 0
+        return self._arena.blocks.num_used - self._tree.num_nodes + self._tree.num_pinned if self._layout.has_kv else 0
 
     @property
     def num_pages(self) -> int:
         """Pages that what is held takes, densely packed."""
-        return self._arena.num_pages - 1 - self._arena.num_pages_without(self.num_blocks, self.num_slots)
+        return self._layout.num_pages_of(self.num_blocks, self.num_slots)
 
     def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
         """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
-        blocks = 0
-        if self._layout.has_kv:
-            blocks = self._layout.num_blocks_for(num_tokens) - len(hit.path) + spare_blocks
-            blocks += sum(node.pins == 0 for node in hit.path)
+        num_shared = sum(node.pins > 0 for node in hit.path)
         slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
-        return self._fits(blocks, slots)
+        return self._fits(num_tokens, spare_blocks - num_shared, slots)
 
     def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
         """False only where `has_room` would be False whatever a lookup finds: cheaper than the lookup.
 
         A hit spares room only by blocks that other requests hold, and those can be counted by hash."""
-        blocks = 0
-        if self._layout.has_kv:
-            nodes = (self._tree.find(block_hash) for block_hash in lease.chain.hashes)
-            held = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
-            blocks = self._layout.num_blocks_for(num_tokens) + spare_blocks - sum(1 for _ in held)
-        return self._fits(blocks, 1)
+        nodes = (self._tree.find(block_hash) for block_hash in lease.chain.hashes)
+        shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
 
-    def _fits(self, num_blocks: int, num_slots: int) -> bool:
-        return self._arena.num_pages_without(self.num_blocks + num_blocks, self.num_slots + num_slots) >= 0
+    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
+        blocks = self.num_blocks + self._layout.num_blocks_for(num_tokens) + more_blocks
+        return self._layout.num_pages_of(blocks, self.num_slots + more_slots) < self._arena.num_pages

@@ -229,7 +229,11 @@ class CacheLayout:
 
     def num_pages_for(self, num_tokens: int, num_slots: int) -> int:
         """Pages that one request of `num_tokens` tokens with `num_slots` slots needs at least."""
-        pages = -(-self.num_blocks_for(num_tokens) // self.blocks_per_page) if self.has_kv else 0
+        return self.num_pages_of(self.num_blocks_for(num_tokens), num_slots)
+
+    def num_pages_of(self, num_blocks: int, num_slots: int) -> int:
+        """Pages that these take, densely packed."""
+        pages = -(-num_blocks // self.blocks_per_page) if self.has_kv else 0
         return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
 
     def fallback_step(self, num_pages: int) -> int:

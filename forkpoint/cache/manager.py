@@ -170,7 +170,7 @@ class CacheManager:
         if slot is None:
             return False
         lease.slot = slot
-        self.holdings.count(running_slots=1)
+        self.holdings.count_slots(1)
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
@@ -206,7 +206,7 @@ class CacheManager:
             old, lease.slot = lease.slot, fresh
             checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.decoded, lease.note, num_readers=1)
             assert checkpoint is not None
-            self.holdings.count(read_slots=1)
+            self.holdings.count_slots(1)
             self.filing.adopt(lease, checkpoint)
             lease.decode_checkpoint = lease.read_from = checkpoint
         else:
@@ -232,7 +232,7 @@ class CacheManager:
         if previous is not None and not lease.in_reach and _is_spare(previous):
             slot = previous.slot
             self.store.drop_checkpoint(previous, keep_slot=True)
-            self.arena.transfer_slot(slot, owner)
+            self.arena.slots.transfer([slot], [owner])
             return slot
         above = nearest_checkpoint(node)  # of a block in reach the hash is not known: that of the one before
         key = self.store.candidate_key(node.hash, save.num_tokens, save.origin, lease.note, above)
@@ -282,13 +282,13 @@ class CacheManager:
         assert checkpoint.num_readers > 0
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
-            self.holdings.count(read_slots=-1)
+            self.holdings.count_slots(-1)
             self.store.refile(checkpoint)
 
     def _start_reading(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_readers += 1
         if checkpoint.num_readers == 1:
-            self.holdings.count(read_slots=1)
+            self.holdings.count_slots(1)
 
     # --- afterwards
 
@@ -303,7 +303,7 @@ class CacheManager:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:
-            self.holdings.count(running_slots=-1)
+            self.holdings.count_slots(-1)
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
         self._free_own_blocks(lease)

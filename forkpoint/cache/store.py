@@ -212,7 +212,7 @@ class PrefixStore:
         for node in nodes:
             node.last_used = self.arena.turnover
         if self.layout.has_kv:
-            self.arena.transfer_blocks(blocks, nodes)
+            self.arena.blocks.transfer(blocks, nodes)
         self.ghosts.discard_blocks(hashes)
         if self.restorable is not None and not self.layout.has_states:
             for node in nodes:
@@ -242,7 +242,7 @@ class PrefixStore:
         node.checkpoint = checkpoint
         if self.restorable is not None:
             self.restorable.gained(node)
-        self.arena.transfer_slot(slot, checkpoint)
+        self.arena.slots.transfer([slot], [checkpoint])
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
         self.ghosts.discard(node.hash)
@@ -346,8 +346,8 @@ class PrefixStore:
             **counted,
             num_pages=arena.num_pages,
             num_free_pages=arena.num_free_pages,
-            num_blocks_used=arena.blocks.num_used if arena.blocks else 0,
-            num_slots_used=arena.slots.num_used if arena.slots else 0,
+            num_blocks_used=arena.blocks.num_used,
+            num_slots_used=arena.slots.num_used,
             num_cached_blocks=self.tree.num_nodes,
             num_checkpoints=self.num_checkpoints,
             num_ghosts=len(self.ghosts),
