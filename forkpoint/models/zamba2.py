@@ -187,7 +187,7 @@ class Zamba2(Model):
         )
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        x = embedded = F.embedding(token_ids, self._embedding)
+        x, embedded = self._embed(token_ids), self._embed(token_ids)  # norms may add to the first ones in place
         residual: Tensor | None = None
         for layer in self._layers:
             if isinstance(layer, HybridLayer):

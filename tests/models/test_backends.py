@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,16 @@ def test_logits_are_those_of_torch_and_in_fp8_those_of_the_widened_weights(famil
     assert error(in_cpp(plain), logits(Driver(load_model(plain, ops=torch_table())))) <= TOLERANCE
     put_in_fp8(plain, fp8, "block")
     assert error(in_cpp(fp8), in_cpp(plain)) <= TOLERANCE
+
+
+def test_embeddings_that_are_read_again_outlive_norms_that_add_in_place(tmp_path: Path) -> None:
+    """As those of GPUs do, from the second layer on."""
+    write_checkpoint(tmp_path, "zamba2", layers_block_type=["mamba"] * 3 + ["hybrid"] * 2 + ["mamba"] * 4)
+    ops = torch_table()
+
+    def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = ops.add_rmsnorm(x, residual, weight, eps)
+        return normed, residual.copy_(total)
+
+    in_place = replace(ops, add_rmsnorm=add_rmsnorm)
+    assert torch.equal(*(logits(Driver(load_model(tmp_path, ops=table))) for table in (ops, in_place)))
