@@ -14,9 +14,7 @@ from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, RowParallel
-from forkpoint.models.weights import join_rows
-from forkpoint.ops.linear.scaled import take_rows
+from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.ops.parameters import KVScales, QKNorm
 from forkpoint.ops.ranks import Ranks
 
@@ -103,19 +101,14 @@ class Attention:
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
         """Rows `[q | k | v]`, behind them the gate's; stored gates alternate with queries, head by head."""
         build, config, hidden = self._build, self._config, self._build.config.hidden_size
-        rows = [self._q_size * (2 if config.gated else 1), self._kv_size, self._kv_size]
-        names = [f"{name}.{part}_proj" for part in "qkv"]
-        weight = join_rows(build.weights, [f"{n}.weight" for n in names], rows, hidden)
-        bias = None
-        if config.bias:
-            bias = torch.cat([build.weights.get(f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)])
+        rows = {"q": self._q_size * (1 + config.gated), "k": self._kv_size, "v": self._kv_size}
+        order = None
         if config.gated:
-            heads = torch.arange(rows[0]).view(config.num_heads, 2, config.head_dim)
-            others = torch.arange(rows[0], sum(rows))
+            heads = torch.arange(rows["q"]).view(config.num_heads, 2, config.head_dim)
+            others = torch.arange(rows["q"], sum(rows.values()))
             order = torch.cat((heads[:, 0].flatten(), others, heads[:, 1].flatten()))
-            weight = take_rows(weight, order)
-            bias = bias[order] if bias is not None else None
-        return Projection(build.ops, weight, bias)
+        named = {f"{name}.{part}_proj": count for part, count in rows.items()}
+        return join_projections(build, named, hidden, config.bias, order)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""

@@ -1,13 +1,19 @@
-"""Short convolutions over a window of each channel's last inputs."""
+"""Short convolutions over a window of each channel's last inputs, and the part that has nothing else."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import TensorSpec
+from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
+from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.layers import RowParallel, read_projection
 from forkpoint.ops.parameters import ConvTaps
+from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
 
@@ -45,3 +51,40 @@ def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
     """The last inputs of `width` taps, and of drafts the inputs of each token."""
     inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
     return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig(PartConfig):
+    """One layer's convolution of `width` taps over `channels`, the model's hidden size."""
+
+    channels: int
+    width: int
+    bias: bool = False
+    name: str = "conv"
+
+    def build(self, build: Build, name: str, layer: int) -> Block:
+        """`out(c * conv(b * x))`, with `b`, `c` and `x` from one projection."""
+        size, hidden, bias = self.channels, build.config.hidden_size, self.bias
+        project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias)
+        taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width)).squeeze(1)
+        shift = build.weights.get(f"{name}.conv.bias", (size,)) if bias else None
+        conv = Convolution(build.ops, layer, taps, shift, silu=False)
+        out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
+
+        def block(x: Tensor, ctx: ForwardContext) -> Tensor:
+            before, after, x = project(x).chunk(3, dim=-1)
+            return out(after * conv(before * x, ctx))
+
+        return block
+
+    def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
+        return (StateSpec((kept_window(self.channels, self.width, dtype),)),)
+
+    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[ShortConvConfig, Cuts]:
+        channels = (self.channels, 1)
+        cuts = {"in_proj": rows(channels, channels, channels), "conv": rows(channels)}
+        own = replace(self, channels=share(self.channels, "channels", ranks))
+        return own, cuts | inward("out_proj", hidden_size, ranks)
+
+    def num_weights(self, hidden_size: int) -> int:
+        return 4 * hidden_size * self.channels

@@ -7,12 +7,11 @@ from typing import ClassVar
 
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.bamba import Bamba
-from forkpoint.models.config import ModelConfig
+from forkpoint.models.config import ModelConfig, ParallelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2 import Mamba2Config
-from forkpoint.models.parallel import ParallelConfig
 
 BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 

@@ -67,11 +67,12 @@ class GDNConfig(RecurrentConfig):
     def _read(self, build: Build, name: str, names: Sequence[str], sizes: Sequence[int]) -> Matrix:
         """Rows of parts behind each other, of which a key head has so many each."""
         heads, others = self.spec.num_k_heads, len(sizes) - len(names) + 1
-        counts = [heads * count for count in (sum(sizes[:others]), *sizes[others:])]
-        joined = join_rows(build.weights, [f"{name}.{part}.weight" for part in names], counts, build.config.hidden_size)
+        counts = zip(names, (sum(sizes[:others]), *sizes[others:]), strict=True)
+        named = {f"{name}.{part}": heads * count for part, count in counts}
+        joined = join_rows(build.weights, named, build.config.hidden_size)
         if len(names) > 1:
             return joined
-        rows = torch.arange(counts[0]).view(heads, -1)
+        rows = torch.arange(heads * sum(sizes)).view(heads, -1)
         return take_rows(joined, torch.cat([part.flatten() for part in torch.split(rows, list(sizes), dim=1)]))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from forkpoint.models.attention import AttentionConfig
-from forkpoint.models.config import ModelConfig, PartConfig
+from forkpoint.models.config import ModelConfig, ParallelConfig, PartConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.parallel import ParallelConfig
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.ops.parameters import RouteRule
 

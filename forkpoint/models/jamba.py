@@ -40,7 +40,7 @@ class Jamba(Model):
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
         inner = fields.integer("expand", 2) * fields.integer("hidden_size")
-        scan = MambaConfig.read(fields, inner, norms=True, name="mamba")
+        scan = MambaConfig.read(fields, channels=inner, norms=True, name="mamba")
         attention, dense = AttentionConfig.read(fields, qk_norm=None), MLPConfig.read(fields)
         has_experts = fields.integer("num_experts") > 1
         sparse: PartConfig = MoEConfig.of(fields, RouteRule(top_k=0)) if has_experts else dense

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,10 +14,9 @@ from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
-from forkpoint.models.layers import MLPConfig, Projection, read_projection
+from forkpoint.models.layers import MLPConfig, join_projections, read_projection
 from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import Project, RecurrentConfig
-from forkpoint.models.weights import join_rows
 from forkpoint.ops.parameters import Recurrence
 
 KINDS = ("linear_attention", "full_attention")  # of layers
@@ -44,15 +43,11 @@ class KDAConfig(RecurrentConfig):
         return cls(spec=spec, conv_width=conv_width, narrow=narrow)
 
     def project(self, build: Build, name: str) -> Project:
-        heads, dim, inner = self.spec.num_v_heads, self.spec.value_dim, self.inner
-        parts = ("b", "f_a", "g_a") if self.narrow else ("b", "f", "g")
-        widths = [heads, dim, dim] if self.narrow else [heads, inner, inner]
-
-        def joined(parts: Iterable[str], rows: Sequence[int]) -> Projection:
-            names = [f"{name}.{part}_proj.weight" for part in parts]
-            return Projection(build.ops, join_rows(build.weights, names, rows, build.config.hidden_size))
-
-        mixed, gates = joined("qkv", [inner] * 3), joined(parts, widths)
+        heads, dim, inner, hidden = self.spec.num_v_heads, self.spec.value_dim, self.inner, build.config.hidden_size
+        rows = {"b": heads, "f_a": dim, "g_a": dim} if self.narrow else {"b": heads, "f": inner, "g": inner}
+        widths = list(rows.values())
+        mixed = join_projections(build, dict.fromkeys([f"{name}.{part}_proj" for part in "qkv"], inner), hidden)
+        gates = join_projections(build, {f"{name}.{part}_proj": count for part, count in rows.items()}, hidden)
         wide = [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if self.narrow else []
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

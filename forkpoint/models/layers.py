@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
-from forkpoint.ops.linear.scaled import Matrix, multiplied
+from forkpoint.ops.linear.scaled import Matrix, multiplied, take_rows
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import Linear, OpTable
 from forkpoint.ops.unmade import Unmade
@@ -54,6 +55,27 @@ def read_projection(
     return Projection(build.ops, weight, shift, linear)
 
 
+def join_projections(
+    build: Build, rows: Mapping[str, int], columns: int, bias: bool = False, order: Tensor | None = None
+) -> Projection:
+    """The layers `name.weight` `[rows, columns]` in one, behind each other or in another order of rows."""
+    weight, shift = join_rows(build.weights, rows, columns), None
+    if bias:
+        shift = torch.cat([build.weights.get(f"{name}.bias", (count,)) for name, count in rows.items()])
+    if order is not None:
+        weight, shift = take_rows(weight, order), None if shift is None else shift[order]
+    return Projection(build.ops, weight, shift)
+
+
+def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
+    """What makes the answer `[T, rows]` of what each rank has of it: of a sum, which may be left to the norm behind it,
+    or, where ranks gather, of so many outputs."""
+    ranks = build.ranks
+    if not ranks.gathers:
+        return Unsummed.of if build.defers and ranks.defers else ranks.sum
+    return ranks.gather if ranks.cuts_rows(rows) else lambda own: own
+
+
 class Unsummed(Unmade):
     """What one rank has of a sum over ranks, which may be `Parts`."""
 
@@ -65,10 +87,10 @@ class RowParallel:
         self, build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
     ) -> None:
         """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
-        self._ranks, self._defers, adds_bias = build.ranks, build.defers and build.ranks.defers, bias
-        self._cuts_rows = build.ranks.cuts_rows(rows)
+        self._ranks, self._over_ranks, adds_bias = build.ranks, over_ranks(build, rows), bias
         if build.ranks.gathers:
-            rows, columns = rows // build.ranks.size if self._cuts_rows else rows, columns * build.ranks.size
+            columns *= build.ranks.size
+            rows //= build.ranks.size if build.ranks.cuts_rows(rows) else 1
         elif build.ranks.rank:
             build.weights.get(f"{name}.bias", (rows,)) if bias else None
             adds_bias = False  # once in the sum
@@ -77,12 +99,7 @@ class RowParallel:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""
-        if self._defers:
-            return Unsummed.of(self._own(x))
-        if not self._ranks.gathers:
-            return self._ranks.sum(self._own(x))
-        y = self._own(self._ranks.gather(x))
-        return self._ranks.gather(y) if self._cuts_rows else y
+        return self._over_ranks(self._own(self._ranks.gather(x) if self._ranks.gathers else x))
 
 
 class RMSNorm:
@@ -145,8 +162,8 @@ class MLPConfig(PartConfig):
         if not self.gated:
             only = read_projection(build, f"{name}.up_proj", size, hidden)
             return lambda x, ctx: down(relu_squared(only(x)))
-        parts, rows = (["gate_up"], [2 * size]) if self.fused else (["gate", "up"], [size] * 2)
-        gate_up = join_rows(build.weights, [f"{name}.{part}_proj.weight" for part in parts], rows, hidden)
+        parts = {"gate_up": 2 * size} if self.fused else {"gate": size, "up": size}
+        gate_up = join_rows(build.weights, {f"{name}.{part}_proj": count for part, count in parts.items()}, hidden)
         if self.gate_scale != 1.0:
             scales = torch.ones(2 * size, 1)
             scales[:size] = self.gate_scale

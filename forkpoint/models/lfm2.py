@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import ModelConfig, PartConfig
+from forkpoint.models.convolution import ShortConvConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.short_conv import ShortConvConfig
 from forkpoint.ops.parameters import RouteRule
 
 

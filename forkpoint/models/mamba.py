@@ -45,13 +45,13 @@ class MambaConfig(PartConfig):
     name: str = "mixer"
 
     @classmethod
-    def read(cls, fields: Fields, channels: int, **style: Any) -> MambaConfig:
+    def read(cls, fields: Fields, **style: Any) -> MambaConfig:
         """Under the names of Mamba's own config.json; `style` gives what they do not say."""
         fields.require("hidden_act", "silu")
         hidden = fields.integer("hidden_size")
         automatic = fields.values.get("time_step_rank", "auto") == "auto"
+        style = {"channels": fields.integer("intermediate_size", fields.integer("expand", 2) * hidden), **style}
         return cls(
-            channels=channels,
             values=fields.integer("state_size", 16),
             rank=-(-hidden // 16) if automatic else fields.integer("time_step_rank"),
             conv_width=fields.integer("conv_kernel", 4, low=2),
@@ -158,10 +158,9 @@ class MambaModel(Model):
         return ModelConfig.of(fields, [(cls.mixer(fields),)] * fields.integer("num_hidden_layers"))
 
     @classmethod
-    def mixer(cls, fields: Fields) -> MambaConfig:
+    def mixer(cls, fields: Fields) -> PartConfig:
         """The part that every layer is."""
-        inner = fields.integer("intermediate_size", fields.integer("expand", 2) * fields.integer("hidden_size"))
-        return MambaConfig.read(fields, inner)
+        return MambaConfig.read(fields)
 
 
 class FalconMamba(MambaModel):
@@ -171,5 +170,5 @@ class FalconMamba(MambaModel):
     config_class: ClassVar = "falcon_mamba.FalconMambaConfig"
 
     @classmethod
-    def mixer(cls, fields: Fields) -> MambaConfig:
-        return replace(super().mixer(fields), norms=True, norm_eps=fields.real("mixer_rms_eps", 1e-6))
+    def mixer(cls, fields: Fields) -> PartConfig:
+        return MambaConfig.read(fields, norms=True, norm_eps=fields.real("mixer_rms_eps", 1e-6))

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from forkpoint.models.config import Build, ModelConfig
+from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.cuts import Cuts, inward, rows, share
-from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel
+from forkpoint.models.mamba import MambaModel
 from forkpoint.models.recurrence import Project, RecurrentConfig
 from forkpoint.ops.linear.scaled import multiplied, take_rows
 from forkpoint.ops.parameters import Recurrence
@@ -135,11 +135,10 @@ class Mamba2Config(RecurrentConfig):
         return replace(self, spec=own, norm_groups=norm_groups), cuts
 
 
-class Mamba2(Model):
-    """`Mamba2ForCausalLM`. Its config.json names no longest sequence."""
+class Mamba2(MambaModel):
+    """`Mamba2ForCausalLM`."""
 
     architectures: ClassVar = ("Mamba2ForCausalLM",)
-    norms: ClassVar = ("norm",)
     field_names: ClassVar = {
         "num_heads": "mamba_n_heads",
         "head_dim": "mamba_d_head",
@@ -152,10 +151,7 @@ class Mamba2(Model):
         "layer_norm_epsilon": "rms_norm_eps",
     }
     config_class: ClassVar = "mamba2.Mamba2Config"
-    defaults: ClassVar = {"max_position_embeddings": 1 << 20}
-    weight_names: ClassVar = BACKBONE
 
     @classmethod
-    def parse(cls, fields: Fields) -> ModelConfig:
-        layer = (Mamba2Config.read(fields, name="mixer"),)
-        return ModelConfig.of(fields, [layer] * fields.integer("num_hidden_layers"))
+    def mixer(cls, fields: Fields) -> PartConfig:
+        return Mamba2Config.read(fields, name="mixer")

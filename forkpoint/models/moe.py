@@ -14,7 +14,7 @@ from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cut, Cuts, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, Unsummed, read_projection
+from forkpoint.models.layers import Projection, over_ranks, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
 from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take_columns, take_rows
 from forkpoint.ops.parameters import RouteRule
@@ -121,21 +121,22 @@ class SparseMLP:
     """
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
-        self._ops, self._moe, self._ranks, source = build.ops, moe, build.ranks, build.weights
-        defers = build.defers and not moe.latent_size
-        self._defers = defers and build.ranks.defers
-        left = build.ops.experts_parts if defers and build.leaves_parts else None
+        self._ops, self._moe, source = build.ops, moe, build.weights
+        if moe.latent_size:
+            build = replace(build, defers=False)
+        self._all_ranks = over_ranks(build, moe.latent_size or build.config.hidden_size)
+        left = build.ops.experts_parts if build.leaves_parts else None
         self._apply = left or build.ops.experts
-        rows = {f"{name}.gate.weight": moe.num_experts}
+        rows = {f"{name}.gate": moe.num_experts}
         if moe.rule.shared == "gated":
-            rows[f"{name}.{moe.shared_name}_gate.weight"] = 1
+            rows[f"{name}.{moe.shared_name}_gate"] = 1
         # The sigmoids of large scores lie close together: such a router computes in fp32.
         self._is_wide, hidden, fp32 = moe.rule.score == "sigmoid", build.config.hidden_size, torch.float32
         if self._is_wide:
-            parts = [_wide(source, part, (count, hidden)) for part, count in rows.items()]
+            parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
             self._router = Projection(build.ops, torch.cat(parts))
         else:
-            joined = join_rows(source, list(rows), list(rows.values()), hidden)
+            joined = join_rows(source, rows, hidden)
             joined = joined if isinstance(joined, ScaledMatrix) else _aligned(joined)
             self._router = Projection(build.ops, joined, linear=build.ops.linear_parts)
         self._num_scores = sum(rows.values())
@@ -156,8 +157,7 @@ class SparseMLP:
         Where ranks gather, each has its rows of `down` alone."""
         count, inner = self._moe.num_experts, self._moe.intermediate_size
         hidden = self._moe.latent_size or build.config.hidden_size
-        self._cuts_rows = build.ranks.cuts_rows(hidden)
-        given = hidden // build.ranks.size if self._cuts_rows else hidden
+        given = hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
         source, total, whole = build.weights, count + self._moe.rule.num_shared, inner % BLOCK == 0
         scaled, size = self._is_scaled(build, name), len(self._into) * inner
         gate_up = JoinedMatrix(source, (total, size, hidden), scaled, whole)
@@ -218,13 +218,6 @@ class SparseMLP:
             return self._all_ranks(self._apply(x, self._experts, weights, ids))
         narrow, wide = self._down_up
         return wide(self._all_ranks(self._apply(narrow(x), self._experts, weights, ids)))
-
-    def _all_ranks(self, own: Tensor) -> Tensor:
-        if self._defers:
-            return Unsummed.of(own)
-        if not self._ranks.gathers:
-            return self._ranks.sum(own)
-        return self._ranks.gather(own) if self._cuts_rows else own
 
 
 def _aligned(weight: Tensor) -> Tensor:

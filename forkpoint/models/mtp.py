@@ -11,11 +11,9 @@ from torch import Tensor
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.convolution import Convolution
+from forkpoint.models.convolution import Convolution, ShortConvConfig
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, read_projection
-from forkpoint.models.short_conv import ShortConvConfig
-from forkpoint.models.weights import join_rows
+from forkpoint.models.layers import RMSNorm, join_projections, read_projection
 from forkpoint.ops.parameters import KVScales
 
 FIRST_KEY = 1  # before the first token there is no hidden state
@@ -86,10 +84,8 @@ class KeepingAttention(Attention):
 
     def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
         super().__init__(build, name, layer, config)
-        names, weights = [f"{name}.{part}_proj" for part in "kv"], build.weights
-        matrix = join_rows(weights, [f"{n}.weight" for n in names], [self._kv_size] * 2, build.config.hidden_size)
-        biases = [weights.get(f"{n}.bias", (self._kv_size,)) for n in names] if config.bias else []
-        self._kv = Projection(build.ops, matrix, torch.cat(biases) if biases else None)
+        rows = dict.fromkeys((f"{name}.k_proj", f"{name}.v_proj"), self._kv_size)
+        self._kv = join_projections(build, rows, build.config.hidden_size, config.bias)
 
     def keep(self, x: Tensor, ctx: ForwardContext) -> None:
         """Those of `x[T, H]`."""

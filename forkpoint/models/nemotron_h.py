@@ -6,13 +6,12 @@ from typing import ClassVar
 
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.attention import AttentionConfig
-from forkpoint.models.config import ModelConfig, PartConfig
+from forkpoint.models.config import ModelConfig, ParallelConfig, PartConfig
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
-from forkpoint.models.parallel import ParallelConfig
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 # Names of other writers -> transformers'.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,14 +67,14 @@ class JoinedMatrix:
         whole.scales[at, first : first + scale_rows, :scale_columns] = part.scales
 
 
-def join_rows(source: WeightSource, names: Sequence[str], rows: Sequence[int], columns: int) -> Matrix:
-    """`[sum(rows), columns]`: the named matrices below each other; in FP8 where all of them are."""
-    scaled = all(source.is_scaled(name) for name in names)
-    joined = JoinedMatrix(source, (sum(rows), columns), scaled, not any(count % BLOCK for count in rows[:-1]))
-    start = 0
-    for name, count in zip(names, rows, strict=True):
-        joined.put(source.get_matrix(name, (count, columns)), start)
-        start += count
+def join_rows(source: WeightSource, rows: Mapping[str, int], columns: int) -> Matrix:
+    """`[sum(rows), columns]`: the matrices `name.weight` of so many rows below each other; in FP8 where all of them
+    are."""
+    names, counts = [f"{name}.weight" for name in rows], list(rows.values())
+    scaled, whole_blocks = all(map(source.is_scaled, names)), not any(count % BLOCK for count in counts[:-1])
+    joined = JoinedMatrix(source, (sum(counts), columns), scaled, whole_blocks)
+    for name, count, end in zip(names, counts, accumulate(counts), strict=True):
+        joined.put(source.get_matrix(name, (count, columns)), end - count)
     return joined.matrix
 
 

@@ -17,10 +17,9 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cuts
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, read_projection
+from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, join_projections, read_projection
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
-from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks
 
 KINDS = {"mamba": "linear_attention", "m": "linear_attention", "g": "hybrid"}  # names of other writers
@@ -72,8 +71,8 @@ class SharedTransformer:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
         attention, hidden, inner = config.attention, self._hidden, config.intermediate_size
         self._rows = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2)]
-        names = [f"{name}.self_attn.{part}_proj.weight" for part in "qkv"]
-        self._qkv = Projection(build.ops, join_rows(build.weights, names, self._rows, 2 * hidden))
+        names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
+        self._qkv = join_projections(build, dict(zip(names, self._rows, strict=True)), 2 * hidden)
         self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
         self._gate_up = read_projection(build, f"{name}.feed_forward.gate_up_proj", 2 * inner, hidden)
         self._down = RowParallel(build, f"{name}.feed_forward.down_proj", hidden, inner)
@@ -103,8 +102,7 @@ class SharedTransformer:
     ) -> Callable[[Tensor], Tensor]:
         """`base(x)` plus what the adapters make of x, side by side."""
         build, full = self._build, [f"{self._name}.{name}" for name in names]
-        narrow = [f"{name}.0.weight" for name in full]
-        into = Projection(build.ops, join_rows(build.weights, narrow, [rank] * len(rows), columns))
+        into = join_projections(build, {f"{name}.0": rank for name in full}, columns)
         back = [read_projection(build, f"{name}.1", count, rank) for name, count in zip(full, rows, strict=True)]
 
         def adapted(x: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
+from forkpoint.models.convolution import ShortConvConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig
 from forkpoint.models.layers import MLPConfig, read_projection
 from forkpoint.models.qwen3_5 import Qwen35
-from forkpoint.models.short_conv import ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
