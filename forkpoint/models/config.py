@@ -148,12 +148,11 @@ class Build:
     weights: WeightSource
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
-    shares: Shares = WHOLE
     defers: bool = False  # parts may leave the last sum of what they give to the norm behind them (`ops.unmade`)
 
     @property
     def ranks(self) -> Ranks:
-        return self.shares.ranks
+        return self.weights.shares.ranks
 
     @property
     def leaves_parts(self) -> bool:

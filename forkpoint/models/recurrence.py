@@ -121,7 +121,7 @@ class RecurrentConfig(PartConfig):
             return source.get(whole, shape).squeeze(1), None
         stored = [source.shape(part) or () for part in apart]
         parts = [source.get(part, (*found[:1], *shape[1:])) for part, found in zip(apart, stored, strict=True)]
-        taps, own = torch.cat(parts).squeeze(1), build.shares.part(whole, shape)
+        taps, own = torch.cat(parts).squeeze(1), source.shares.part(whole, shape)
         channels = own.whole[0] if own else shape[0]
         if len(taps) != channels:
             raise ModelFolderError(

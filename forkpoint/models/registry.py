@@ -15,7 +15,6 @@ import torch
 from forkpoint import models
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig
-from forkpoint.models.cuts import Shares
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields, read_json
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
@@ -161,17 +160,16 @@ def load_model(
     config, shares = config.shared_by(ranks)
     if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
+    form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "fp8": config.quantization}
+    form |= {"shares": shares, "as_bytes": fp8_as_bytes}
     if load_format == "dummy":
-        made = DummyWeights(torch_dtype, seed, device, config.quantization, shares, fp8_as_bytes)
-        return _build(config, made, ops, shares)
+        return _build(config, DummyWeights(seed=seed, **form), ops)
     names = MODELS.find(config.architecture).weight_names
-    given = (names, config.quantization, mtp, shares, fp8_as_bytes)
-    source = FileWeights(Path(path), torch_dtype, device, progress, *given)
-    with closing(source) as weights:
+    with closing(FileWeights(folder=Path(path), progress=progress, names=names, mtp=mtp, **form)) as weights:
         if mtp and not weights.has(MTP_WEIGHT):
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
-        model = _build(config, weights, ops, shares)
+        model = _build(config, weights, ops)
         _check_all_used(path, config, weights)
         return model
 
@@ -188,10 +186,10 @@ def _check_all_used(path: str | Path, config: ModelConfig, weights: FileWeights)
         )
 
 
-def _build(config: ModelConfig, weights: WeightSource, ops: OpTable, shares: Shares) -> Model:
+def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
     table = None
     if config.rotary.dim:
         # Made on the CPU, so that all devices have the same bits.
         table = config.rotary.table(config.max_model_len).to(weights.device)
     with weights.device:  # for what the families make themselves
-        return MODELS.find(config.architecture)(Build(config, weights, ops, table, shares))
+        return MODELS.find(config.architecture)(Build(config, weights, ops, table))

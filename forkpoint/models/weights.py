@@ -6,7 +6,7 @@ import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,16 +78,21 @@ def join_rows(source: WeightSource, rows: Mapping[str, int], columns: int) -> Ma
     return joined.matrix
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightSource(ABC):
     """Where a model gets its tensors, by their canonical names (`model.layers.0...`) and of the shapes that this rank
     has."""
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, fp8: Fp8Format | None, shares: Shares, as_bytes: bool
-    ) -> None:
-        """`as_bytes`: what is in FP8 comes to the device as its bytes, for one that has no such numbers."""
-        self.dtype, self.codes = dtype, torch.uint8 if as_bytes else CODES
-        self.device, self.fp8, self._shares = device, fp8, shares
+    dtype: torch.dtype
+    device: torch.device
+    fp8: Fp8Format | None = None
+    shares: Shares = WHOLE
+    as_bytes: bool = False  # what is in FP8 comes to the device as its bytes, for one that has no such numbers
+
+    @property
+    def codes(self) -> torch.dtype:
+        """Of what is in FP8."""
+        return torch.uint8 if self.as_bytes else CODES
 
     @abstractmethod
     def has(self, name: str) -> bool:
@@ -101,7 +106,7 @@ class WeightSource(ABC):
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
     ) -> Tensor:
         """A new tensor of `shape` in `dtype` (default: the model's), on the source's device; made up in `span`."""
-        return self._own(name, shape, self._shares.part(name, shape), dtype or self.dtype, span)
+        return self._own(name, shape, self.shares.part(name, shape), dtype or self.dtype, span)
 
     def is_scaled(self, name: str) -> bool:
         """Whether `get_matrix` gives it in FP8."""
@@ -109,42 +114,34 @@ class WeightSource(ABC):
 
     def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
         """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
-        return self._scaled(name, shape) if self.is_scaled(name) else self.get(name, shape)
+        if not self.is_scaled(name) or self.fp8 is None:
+            return self.get(name, shape)
+        part = self.shares.part(name, shape)
+        codes, scales = self._scaled(name, shape, part)
+        rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, (part.whole if part else shape)[-1])
+        if part is not None:
+            return part.of_scaled(codes, scales, rows, columns, self.dtype)
+        return ScaledMatrix(codes, scales, rows, columns, self.dtype)
 
-    def _scaled(self, name: str, shape: Sequence[int]) -> ScaledMatrix:
-        """One that is not stored in FP8, put in it whole, so that all ranks have the same scales."""
-        part = self._shares.part(name, shape)
-        whole, as_bytes = part.whole if part else shape, self.codes == torch.uint8
-        matrix = self._own(name, whole, None, self.dtype, None)
-        found = quantise(matrix.cpu() if as_bytes else matrix)  # bytes by the host, which has such numbers
-        codes, scales = found.codes.view(torch.uint8), found.scales
-        if as_bytes:
-            codes, scales = codes.to(self.device), scales.to(self.device)
-        if part is None:
-            return replace(found, codes=codes.view(self.codes), scales=scales)
-        own = part.of(codes).clone().view(self.codes)
-        return part.of_scaled(own, scales, found.rows, found.columns, found.dtype)
+    def _scaled(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[Tensor, Tensor]:
+        """The part's codes and all scales of a matrix that is not stored in FP8, put in it whole, so that all ranks
+        have the same scales."""
+        matrix = self._own(name, part.whole if part else shape, None, self.dtype, None)
+        found = quantise(matrix.cpu() if self.as_bytes else matrix)  # bytes by the host, which has such numbers
+        codes = found.codes.view(torch.uint8).to(self.device)
+        return (part.of(codes).clone() if part else codes).view(self.codes), found.scales.to(self.device)
 
     @abstractmethod
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
         """The part that has `shape`."""
 
 
+@dataclass(kw_only=True, eq=False)
 class DummyWeights(WeightSource):
     """Random weights for any name and shape, uniform in `span` or normal with the deviation `shape[-1] ** -0.5`; the
     bits depend on the seed, the name, the whole shape and the device alone."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        seed: int,
-        device: torch.device,
-        fp8: Fp8Format | None = None,
-        shares: Shares = WHOLE,
-        as_bytes: bool = False,
-    ) -> None:
-        super().__init__(dtype, device, fp8, shares, as_bytes)
-        self._seed = seed
+    seed: int
 
     def has(self, name: str) -> bool:
         return True
@@ -154,7 +151,7 @@ class DummyWeights(WeightSource):
 
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
         # torch's CPU generator looks at 32 bits of a seed only.
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self._seed}:{name}".encode()))
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed}:{name}".encode()))
         made = torch.empty(*(part.whole if part else shape), dtype=dtype, device=self.device)
         if span is not None:
             made.uniform_(*span, generator=generator)
@@ -163,6 +160,7 @@ class DummyWeights(WeightSource):
         return part.of(made).clone() if part else made
 
 
+@dataclass(kw_only=True, eq=False)
 class FileWeights(WeightSource):
     """Tensors of a model folder, read one at a time. To be closed.
 
@@ -170,32 +168,20 @@ class FileWeights(WeightSource):
     values that are not finite, naming the tensor and the file.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: LoadingProgress | None = None,
-        names: Sequence[tuple[str, str]] = (),
-        fp8: Fp8Format | None = None,
-        mtp: bool = False,
-        shares: Shares = WHOLE,
-        as_bytes: bool = False,
-    ) -> None:
-        """`mtp`: the MTP head's tensors are there too."""
-        super().__init__(dtype, device, fp8, shares, as_bytes)
-        self._progress = progress
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        listed = _listed_tensors(folder)
-        for shard in sorted(set(listed.values())):
-            self._files[shard] = _open_shard(folder / shard)
-        ignored = IGNORED if mtp else (*IGNORED, MTP)
+    folder: Path
+    progress: LoadingProgress | None = None
+    names: Sequence[tuple[str, str]] = ()  # the family's
+    mtp: bool = False  # the MTP head's tensors are there too
+
+    def __post_init__(self) -> None:
+        listed = _listed_tensors(self.folder)
+        self._files = {shard: _open_shard(self.folder / shard) for shard in sorted(set(listed.values()))}
+        ignored = IGNORED if self.mtp else (*IGNORED, MTP)
         kept = {n: s for n, s in listed.items() if not n.startswith(ignored) and not n.endswith("rotary_emb.inv_freq")}
-        self._stored = {canonical_name(name, names): (name, shard) for name, shard in kept.items()}
+        self._stored = {canonical_name(name, self.names): (name, shard) for name, shard in kept.items()}
         self._check_against_shards(listed)
         self._unread = set(self._stored)
-        self._num_bytes = self._sizes() if progress is not None else {}
+        self._num_bytes = self._sizes() if self.progress is not None else {}
         self._total_bytes, self._read_bytes = sum(self._num_bytes.values()), 0
         self._tell()
 
@@ -209,25 +195,24 @@ class FileWeights(WeightSource):
             named = {name for name, where in listed.items() if where == shard}
             if named - inside:
                 raise ModelFolderError(
-                    f"{self._folder / shard} lacks {_some(named - inside)}, which {INDEX_NAME} says it holds; "
+                    f"{self.folder / shard} lacks {_some(named - inside)}, which {INDEX_NAME} says it holds; "
                     "fetch the file again"
                 )
 
     def _sizes(self) -> dict[str, int]:
         """Bytes of each tensor that a model may ask for, by its canonical name."""
-        stored = {shard: _stored_bytes(self._folder / shard) for shard in self._files}
+        stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
         return {name: stored[shard][inside] for name, (inside, shard) in self._stored.items()}
 
     def _tell(self) -> None:
-        if self._progress is not None:
-            self._progress(self._read_bytes, self._total_bytes)
+        if self.progress is not None:
+            self.progress(self._read_bytes, self._total_bytes)
 
     def has(self, name: str) -> bool:
         return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored, shard = self._find(name)
-        return tuple(self._files[shard].get_slice(stored).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """All that a model may ask for, whole."""
@@ -250,30 +235,28 @@ class FileWeights(WeightSource):
             return super().is_scaled(name)
         return self._stored_type(name) in FP8_TYPES
 
-    def _scaled(self, name: str, shape: Sequence[int]) -> ScaledMatrix:
-        fp8 = self.fp8
-        if fp8 is None or fp8.on_load:
-            return super()._scaled(name, shape)
-        part = self._shares.part(name, shape)
-        whole = part.whole if part else shape
+    def _scaled(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[Tensor, Tensor]:
+        if self.fp8 is None or self.fp8.on_load:
+            return super()._scaled(name, shape, part)
         if self._stored_type(name) != "F8_E4M3":
             raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
-        codes, scale = self._finite(name, shape, part), name + fp8.scale_suffix
-        scales = self._read(scale, fp8.scale_shape(whole), None).float()
+        codes, scale = self._finite(name, shape, part), name + self.fp8.scale_suffix
+        scales = self._read(scale, self.fp8.scale_shape(part.whole if part else shape), None).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ModelFolderError(f"the scales {self._where(scale)} are not all positive and finite")
-        rows, columns = (BLOCK, BLOCK) if fp8.by_block else (1, whole[-1])
-        if part is not None:
-            return part.of_scaled(codes, scales, rows, columns, self.dtype)
-        return ScaledMatrix(codes, scales, rows, columns, self.dtype)
+        return codes, scales
 
     def _stored_type(self, name: str) -> str:
+        return str(self._slice(name).get_dtype())
+
+    def _slice(self, name: str) -> Any:
+        """What safetensors knows of it before it is read."""
         stored, shard = self._find(name)
-        return str(self._files[shard].get_slice(stored).get_dtype())
+        return self._files[shard].get_slice(stored)
 
     def _where(self, name: str) -> str:
         stored, shard = self._find(name)
-        return f"{stored!r} in {self._folder / shard}"
+        return f"{stored!r} in {self.folder / shard}"
 
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """A copy on the device, as stored (FP8 as `codes`), of the part that has `shape`."""
@@ -281,14 +264,14 @@ class FileWeights(WeightSource):
         found, whole = self.shape(name), tuple(part.whole if part else shape)
         if found != whole:
             raise ModelFolderError(
-                f"tensor {stored!r} in {self._folder / shard} has shape {list(found)}; "
+                f"tensor {stored!r} in {self.folder / shard} has shape {list(found)}; "
                 f"config.json asks for {list(whole)}"
             )
         file = self._files[shard]
         try:
             tensor: Tensor = file.get_tensor(stored) if part is None else part.of(file.get_slice(stored))
         except SafetensorError as error:
-            raise ModelFolderError(f"{self._folder / shard} is broken at {stored!r}: {error}") from error
+            raise ModelFolderError(f"{self.folder / shard} is broken at {stored!r}: {error}") from error
         # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
         tensor = (tensor.view(self.codes) if tensor.dtype == CODES else tensor).to(self.device, copy=True)
         if name in self._unread:
@@ -310,7 +293,7 @@ class FileWeights(WeightSource):
     def _find(self, name: str) -> tuple[str, str]:
         if name not in self._stored:
             raise ModelFolderError(
-                f"{self._folder} holds no tensor {name!r}; config.json and the weights belong to different models, "
+                f"{self.folder} holds no tensor {name!r}; config.json and the weights belong to different models, "
                 "or a shard is missing from the index"
             )
         return self._stored[name]

@@ -67,7 +67,8 @@ def test_on_a_terminal_there_is_a_bar_and_no_lines(
 def test_all_bytes_are_told_once() -> None:
     folder = Path(default_model())
     told: list[tuple[int, int]] = []
-    files = FileWeights(folder, torch.float32, torch.device("cpu"), lambda *bytes: told.append(bytes))
+    device, told_bytes = torch.device("cpu"), lambda *bytes: told.append(bytes)
+    files = FileWeights(folder=folder, dtype=torch.float32, device=device, progress=told_bytes)
     with closing(files) as weights:
         names = weights.rest()
         for name in (*names, names[0]):

@@ -178,7 +178,7 @@ def test_the_block_of_transformers(tokens: int, tmp_path: Path) -> None:
     """Whose shared expert is of two parts, the second one not full."""
     theirs = write_checkpoint(tmp_path, "qwen3_next_moe", num_hidden_layers=1).model.layers[0].mlp.to(DEVICE)
     config = load_config(tmp_path)
-    with closing(FileWeights(tmp_path, torch.float32, DEVICE)) as weights:
+    with closing(FileWeights(folder=tmp_path, dtype=torch.float32, device=DEVICE)) as weights:
         part = config.layers[0][1]
         assert isinstance(part, MoEConfig)
         ours = part.build(Build(config, weights, OURS, None), "model.layers.0.mlp", 0)
