@@ -1,4 +1,5 @@
-"""Kimi-Linear: a delta rule with a decay for each key (KDA), and latent attention without positions."""
+"""Kimi-Linear: a delta rule with a decay for each key (KDA), and latent attention without positions. Ling-3.0: the same
+layers with bounded decays, positions and a gate in attention, and groups of experts."""
 
 from __future__ import annotations
 
@@ -91,6 +92,37 @@ class KimiLinear(Model):
         kinds = fields.layer_types(KINDS, lambda i: KINDS[bool(i and i % 4 == 0) if listed is None else listed[i]])
         attention = LatentAttentionConfig.read(fields)
         return ModelConfig.of(fields, layers(fields, kinds, recurrence, attention))
+
+
+class BailingHybrid(Model):
+    """`BailingHybridForCausalLM`, and as the hub calls it."""
+
+    architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
+    config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
+    weight_names: ClassVar[Sequence[tuple[str, str]]] = (
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        ("self_attn.dense.", "self_attn.o_proj."),
+        ("self_attn.forget_gate.", "self_attn."),
+        ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+    )
+
+    @classmethod
+    def parse(cls, fields: Fields) -> ModelConfig:
+        bound = fields.number("kda_lower_bound", -5.0) if fields.flag("kda_safe_gate", True) else None
+        recurrence = KDAConfig.of(
+            fields.integer("linear_num_heads", fields.integer("num_attention_heads")),
+            fields.integer("linear_head_dim", fields.integer("head_dim", 128)),
+            fields.integer("linear_conv_kernel_dim", fields.integer("short_conv_kernel_size", 4), low=2),
+            bound,
+            narrow=False,
+        )
+        every = fields.integer("layer_group_size", 6)
+        kinds = fields.layer_types(KINDS, lambda i: KINDS[(i + 1) % every == 0])
+        attention = LatentAttentionConfig.read(fields, rotated=True, gated=True)
+        fields.rope().require("rope_type", "default")
+        parts = layers(fields, kinds, recurrence, attention)
+        return ModelConfig.of(fields, parts, fields.rotary(attention.shared_dim))
 
 
 def layers(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.config import Build, ModelConfig, PartConfig
-from forkpoint.models.decoder import Layer, Model, PostNormLayer, PreNormLayer
+from forkpoint.models.decoder import Layer, Model, PostNormLayer
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig, layer_types
 from forkpoint.models.layers import MLPConfig, RMSNorm
@@ -15,17 +15,16 @@ from forkpoint.models.rotary import NO_POSITIONS
 GATED_NORM_EPS = 1e-5  # fixed in the architecture, whatever rms_norm_eps says
 
 
-def _norm(build: Build, *names: str) -> RMSNorm:
-    """The norm under the first of its names that is stored."""
-    name = next((name for name in names if build.weights.has(f"{name}.weight")), names[0])
-    return RMSNorm(build, name, build.config.hidden_size, centred=False)
-
-
 class OlmoHybrid(Model):
     """`OlmoHybridForCausalLM`."""
 
     architectures: ClassVar = ("OlmoHybridForCausalLM",)
+    defers_sums: ClassVar = False
     config_class: ClassVar = "olmo_hybrid.OlmoHybridConfig"
+    weight_names: ClassVar = (
+        ("attention_layer_norm", "input_layernorm"),
+        ("feedforward_layer_norm", "post_attention_layernorm"),
+    )
 
     @classmethod
     def parse(cls, fields: Fields) -> ModelConfig:
@@ -41,11 +40,9 @@ class OlmoHybrid(Model):
         return ModelConfig.of(fields, [(mixers[kind], MLPConfig.read(fields)) for kind in layer_types(fields)], rotary)
 
     def build_layer(self, build: Build, layer: int) -> Layer:
-        name = f"model.layers.{layer}"
-        mixer, mlp = self.blocks(build, layer)
-        middle = _norm(build, f"{name}.post_attention_layernorm", f"{name}.feedforward_layer_norm")
         if isinstance(build.config.layers[layer][0], GDNConfig):
-            first = _norm(build, f"{name}.input_layernorm", f"{name}.attention_layer_norm")
-            return PreNormLayer([(first, mixer), (middle, mlp)])
-        last = _norm(build, f"{name}.post_feedforward_layernorm")
-        return PostNormLayer([(middle, mixer), (last, mlp)])
+            return super().build_layer(build, layer)
+        blocks = self.blocks(build, layer)
+        names = [f"model.layers.{layer}.post_{part}_layernorm" for part in ("attention", "feedforward")]
+        norms = [RMSNorm(build, name, build.config.hidden_size, centred=False) for name in names]
+        return PostNormLayer(list(zip(norms, blocks, strict=True)))

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated attention and gated delta net, dense or sparse."""
+"""Qwen3-Next and Qwen3.5: gated attention and gated delta net, dense or sparse."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ class Qwen3Next(Model):
         step, dense = fields.integer("decoder_sparse_step", 1), fields.indices("mlp_only_layers") or []
         is_sparse = fields.integer("num_experts", 0, low=0) and layer not in dense and (layer + 1) % step == 0
         return MoEConfig.read(fields) if is_sparse else MLPConfig.read(fields)
+
+
+class Qwen35(Qwen3Next):
+    """Qwen3.5: the recurrent layers' projections are stored apart. Dense models, and the text part of their multimodal
+    folders."""
+
+    architectures: ClassVar = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    config_class: ClassVar = "qwen3_5.Qwen3_5TextConfig"
+    wide: ClassVar = ("in_proj_qkv", "in_proj_z")
+    narrow: ClassVar = ("in_proj_b", "in_proj_a")
+
+
+class Qwen35Moe(Qwen35):
+    """Sparse models, and the text part of their multimodal folders."""
+
+    architectures: ClassVar = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    config_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeTextConfig"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.ops.ranks import Ranks
 
+TYPES = ("linear_attention", "hybrid")
 KINDS = {"mamba": "linear_attention", "m": "linear_attention", "g": "hybrid"}  # names of other writers
 NORM_EPS = 1e-5  # of the gated norm, whatever rms_norm_eps says
 
@@ -31,11 +33,11 @@ class SharedConfig(PartConfig):
     """The `use`-th use of a shared transformer, which sees the hidden state beside the token's embedding."""
 
     attention: AttentionConfig
-    intermediate_size: int
+    mlp: MLPConfig
     rank: int
     adapts_attention: bool
-    block: int
-    use: int
+    block: int = 0
+    use: int = 0
     name: str = "shared_transformer"
 
     def build(self, build: Build, name: str, layer: int) -> Block:
@@ -47,13 +49,13 @@ class SharedConfig(PartConfig):
     def cut(self, ranks: Ranks, hidden_size: int) -> tuple[SharedConfig, Cuts]:
         """An adapter's second matrix gives what the layer's own does; the layer of the first use has all of them."""
         attention, cuts = self.attention.cut(ranks, hidden_size)
-        mlp, inner = MLPConfig(self.intermediate_size).cut(ranks, hidden_size)
+        mlp, inner = self.mlp.cut(ranks, hidden_size)
         cuts |= inner | {f"linear_{name}_adapter_list.1": cuts[f"{name}_proj"] for name in "qkv"}
         cuts["gate_up_proj_adapter_list.1"] = cuts["gate_up_proj"]
-        return replace(self, attention=attention, intermediate_size=mlp.intermediate_size), cuts
+        return replace(self, attention=attention, mlp=mlp), cuts
 
     def num_weights(self, hidden_size: int) -> int:
-        attention, inner = self.attention, self.intermediate_size
+        attention, inner = self.attention, self.mlp.intermediate_size
         q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
         adapters = self.rank * (hidden_size + 2 * inner)
         if self.adapts_attention:
@@ -69,7 +71,7 @@ class SharedTransformer:
 
     def __init__(self, build: Build, name: str, config: SharedConfig) -> None:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
-        attention, hidden, inner = config.attention, self._hidden, config.intermediate_size
+        attention, hidden, inner = config.attention, self._hidden, config.mlp.intermediate_size
         self._rows = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2)]
         names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         self._qkv = join_projections(build, dict(zip(names, self._rows, strict=True)), 2 * hidden)
@@ -87,7 +89,7 @@ class SharedTransformer:
             names = [f"self_attn.linear_{part}_adapter_list.{adapter}" for part in "qkv"]
             projection = self._adapted(qkv, names, self._rows, 2 * self._hidden, config.rank)
         attention = Attention(self._build, "", layer, config.attention, (projection, self._out))
-        names, rows = [f"feed_forward.gate_up_proj_adapter_list.{adapter}"], [2 * config.intermediate_size]
+        names, rows = [f"feed_forward.gate_up_proj_adapter_list.{adapter}"], [2 * config.mlp.intermediate_size]
         gate_up = self._adapted(self._gate_up, names, rows, self._hidden, config.rank)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -133,41 +135,26 @@ class Zamba2(Model):
     def parse(cls, fields: Fields) -> ModelConfig:
         fields.require("hidden_act", "gelu")
         fields.refuse("add_bias_linear", "use_long_context")
-        plain = Fields({**fields.values, "hidden_act": None, "mamba_conv_bias": True}, fields.where)
-        mamba = Mamba2Config.read(plain, norm_eps=NORM_EPS)
-        mamba = replace(mamba, spec=replace(mamba.spec, step_limit=(0.0, float("inf"))))
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         dim = fields.integer("attention_head_dim", 2 * hidden // heads)
-        attention = AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=dim,
-            qk_norm=None,
-            scale=(dim / 2) ** -0.5,
+        named = {"head_dim": dim, "hidden_act": None, "mamba_conv_bias": True, "time_step_limit": None}
+        plain = Fields({**fields.values, **named}, fields.where)
+        shared = SharedConfig(
+            attention=AttentionConfig.read(plain, qk_norm=None, scale=(dim / 2) ** -0.5),
+            mlp=MLPConfig(fields.integer("intermediate_size", 4 * hidden), fused=True),
+            rank=fields.integer("adapter_rank", 128),
+            adapts_attention=fields.flag("use_shared_attention_adapter", False),
         )
-        style: dict[str, Any] = {
-            "attention": attention,
-            "intermediate_size": fields.integer("intermediate_size", 4 * hidden),
-            "rank": fields.integer("adapter_rank", 128),
-            "adapts_attention": fields.flag("use_shared_attention_adapter", False),
-        }
-        count, use = fields.integer("num_mem_blocks", 1), 0
+        mamba = Mamba2Config.read(plain, norm_eps=NORM_EPS)
+        count, uses = fields.integer("num_mem_blocks", 1), itertools.count()
         layers: list[tuple[PartConfig, ...]] = []
-        for kind in cls.kinds(fields):
-            if kind == "hybrid":
-                layers.append((SharedConfig(**style, block=use % count, use=use), mamba))
-                use += 1
-            else:
-                layers.append((mamba,))
+        # Unless listed, a shared transformer stands before layers 6, 12, .. 42, 47 and 51.
+        sharing = {*range(6, 43, 6), 47, 51}
+        for kind in fields.layer_types(TYPES, lambda i: TYPES[i in sharing], KINDS):
+            use = next(uses) if kind == "hybrid" else None
+            layers.append((mamba,) if use is None else (replace(shared, block=use % count, use=use), mamba))
         rotary = fields.rotary(dim) if fields.flag("use_mem_rope", False) else NO_POSITIONS
         return ModelConfig.of(fields, layers, rotary)
-
-    @staticmethod
-    def kinds(fields: Fields) -> list[str]:
-        """Of each layer; unless listed, a shared transformer before layers 6, 12, .. 42, 47 and 51."""
-        shared = {*range(6, 43, 6), 47, 51}
-        kinds = ("linear_attention", "hybrid")
-        return fields.layer_types(kinds, lambda i: kinds[i in shared], KINDS)
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         shared, *_ = parts = build.config.layers[layer]

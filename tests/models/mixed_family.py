@@ -18,7 +18,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig
 from forkpoint.models.layers import MLPConfig, read_projection
-from forkpoint.models.qwen3_5 import Qwen35
+from forkpoint.models.qwen3_next import Qwen35
 
 
 @dataclass(frozen=True, slots=True)
