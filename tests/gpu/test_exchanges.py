@@ -36,15 +36,15 @@ def test_graphs_of_two_ranks(rows: int, width: int, monkeypatch: pytest.MonkeyPa
             partial(peers.sum_add_rmsnorm, x, x.clone(), weight, 1e-6),
         ]
         for call in calls:
-            inbox[: few.inbox_words(2)] = int(peers._numbers[0]) + 1 << 32
-            inbox[few.inbox_words(2) :].view(torch.int32).fill_(int(peers._row_numbers[0]) + 1)
+            inbox[: few.inbox_words(2)] = int(peers._few.numbers[0]) + 1 << 32
+            inbox[few.inbox_words(2) :].view(torch.int32).fill_(int(peers._many.numbers[0]) + 1)
             call()
         torch.cuda.synchronize()
     for inbox in inboxes:
         inbox.zero_()
     for peers in ranks:
-        peers._numbers.zero_()
-        peers._row_numbers.zero_()
+        peers._few.numbers.zero_()
+        peers._many.numbers.zero_()
     streams, graphs, found = [torch.cuda.Stream() for _ in range(2)], [], list[tuple[Tensor, ...]]()
     for peers, x, stream in zip(ranks, xs, streams, strict=True):
         graph = torch.cuda.CUDAGraph()

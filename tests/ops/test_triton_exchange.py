@@ -40,7 +40,7 @@ def test_one_rank_after_the_other() -> None:
     for number, shape in enumerate(shapes * 2, 1):
         xs = [torch.randint(-64, 64, shape, device=DEVICE).bfloat16() for _ in range(SIZE)]
         for counted in ranks:
-            counted._numbers.fill_(number - 1)  # as if all programs had been at work each time
+            counted._few.numbers.fill_(number - 1)  # as if all programs had been at work each time
         for rank, peers in enumerate(ranks):
             for later in range(rank + 1, SIZE):
                 come(inboxes[rank], later, xs[later], number)

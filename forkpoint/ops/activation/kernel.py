@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
-from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 
 BLOCK = 1024
@@ -66,12 +66,10 @@ def silu_mul(gate_up: Tensor, rounded: bool = False) -> Tensor:
     """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype, for products also in FP8 if `rounded`."""
     assert gate_up.stride(1) == 1, "elements of a row lie side by side"
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    rounded = rounded and takes_rounded(gate_up, size)
-    out = Rounded.empty(rows, size, like=gate_up) if rounded else gate_up.new_empty(rows, size)
+    out = Rounded.room(rows, size, like=gate_up, rounded=rounded)
     if rows:
         pieces = triton.cdiv(size, BLOCK)
-        grid, options = (rows * pieces,), overlap(out.device, rows)
-        beside = out.sizes if isinstance(out, Rounded) else (None, None, 0)
         shape = (gate_up.stride(0), size, pieces)
-        _silu_mul_kernel[grid](gate_up, out, *beside, *shape, BLOCK=BLOCK, ROUNDS=rounded, **options)
+        options = {"ROUNDS": isinstance(out, Rounded), **overlap(out.device, rows)}
+        _silu_mul_kernel[(rows * pieces,)](gate_up, out, *written_beside(out), *shape, BLOCK=BLOCK, **options)
     return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_before, overlap, start_next
-from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.unmade import Parts
 
@@ -23,13 +23,12 @@ WORDS = 2048  # of a program at most
 PROGRAMS = 256  # at most, so that all of them are at work at once, whatever waits for whom
 FEW_WORDS = 256  # at least
 FEW_ROWS = 32  # of a norm, each of which has more threads then
+PLACES, PLACE_WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
 PIECE = tl.constexpr(BLOCK)  # elements of a row that have one scale in FP8
 
 
 @triton.jit
-def _send(
-    own, inside, inboxes, numbers, RANK: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, WORDS: tl.constexpr
-):
+def _send(own, inside, inboxes, numbers, RANK: tl.constexpr, SIZE: tl.constexpr):
     """`own` words of this program to all other ranks. (number of the exchange, this program's places in an inbox)
 
     A program has two places of each rank in each inbox, and takes turns: when another rank's program begins an
@@ -42,15 +41,15 @@ def _send(
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-            tl.store(inbox + (places + RANK) * WORDS + at, word, mask=inside)
+            tl.store(inbox + (places + RANK) * PLACE_WORDS + at, word, mask=inside)
     return number, places
 
 
 @triton.jit
-def _receive(rank, inside, number, places, inboxes, RANK: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr):
+def _receive(rank, inside, number, places, inboxes, RANK: tl.constexpr, COUNT: tl.constexpr):
     """The words of `rank`, once they have come."""
     tag = number.to(tl.int64) << 32
-    come = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + (places + rank) * WORDS + tl.arange(0, COUNT)
+    come = tl.load(inboxes + RANK).to(tl.pointer_type(tl.int64)) + (places + rank) * PLACE_WORDS + tl.arange(0, COUNT)
     word = tl.load(come, mask=inside, other=tag, volatile=True)
     while tl.max(((word >> 32).to(tl.int32) != number).to(tl.int32), axis=0) > 0:
         word = tl.load(come, mask=inside, other=tag, volatile=True)
@@ -116,13 +115,13 @@ def store_norm(
 
 
 @triton.jit
-def _summed(own, inside, number, places, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr):
+def _summed(own, inside, number, places, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr):
     """In the order of the ranks, so that all have the same bits."""
     low, high = tl.zeros(own.shape, tl.float32), tl.zeros(own.shape, tl.float32)
     for rank in tl.static_range(SIZE):
         found = own
         if rank != RANK:
-            found = _receive(rank, inside, number, places, inboxes, RANK, WORDS, own.shape[0])
+            found = _receive(rank, inside, number, places, inboxes, RANK, own.shape[0])
         more_low, more_high = _halves(found)
         low += more_low
         high += more_high
@@ -140,8 +139,6 @@ def _exchange_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
-    PLACES: tl.constexpr,
-    PLACE_WORDS: tl.constexpr,
     SUM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -151,16 +148,16 @@ def _exchange_kernel(
     inside = index < num_words
     await_before(OVERLAP)
     own = tl.load(x + index, mask=inside, other=0)
-    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE, PLACES, PLACE_WORDS)
+    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE)
     if SUM:
-        total = _summed(own, inside, number, places, inboxes, RANK, SIZE, PLACE_WORDS)
+        total = _summed(own, inside, number, places, inboxes, RANK, SIZE)
         tl.store(out + index, total, mask=inside)
     else:
         row = (index // width).to(tl.int64)
         for rank in tl.static_range(SIZE):
             found = own
             if rank != RANK:
-                found = _receive(rank, inside, number, places, inboxes, RANK, PLACE_WORDS, COUNT)
+                found = _receive(rank, inside, number, places, inboxes, RANK, COUNT)
             tl.store(out + (row * SIZE + rank) * width + index % width, found, mask=inside)
     _end(number, numbers)
     start_next(OVERLAP)
@@ -185,8 +182,6 @@ def _sum_norm_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     COUNT: tl.constexpr,
-    PLACES: tl.constexpr,
-    PLACE_WORDS: tl.constexpr,
     PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -200,8 +195,8 @@ def _sum_norm_kernel(
     weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
     await_before(OVERLAP)
     own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
-    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE, PLACES, PLACE_WORDS)
-    low, high = _halves(_summed(own, inside, number, places, inboxes, RANK, SIZE, PLACE_WORDS))
+    number, places = _send(own, inside, inboxes, numbers, RANK, SIZE)
+    low, high = _halves(_summed(own, inside, number, places, inboxes, RANK, SIZE))
     total = _joined(low + side_low, high + side_high)
     tl.store(residual + index, total, mask=inside)
     store_norm(
@@ -228,29 +223,28 @@ def words_each(num_words: int) -> int:
     return max(FEW_WORDS, count)
 
 
-def exchange(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int, sums: bool) -> Tensor:
-    """Write to `out` the sum over ranks of `x`, in bfloat16, or their rows side by side. `inboxes[size]` int64 are the
-    addresses of the inboxes, `numbers[PROGRAMS]` int32 what this rank's programs have counted; all start as zeros."""
+class Inboxes(NamedTuple):
+    """What one rank's end of exchanges is given; all of it starts as zeros."""
+
+    addresses: Tensor  # [size] int64: where the ranks have their inboxes
+    numbers: Tensor  # [PROGRAMS] int32: the exchanges that each program has been in
+    rank: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"RANK": self.rank, "SIZE": len(self.addresses)}
+
+
+def exchange(x: Tensor, out: Tensor, inboxes: Inboxes, sums: bool) -> Tensor:
+    """Write to `out` the sum over ranks of `x`, in bfloat16, or their rows side by side."""
     words = x.contiguous().view(torch.int32)
     num_words = words.numel()
     if num_words:
         count = words_each(num_words)
-        _exchange_kernel[(triton.cdiv(num_words, count),)](
-            words,
-            out.view(torch.int32),
-            inboxes,
-            numbers,
-            num_words,
-            words.shape[-1],
-            RANK=rank,
-            SIZE=len(inboxes),
-            COUNT=count,
-            PLACES=PROGRAMS,
-            PLACE_WORDS=WORDS,
-            SUM=sums,
-            num_warps=4 if count <= 512 else 8,
-            **overlap(x.device, x.shape[0]),
-        )
+        operands = (words, out.view(torch.int32), inboxes.addresses, inboxes.numbers, num_words, words.shape[-1])
+        options = {"num_warps": 4 if count <= 512 else 8, **overlap(x.device, x.shape[0])}
+        grid = (triton.cdiv(num_words, count),)
+        _exchange_kernel[grid](*operands, **inboxes.sizes, COUNT=count, SUM=sums, **options)
     return out
 
 
@@ -278,47 +272,15 @@ class Own(NamedTuple):
         return self._replace(rows=self.rows[rows], shares=None if self.shares is None else self.shares[rows])
 
 
-def empty_norm(residual: Tensor, rounded: bool) -> Tensor:
-    """Room for the norm of `residual[M, D]`; if `rounded`, in FP8 too where products take that."""
-    if rounded and takes_rounded(residual, residual.shape[1]):
-        return Rounded.empty(*residual.shape, like=residual)
-    return torch.empty_like(residual)
-
-
-def fp8_sizes(out: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-    """What kernels write beside `out`: codes and scales, and the rows that these have room for."""
-    return out.sizes if isinstance(out, Rounded) else (None, None, 0)
-
-
-def sum_add_rmsnorm(
-    own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int, out: Tensor
-) -> Tensor:
+def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, out: Tensor) -> Tensor:
     """`out`, the norm of `residual + x`, with x[T, D] summed over ranks and rounded, after `residual += x` in place; at
     most PROGRAMS rows, of at most WORDS words of two elements."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
     num_rows, width = len(residual), residual.shape[1] // 2
     if num_rows:
-        _sum_norm_kernel[(num_rows,)](
-            own.rows,
-            own.shares,
-            own.row_stride,
-            own.part_stride,
-            residual.view(torch.int32),
-            weight,
-            out.view(torch.int32),
-            *fp8_sizes(out),
-            inboxes,
-            numbers,
-            width,
-            eps,
-            RANK=rank,
-            SIZE=len(inboxes),
-            COUNT=triton.next_power_of_2(width),
-            PLACES=PROGRAMS,
-            PLACE_WORDS=WORDS,
-            PARTS=own.num_parts,
-            ROUNDS=isinstance(out, Rounded),
-            num_warps=16 if num_rows <= FEW_ROWS else 8,
-            **overlap(residual.device, num_rows),
-        )
+        side, to = residual.view(torch.int32), out.view(torch.int32)
+        operands = (*own[:4], side, weight, to, *written_beside(out), inboxes.addresses, inboxes.numbers)
+        sizes = {"COUNT": triton.next_power_of_2(width), "PARTS": own.num_parts, "ROUNDS": isinstance(out, Rounded)}
+        options = {"num_warps": 16 if num_rows <= FEW_ROWS else 8, **overlap(residual.device, num_rows)}
+        _sum_norm_kernel[(num_rows,)](*operands, width, eps, **inboxes.sizes, **sizes, **options)
     return out

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forkpoint.ops.exchange import rows_kernel as rows
-from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, Own, empty_norm, exchange, sum_add_rmsnorm, takes
+from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, Inboxes, Own, exchange, sum_add_rmsnorm, takes
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
+from forkpoint.ops.linear.fp8_kernel import Rounded
 
 FEW_BYTES = 1 << 19  # of a rank, which go word by word
 
@@ -28,10 +29,10 @@ class Peers:
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, owner: Any = None) -> None:
         """`addresses` are those of the ranks' inboxes, `inbox_words` zeros each, which live as long as `owner`."""
         self.rank, self.size, self._owner = rank, len(addresses), owner
-        self._inboxes = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._row_inboxes = self._inboxes + 8 * few_inbox_words(self.size)
-        self._row_numbers = torch.zeros(rows.PROGRAMS, dtype=torch.int32, device=device)
+        few = torch.tensor(addresses, dtype=torch.int64, device=device)
+        many = few + 8 * few_inbox_words(self.size)
+        self._few = Inboxes(few, torch.zeros(PROGRAMS, dtype=torch.int32, device=device), rank)
+        self._many = Inboxes(many, torch.zeros(rows.PROGRAMS, dtype=torch.int32, device=device), rank)
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
@@ -57,14 +58,14 @@ class Peers:
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' `x`, bfloat16, rounded once."""
-        return exchange(x, x.new_empty(x.shape), self._inboxes, self._numbers, self.rank, sums=True)
+        return exchange(x, x.new_empty(x.shape), self._few, sums=True)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
         out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
         if takes(x) and (_is_few(x) or not rows.takes(x)):
-            return exchange(x, out, self._inboxes, self._numbers, self.rank, sums=False)
-        return rows.gather(x, out, self._row_inboxes, self._row_numbers, self.rank)
+            return exchange(x, out, self._few, sums=False)
+        return rows.gather(x, out, self._many)
 
     def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
         """Whether `sum_add_rmsnorm` can be asked for rows of this width."""
@@ -73,10 +74,10 @@ class Peers:
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
         """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place; x may be `Parts`. As
         `rmsnorm` if `rounded`."""
-        own, out = Own.of(x), empty_norm(residual, rounded)
+        own, out = Own.of(x), Rounded.room(*residual.shape, like=residual, rounded=rounded)
         if _is_few(residual) and len(residual) <= PROGRAMS and residual.shape[1] <= 2 * WORDS:
-            return sum_add_rmsnorm(own, residual, weight, eps, self._inboxes, self._numbers, self.rank, out)
-        return rows.sum_add_rmsnorm(own, residual, weight, eps, self._row_inboxes, self._row_numbers, self.rank, out)
+            return sum_add_rmsnorm(own, residual, weight, eps, self._few, out)
+        return rows.sum_add_rmsnorm(own, residual, weight, eps, self._many, out)
 
 
 def _is_few(x: Tensor) -> bool:

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import Own, _halves, _joined, fp8_sizes, own_words, store_norm
-from forkpoint.ops.linear.fp8_kernel import Rounded
+from forkpoint.ops.exchange.kernel import Inboxes, Own, _halves, _joined, own_words, store_norm
+from forkpoint.ops.linear.fp8_kernel import Rounded, written_beside
 
 MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
 WIDEST = 4096  # words of a row
+PLACE_WORDS = tl.constexpr(WIDEST)
 PROGRAMS = 528  # at most; a row is always the same program's
 
 
@@ -33,17 +34,14 @@ def _place(number, sender, receiver, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _send(
-    own, at, inside, row, number, inboxes,
-    RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr, WIDEST: tl.constexpr,
-):  # fmt: skip
+def _send(own, at, inside, row, number, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr):
     """A row to all other ranks, then its flags."""
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
-            tl.store(_inbox(inboxes, rank) + place * WIDEST + at, own, mask=inside)
+            tl.store(_inbox(inboxes, rank) + place * PLACE_WORDS + at, own, mask=inside)
     tl.debug_barrier()  # all threads have written
-    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * WIDEST
+    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * PLACE_WORDS
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
@@ -51,16 +49,13 @@ def _send(
 
 
 @triton.jit
-def _receive(
-    rank, at, inside, row, number, inboxes,
-    RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr, WIDEST: tl.constexpr,
-):  # fmt: skip
+def _receive(rank, at, inside, row, number, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr):
     """The row of `rank`, once it has come."""
     inbox, place = _inbox(inboxes, RANK), _place(number, rank, RANK, SIZE) * MOST_ROWS + row
-    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * WIDEST
+    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * PLACE_WORDS
     while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
         pass
-    return tl.load(inbox + place * WIDEST + at, mask=inside, other=0, cache_modifier=".cg")
+    return tl.load(inbox + place * PLACE_WORDS + at, mask=inside, other=0, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -85,7 +80,6 @@ def _sum_norm_kernel(
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
-    WIDEST: tl.constexpr,
     PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
@@ -98,13 +92,13 @@ def _sum_norm_kernel(
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
         own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
-        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
         side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
         low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
         for rank in tl.static_range(SIZE):  # in their order, so that all have the same bits
             found = own
             if rank != RANK:
-                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
             more_low, more_high = _halves(found)
             low += more_low
             high += more_high
@@ -131,7 +125,6 @@ def _gather_kernel(
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
-    WIDEST: tl.constexpr,
 ):
     """Rows of WIDTH words, one after the other: those of all ranks side by side."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
@@ -140,11 +133,11 @@ def _gather_kernel(
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
         own = tl.load(x + index, mask=inside, other=0)
-        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
         for rank in tl.static_range(SIZE):
             found = own
             if rank != RANK:
-                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS, WIDEST)
+                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
             tl.store(out + index + (row * (SIZE - 1) + rank) * WIDTH, found, mask=inside)
     tl.debug_barrier()
     tl.store(numbers + program, number)
@@ -165,42 +158,26 @@ def takes_row(num_bytes: int) -> bool:
     return num_bytes % 4 == 0 and num_bytes <= 4 * WIDEST
 
 
-def sum_add_rmsnorm(
-    own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Tensor, numbers: Tensor, rank: int, out: Tensor
-) -> Tensor:
+def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, out: Tensor) -> Tensor:
     """`out`, the norm of `residual + x`, with x[T, D], bfloat16, summed over ranks and rounded, after `residual += x`
-    in place. `inboxes[size]` int64 are the addresses of the inboxes, `numbers[PROGRAMS]` int32; all start as zeros."""
+    in place."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
-    codes, scales, padded_rows = fp8_sizes(out)
+    codes, scales, padded_rows = written_beside(out)
     for part in _parts(residual):
         given, side, to = own.part(part), residual[part].view(torch.int32), out[part].view(torch.int32)
-        _sum_norm_kernel[(min(len(side), PROGRAMS),)](
-            given.rows,
-            given.shares,
-            given.row_stride,
-            given.part_stride,
-            side,
-            weight,
-            to,
-            None if codes is None else codes[part],
-            None if scales is None else scales[part],
-            padded_rows,
-            inboxes,
-            numbers,
-            len(side),
-            eps,
-            PARTS=given.num_parts,
-            ROUNDS=isinstance(out, Rounded),
-            **_sizes(side, rank, inboxes),
-        )
+        beside = (None if codes is None else codes[part], None if scales is None else scales[part], padded_rows)
+        operands = (*given[:4], side, weight, to, *beside, inboxes.addresses, inboxes.numbers, len(side))
+        form = {"PARTS": given.num_parts, "ROUNDS": isinstance(out, Rounded), **_sizes(side, inboxes)}
+        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, eps, **form)
     return out
 
 
-def gather(x: Tensor, out: Tensor, inboxes: Tensor, numbers: Tensor, rank: int) -> Tensor:
+def gather(x: Tensor, out: Tensor, inboxes: Inboxes) -> Tensor:
     """Write to `out[T, size * D]` the ranks' `x[T, D]` side by side."""
     for part in _parts(x):
         own, to = (tensor[part].view(torch.int32) for tensor in (x.contiguous(), out))
-        _gather_kernel[(min(len(own), PROGRAMS),)](own, to, inboxes, numbers, len(own), **_sizes(own, rank, inboxes))
+        operands = (own, to, inboxes.addresses, inboxes.numbers, len(own))
+        _gather_kernel[(min(len(own), PROGRAMS),)](*operands, **_sizes(own, inboxes))
     return out
 
 
@@ -209,14 +186,7 @@ def _parts(x: Tensor) -> list[slice]:
     return [slice(first, first + MOST_ROWS) for first in range(0, len(x), MOST_ROWS)]
 
 
-def _sizes(words: Tensor, rank: int, inboxes: Tensor) -> dict[str, int]:
-    return {
-        "RANK": rank,
-        "SIZE": len(inboxes),
-        "WIDTH": words.shape[1],
-        "COUNT": triton.next_power_of_2(words.shape[1]),
-        "PROGRAMS": PROGRAMS,
-        "MOST_ROWS": MOST_ROWS,
-        "WIDEST": WIDEST,
-        "num_warps": 8,
-    }
+def _sizes(words: Tensor, inboxes: Inboxes) -> dict[str, int]:
+    width = words.shape[1]
+    most = {"PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS, "num_warps": 8}
+    return {**inboxes.sizes, "WIDTH": width, "COUNT": triton.next_power_of_2(width), **most}

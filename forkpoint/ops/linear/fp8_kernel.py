@@ -82,16 +82,21 @@ class Rounded(Tensor):
         found.codes, found.scales = _empty(num_rows, width, BLOCK, ROWS, like.device)
         return found
 
-    @property
-    def sizes(self) -> tuple[Tensor, Tensor, int]:
-        """What kernels that write it want beside it: codes, scales and the rows that those have room for."""
-        return self.codes, self.scales, self.codes.shape[0]
+    @classmethod
+    def room(cls, *shape: int, like: Tensor, rounded: bool) -> Tensor:
+        """The same, or plain: unless `rounded`, and where products do not take rows of this width in FP8."""
+        return cls.empty(*shape, like=like) if rounded and takes_rounded(like, shape[-1]) else like.new_empty(shape)
 
     def flatten(self, *args: Any, **options: Any) -> Tensor:
         """With heads side by side."""
         found = super().flatten(*args, **options).as_subclass(Rounded)
         found.codes, found.scales = self.codes, self.scales
         return found
+
+
+def written_beside(out: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """What kernels write beside a matrix: codes, scales and the rows that those have room for."""
+    return (out.codes, out.scales, out.codes.shape[0]) if isinstance(out, Rounded) else (None, None, 0)
 
 
 def takes_rounded(x: Tensor, width: int) -> bool:

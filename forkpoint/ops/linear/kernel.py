@@ -249,16 +249,9 @@ def multiply(
     sums = out
     if splits > 1:
         sums = torch.empty(splits, 1 + gated, num_rows, num_outputs, dtype=torch.float32, device=x.device)
-    launch_product(
-        Activations.of(x, tile.narrows),
-        weight,
-        Activations(sums.view(-1, num_outputs), None),
-        tile,
-        _options(x, tile, weight),
-        (num_rows, min(tile.group, triton.cdiv(num_rows, tile.rows)), splits, split_width),
-        bias=bias,
-        gated=gated,
-    )
+    given, made = Activations.of(x, tile.narrows), Activations(sums.view(-1, num_outputs), None)
+    cut = (num_rows, min(tile.group, triton.cdiv(num_rows, tile.rows)), splits, split_width)
+    launch_product(given, weight, made, tile, _options(x, tile, weight), cut, bias=bias, gated=gated)
     if splits == 1:
         return out
     own, *up = (Parts.of(kind.transpose(0, 1)) for kind in sums.unbind(1))
@@ -285,29 +278,15 @@ def launch_product(
     num_rows, group, splits, split_width = cut
     num_outputs, width = weight.shape[-2] // (2 if gated else 1), weight.shape[-1]
     row_tiles = triton.cdiv(num_rows, tile.rows) if order is None else num_rows
+    operands = (x.rows, codes, bias, out.rows, pairs, tiles)
+    shape = (num_rows, num_outputs, width, x.rows.stride(0), out.rows.stride(0), split_width, splits, group)
+    scaling = (scales, x.scales, x.scale_step, out.scales, out.scale_step)
     product_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
-        x.rows,
-        codes,
-        bias,
-        out.rows,
-        pairs,
-        tiles,
-        num_rows,
-        num_outputs,
-        width,
-        x.rows.stride(0),
-        out.rows.stride(0),
-        split_width,
-        splits,
-        group,
-        scales,
-        x.scales,
-        x.scale_step,
-        out.scales,
-        out.scale_step,
+        *operands,
+        *shape,
+        *scaling,
+        **tile.sizes,
         ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
         TURNED=tile.turned,
         TOGETHER=tile.steps_together(width, split_width),
         GATED=gated,
@@ -318,7 +297,6 @@ def launch_product(
         **scale_options(weight),
         SHARED=shares_scales(weight, tile, gated),
         BITS=by_bits(weight),
-        num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **options,
     )
@@ -350,28 +328,17 @@ def launch_rows(
     (num_rows, num_outputs), width = out.shape, x.shape[1]
     codes, scales = matrix_parts(weight)
     tiles = triton.cdiv(num_outputs, tile.outputs)
+    operands = (x, codes, bias, out, ids, beside, second)
+    counts = (num_outputs, width, x.stride(0), tiles, 1 if ids is None else ids.shape[1], beside_outputs)
     _row_kernel[(num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS),)](
-        x,
-        codes,
-        bias,
-        out,
-        ids,
-        beside,
-        second,
-        num_outputs,
-        width,
-        x.stride(0),
-        tiles,
-        1 if ids is None else ids.shape[1],
-        beside_outputs,
+        *operands,
+        *counts,
         scales,
-        OUTPUTS=tile.outputs,
-        WIDTH=tile.width,
+        **tile.sizes,
         STAGES=tile.num_stages,
         GATED=gated,
         SQUARED=squared,
         **scale_options(weight),
         BESIDE=BESIDE_OUTPUTS if beside_outputs else 0,
-        num_warps=tile.num_warps,
         **options,
     )

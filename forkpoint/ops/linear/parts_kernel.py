@@ -59,17 +59,8 @@ def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None
     """`out[M, N]`, with a bias, or as the gate of a second sum."""
     num_rows, num_outputs = out.shape
     pieces = triton.cdiv(num_outputs, BLOCK)
-    _make_kernel[(num_rows * pieces,)](
-        parts.own,
-        None if up is None else up.own,
-        parts.shares,
-        bias,
-        out,
-        *parts.own.stride()[:2],
-        num_outputs,
-        pieces,
-        PARTS=parts.own.shape[1],
-        BLOCK=BLOCK,
-        **overlap(out.device, num_rows),
-    )
+    operands = (parts.own, None if up is None else up.own, parts.shares, bias, out)
+    counts = (*parts.own.stride()[:2], num_outputs, pieces)
+    sizes = {"PARTS": parts.own.shape[1], "BLOCK": BLOCK, **overlap(out.device, num_rows)}
+    _make_kernel[(num_rows * pieces,)](*operands, *counts, **sizes)
     return out

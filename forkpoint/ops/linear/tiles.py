@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -36,6 +36,11 @@ class Tile:
     overlaps: bool = False  # starts while the launch before ends; beyond a few rows that does not pay
     narrows: bool = False  # rounds x to FP8 first, where weights are in FP8
     together: int = 1  # steps of K that are loaded as one
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What every kernel that it cuts a product for is told."""
+        return {"OUTPUTS": self.outputs, "WIDTH": self.width, "num_warps": self.num_warps}
 
     def steps_together(self, *widths: int) -> int:
         """1 where parts of K of these widths cannot be cut so."""

@@ -77,23 +77,9 @@ def multiply_kept(x: Activations, weight: ScaledMatrix, out: Activations, order:
     """From places `x[P, K]` to pairs `out[P, N]`, by `weight[E, N, K]`."""
     num_outputs, width = weight.shape[1:]
     num_tiles = order.tiles.shape[1]
+    operands = (x.rows, weight.codes, out.rows, order.pairs, order.tiles)
+    counts = (num_tiles, num_outputs, x.rows.stride(0), num_outputs)
+    sizes = {"ROWS": tile_rows, "OUTPUTS": OUTPUTS, "STEPS": width // BLOCK, "TURNS": TURNS, "STAGES": STAGES}
     _kept_kernel[(num_tiles * (num_outputs // (OUTPUTS * TURNS)),)](
-        x.rows,
-        weight.codes,
-        out.rows,
-        order.pairs,
-        order.tiles,
-        num_tiles,
-        num_outputs,
-        x.rows.stride(0),
-        num_outputs,
-        weight.scales,
-        x.scales,
-        x.scale_step,
-        ROWS=tile_rows,
-        OUTPUTS=OUTPUTS,
-        STEPS=width // BLOCK,
-        TURNS=TURNS,
-        STAGES=STAGES,
-        num_warps=NUM_WARPS,
+        *operands, *counts, weight.scales, x.scales, x.scale_step, **sizes, num_warps=NUM_WARPS
     )

@@ -14,13 +14,7 @@ from forkpoint.ops.linear.kernel import launch_product, launch_rows
 from forkpoint.ops.linear.parts_kernel import make
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 from forkpoint.ops.linear.scaled import ScaledExperts, ScaledMatrix
-from forkpoint.ops.linear.sums_kernel import (
-    SCALE_WIDTH,
-    matrix_parts,
-    scale_columns,
-    scale_options,
-    widened,
-)
+from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, matrix_parts, scale_columns, scale_options, widened
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.moe.kept_kernel import keeps, multiply_kept
 from forkpoint.ops.moe.order_kernel import order_by_expert
@@ -128,24 +122,9 @@ def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Te
     options, gated = overlap(x.device, num_tokens), packed.gated
     launch_rows(x, packed.gate_up, hidden, PAIR_IN, options, gated=gated, squared=not gated, ids=ids)
     down, down_scales = matrix_parts(packed.down)
-    is_wide = down_scales is None and inner > PAIR_OUT.width
-    out_of = WIDE_PAIR_OUT if is_wide else PAIR_OUT
+    out_of = WIDE_PAIR_OUT if down_scales is None and inner > PAIR_OUT.width else PAIR_OUT
     pieces = triton.cdiv(size, out_of.outputs)
-    _pair_out_kernel[(num_tokens * pieces,)](
-        hidden,
-        down,
-        ids,
-        weights,
-        out,
-        size,
-        pieces,
-        down_scales,
-        INNER=inner,
-        CHOICES=top_k,
-        OUTPUTS=out_of.outputs,
-        WIDTH=out_of.width,
-        **scale_options(packed.down),
-        num_warps=out_of.num_warps,
-        **options,
-    )
+    operands = (hidden, down, ids, weights, out)
+    sizes = {"INNER": inner, "CHOICES": top_k, **out_of.sizes, **scale_options(packed.down), **options}
+    _pair_out_kernel[(num_tokens * pieces,)](*operands, size, pieces, down_scales, **sizes)
     return out

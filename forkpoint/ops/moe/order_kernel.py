@@ -32,13 +32,7 @@ class ExpertOrder:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(
-    ids,
-    counts,
-    num_pairs,
-    BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ids, counts, num_pairs, BLOCK: tl.constexpr, SUB: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     await_inputs(OVERLAP)
     block = tl.program_id(0)
@@ -53,12 +47,7 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_kernel(
-    counts,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    counts, num_blocks, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """Of COLUMNS experts the pairs in earlier blocks, in place; behind the last block those in all."""
     await_inputs(OVERLAP)

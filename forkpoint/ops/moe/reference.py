@@ -56,11 +56,7 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
 
 
 def experts_by(
-    product: Callable[[Tensor, PackedLinear], Tensor],
-    x: Tensor,
-    packed: PackedExperts,
-    weights: Tensor,
-    ids: Tensor,
+    product: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor
 ) -> Tensor:
     """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`.
 

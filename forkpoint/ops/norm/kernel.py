@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,12 +9,13 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import sigmoid as sigmoid_of
 from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.launch import await_inputs, overlap, straight
-from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, takes_rounded
+from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.unmade import Parts
 
 TILE = 1024  # elements of a program, unless one row is wider
+FLAGS = ("GATED", "GATE_FIRST", "SIGMOID", "ADD")
 PIECE = tl.constexpr(BLOCK)  # of a row that is rounded to FP8
 
 
@@ -106,27 +106,15 @@ def _strides(x: Tensor) -> tuple[int, int]:
     return (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)
 
 
-def _norm(
-    x: Tensor,
-    other: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    gated: bool,
-    add: bool,
-    gate_first: bool = False,
-    sigmoid: bool = False,
-    rounded: bool = False,
-) -> Tensor:
+def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: bool, **flags: bool) -> Tensor:
+    """`flags` are those of the kernel that hold."""
     shares, num_parts, part_stride = None, 0, 0
     like = x
     if isinstance(x, Parts):
-        assert other is not None and add, "a norm takes parts if it adds"
+        assert other is not None and "ADD" in flags, "a norm takes parts if it adds"
         shares, like, (_, num_parts, _), part_stride = x.shares, other, x.own.shape, x.own.stride(1)
         x = x.own[:, 0]
-    if rounded and takes_rounded(like, like.shape[-1]):
-        out: Tensor = Rounded.empty(*like.shape, like=like)
-    else:
-        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out = Rounded.room(*like.shape, like=like, rounded=rounded)
     form = straight(x.device)
     if form["STRAIGHT"] and x.dim() == 2:  # the rows of a matrix are heads of one token
         x, other = x[None], None if other is None else other[None]
@@ -136,29 +124,23 @@ def _norm(
         block = triton.next_power_of_2(size)
         rows = max(1, TILE // block) if num_parts == 0 else 1
         programs = x.shape[0] * triton.cdiv(heads, rows) if form["STRAIGHT"] else triton.cdiv(num_rows, rows)
+        beside = x if other is None else other
+        form |= {**dict.fromkeys(FLAGS, False), **flags, "OWN_WEIGHTS": weight.dim() == 2}
+        sizes = {"D": size, "BLOCK_D": block, "ROWS": rows, "PARTS": num_parts, "ROUNDS": isinstance(out, Rounded)}
         _norm_kernel[(programs,)](
             x,
             shares,
-            x if other is None else other,
+            beside,
             weight,
             out,
-            *(out.sizes if isinstance(out, Rounded) else (None, None, 0)),
+            *written_beside(out),
             num_rows,
             heads,
             *_strides(x),
             part_stride,
-            *_strides(x if other is None else other),
+            *_strides(beside),
             eps,
-            D=size,
-            BLOCK_D=block,
-            ROWS=rows,
-            GATED=gated,
-            GATE_FIRST=gate_first,
-            SIGMOID=sigmoid,
-            OWN_WEIGHTS=weight.dim() == 2,
-            ADD=add,
-            PARTS=num_parts,
-            ROUNDS=isinstance(out, Rounded),
+            **sizes,
             **form,
             **overlap(x.device, x.shape[0]),
             num_warps=8 if block > 2048 else 4,
@@ -169,14 +151,14 @@ def _norm(
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
     """Over the last dim of `x[T, D]` or `x[T, heads, D]`, `weight[D]` fp32; result in x's dtype, for products also in
     FP8 if `rounded`."""
-    return _norm(x, None, weight, eps, False, False, rounded=rounded)
+    return _norm(x, None, weight, eps, rounded)
 
 
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(norm of `residual + x`, `residual`), after `residual += x` in place; x may be `Parts`."""
-    return _norm(x, residual, weight, eps, False, True, rounded=rounded), residual
+    return _norm(x, residual, weight, eps, rounded, ADD=True), residual
 
 
 def gated_rmsnorm(
@@ -189,4 +171,4 @@ def gated_rmsnorm(
     rounded: bool = False,
 ) -> Tensor:
     """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
-    return _norm(x, gate, weight, eps, True, False, gate_first, sigmoid, rounded)
+    return _norm(x, gate, weight, eps, rounded, GATED=True, GATE_FIRST=gate_first, SIGMOID=sigmoid)

@@ -82,21 +82,9 @@ def _penalty_kernel(
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
     """In place on `logits[N, V]` fp32."""
     num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
-    _penalty_kernel[(len(columns.rows) * num_tiles,)](
-        logits,
-        counts,
-        columns.rows,
-        columns.lines,
-        columns.repetition,
-        columns.frequency,
-        columns.presence,
-        dense_rows(logits),
-        dense_rows(counts),
-        logits.shape[1],
-        num_tiles,
-        TILE=ELEMENTWISE_TILE,
-        num_warps=4,
-    )
+    operands = (logits, counts, columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
+    sizes = (dense_rows(logits), dense_rows(counts), logits.shape[1], num_tiles)
+    _penalty_kernel[(len(columns.rows) * num_tiles,)](*operands, *sizes, TILE=ELEMENTWISE_TILE, num_warps=4)
 
 
 @triton.jit
@@ -120,18 +108,9 @@ def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """-inf for the ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
     id `i` at bit `i % 32` of word `i // 32`."""
     num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
-    _bitmask_kernel[(len(rows) * num_tiles,)](
-        logits,
-        rows,
-        bits,
-        dense_rows(logits),
-        logits.shape[1],
-        bits.shape[1],
-        num_tiles,
-        TILE=ELEMENTWISE_TILE,
-        **straight(logits.device),
-        num_warps=4,
-    )
+    sizes = (dense_rows(logits), logits.shape[1], bits.shape[1], num_tiles)
+    options = {"TILE": ELEMENTWISE_TILE, "num_warps": 4, **straight(logits.device)}
+    _bitmask_kernel[(len(rows) * num_tiles,)](logits, rows, bits, *sizes, **options)
 
 
 def dense_rows(x: Tensor) -> int:
