@@ -28,6 +28,7 @@ from forkpoint.runtime.graphs import graph_shapes
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.worker.memory import GIB, bytes_beside_arena, explained_exhaustion
 from forkpoint.worker.sizing import choose_num_pages
+from forkpoint.worker.trial import compile_ahead
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
@@ -71,6 +72,11 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     interval = _state_write_interval(config, layout, sched.max_num_seqs, platform)
     loaded = Loaded(model, ops, layout, sched, platform, shapes, drafts, interval)
     _log_model(config, loaded)
+    if shapes:
+        remedy = f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or give enforce_eager"
+        with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
+            compile_ahead(loaded)
+        platform.release_unused()
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     runner = _make_runner(config, loaded, num_pages)
     facts = WorkerFacts(

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
-from forkpoint.params import SamplingParams
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import Loaded, ModelRunner
-from forkpoint.sched.request import Request
-from forkpoint.sched.scheduler import Scheduler
+from forkpoint.worker.trial import full_step_pages, run_full_step
 
 GIB = 1 << 30
 SAMPLER_BYTES_PER_LOGIT = 20  # a few fp32 copies of the logits of all rows, and the counts that penalties look at
@@ -80,36 +75,6 @@ def graph_bytes(loaded: Loaded) -> int:
     del runner, first, second
     platform.release_unused()
     return max(0, taken) // len(trials)
-
-
-def run_full_step(loaded: Loaded) -> None:
-    """One step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is given back."""
-    layout, sched, limit = loaded.layout, loaded.sched, loaded.model.config.max_model_len
-    num_pages = full_step_pages(layout, sched, limit)
-    prompts = _prompts(sched, limit)
-    runner = ModelRunner(loaded, num_pages, num_rows=len(prompts), shapes=())
-    planner = Scheduler(layout, num_pages, CacheConfig(enable_prefix_caching=False), sched, max_model_len=limit)
-    params = SamplingParams(max_tokens=1)
-    for number, length in enumerate(prompts):
-        planner.add(Request(f"full-step-{number}", np.zeros(length, np.int32), params, 1, seed=0))
-    plan = planner.schedule()
-    assert plan is not None
-    runner.submit(plan).result()
-    runner.close()
-
-
-def full_step_pages(layout: CacheLayout, sched: SchedulerConfig, max_model_len: int) -> int:
-    """Pages that a full step's prompts take, a spare block for each beside each, and the reserved one."""
-    prompts = _prompts(sched, max_model_len)
-    spare = layout.block_size * len(prompts)
-    return 1 + sum(layout.num_pages_for(length + 1 + spare, 1) for length in prompts)
-
-
-def _prompts(sched: SchedulerConfig, max_model_len: int) -> list[int]:
-    """Lengths of as few prompts as make up a full step."""
-    longest = max(1, min(sched.max_num_batched_tokens, max_model_len - 1))
-    count = min(sched.max_num_seqs, -(-sched.max_num_batched_tokens // longest))
-    return [min(longest, sched.max_num_batched_tokens - i * longest) for i in range(count)]
 
 
 def _first_line(error: BaseException) -> str:

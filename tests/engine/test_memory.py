@@ -25,15 +25,9 @@ from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.worker import build
-from forkpoint.worker.memory import (
-    SAMPLER_BYTES_PER_LOGIT,
-    SLACK_BYTES,
-    bytes_beside_arena,
-    full_step_pages,
-    graph_bytes,
-    run_full_step,
-)
+from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
 from forkpoint.worker.sizing import longest_request
+from forkpoint.worker.trial import compile_ahead, full_step_pages, run_full_step
 
 SPEC = RandomModelSpec(
     hidden_size=64,
@@ -104,6 +98,27 @@ def test_a_full_step_is_one_step_of_the_whole_budget(
     run_full_step(Loaded(model, OPS, layout, sched, CpuPlatform()))
     assert max(plan.num_tokens for plan in steps) == min(budget, rows * (SPEC.max_position_embeddings - 1))
     assert len(steps) == 1
+
+
+def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(
+    model: Model, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[StepPlan] = []
+    submit, sampled = ModelRunner.submit, []
+
+    def noting(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+        steps.append(plan)
+        sampled.extend(added.params for added in plan.added)
+        return submit(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "submit", noting)
+    sched = SchedulerConfig(max_num_batched_tokens=200, max_num_seqs=4)
+    compile_ahead(Loaded(model, OPS, layout, sched, CpuPlatform(), [StepShape(0, 48, 1)]))
+    sizes = [plan.num_tokens for plan in steps]
+    assert max(sizes) == 200 and {int(count) for plan in steps for count in plan.rows.num_tokens} >= {199, 98, 48}
+    assert any(0 < plan.num_decodes < len(plan.rows) for plan in steps), "a row decodes beside a prompt"
+    assert any(params.temperature > 0 for params in sampled) and any(params.logit_bias for params in sampled)
+    assert any(params.repetition_penalty != 1 for params in sampled)
 
 
 def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.models.mamba2.modeling_mamba2
+import triton
 from torch import Tensor
 
 from benchmarks.hit_table import ROWS, TABLE_SPEC, Row, measure_row
@@ -23,6 +24,7 @@ from forkpoint.ops.select import torch_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.table import resolve_platform
+from forkpoint.worker.trial import SAMPLINGS
 from tests.checkpoints import FAMILIES, write_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -53,6 +55,22 @@ def tokens(output: RequestOutput) -> list[int]:
 def oracle(model: Any, ids: list[int]) -> Tensor:
     logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     return logits
+
+
+@pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next_moe"])
+def test_no_request_waits_for_a_compiler(family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first prompts of all lengths, however they are sampled."""
+    write_checkpoint(tmp_path, family_name)
+    compiled: list[str] = []
+    with start(tmp_path) as llm:
+        monkeypatch.setattr(
+            triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"].split("[")[0])
+        )
+        for sampling in ({"temperature": 0.7, "top_k": 5, "min_p": 0.1}, *SAMPLINGS):
+            for count in (1, 3, 16):
+                ask(llm, *(prompt(length, count) for length in (20, 333, 1700)[:count]), **sampling)
+                ask(llm, *(prompt(9, seed) for seed in range(count)), **sampling)
+    assert not compiled
 
 
 def prompt_errors(llm: LLM, ids: list[int], want: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
 STAGES = 1  # reads in flight
 WARPS = 8
+# A number of each row or tile, wherever it begins: else numbers of rows would each have kernels of their own.
+COLUMNS = ("temperature", "reach", "top_k", "top_p", "uniform", "tops", "masses")
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in the fp32 form of the dtype
@@ -47,7 +49,7 @@ def _invert(weights, target, at):
     return tl.minimum(behind, tl.max(tl.where(weights > 0, at, 0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _tile_mass_kernel(logits, temperature, tops, masses, stride, vocab, num_tiles, TILE: tl.constexpr):
     """Of a tile: the largest logit (inf if one is NaN), and the sum of the weights relative to it."""
     row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -191,7 +193,7 @@ def _choose_few(
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _choose_kernel(
     logits, temperature, reach, top_k, top_p, uniform, tops, masses, lists, few_x, few_id, token_ids, finite,
     stride, vocab, num_tiles,

@@ -60,7 +60,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, finite
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("rows", "lines", "repetition", "frequency", "presence"))
 def _penalty_kernel(
     logits, counts, rows, lines, repetition, frequency, presence, stride, line_stride, vocab, num_tiles,
     TILE: tl.constexpr,
