@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,9 +71,8 @@ def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -
         return _tiles(dtype, mean_rows)
     if narrows:
         if mean_rows <= 40:
-            few = mean_rows <= 16
-            tile = Tile(16 if few else 32, 128, 128, 4, 2 if few else 3, turned=True, narrows=True)
-            return tile, tile
+            out_of = Tile(16 if mean_rows <= 16 else 32, 128, 128, 4, 2, turned=True, narrows=True)
+            return replace(out_of, num_stages=2 if mean_rows <= 16 else 3), out_of
         if mean_rows <= 96:
             return Tile(64, 64, 128, 4, 3, narrows=True), Tile(64, 64, 128, 4, 3, narrows=True)
         return Tile(128, 128, 128, 16, 3, narrows=True), Tile(128, 64, 128, 8, 3, narrows=True)
