@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from forkpoint.engine.supervisor import EngineProcess
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import EngineNotReadyError, EngineStoppedError, ForkpointError
 from forkpoint.outputs import CompletionOutput
-from forkpoint.params import SamplingParams
+from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.request import Request, RequestUpdate
 
 CALL_TIMEOUT_S = 30.0
@@ -86,7 +86,7 @@ class AsyncEngine:
         self._observer = observer
         self._process = EngineProcess(config, self._on_report, self._on_exit)
         self._inputs: InputProcessor | None = None
-        self._outputs = OutputAssembler(None)
+        self._outputs = OutputAssembler(None, self._end)
         self._open: dict[str, OpenRequest] = {}
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -108,7 +108,7 @@ class AsyncEngine:
         tokenizer, ends = await texts
         ready = await self._loaded
         eos = frozenset(t for t in ends if t < ready.vocab_size)
-        self._outputs = OutputAssembler(tokenizer, self._observer)
+        self._outputs = OutputAssembler(tokenizer, self._end, self._observer)
         self.facts = {
             **asdict(self.config.cache),
             "max_model_len": ready.max_model_len,
@@ -160,15 +160,7 @@ class AsyncEngine:
 
     # --- requests
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        tells_cache: bool = True,
-    ) -> OpenRequest:
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> OpenRequest:
         """Send one prompt with its `n` completions to the engine.
 
         Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. What the engine itself refuses
@@ -177,7 +169,7 @@ class AsyncEngine:
         now = time.perf_counter()
         number = next(self._numbers)
         requests = self.inputs.requests(request_id, prompt, params, priority=priority, number=number, arrival_s=now)
-        opened = OpenRequest(self._outputs.add(request_id, prompt, requests, now, tells_cache=tells_cache))
+        opened = OpenRequest(self._outputs.add(prompt, requests))
         self._open[request_id] = opened
         try:
             for request in requests:
@@ -235,9 +227,7 @@ class AsyncEngine:
         plain = zip(report.ids, report.token_ids, strict=True)
         updates = [RequestUpdate(found[1].request, token) for name, token in plain if (found := find(name))]
         updates += [_update(found[1].request, news) for news in report.news if (found := find(news.id))]
-        changed, stopped = self._outputs.apply(updates, now)
-        self._send_end(stopped, stopped=True)
-        for state in changed:
+        for state in self._outputs.apply(updates, now):
             opened = self._open[state.request_id]
             if state.finished:
                 self._observer.finished(state)
@@ -254,15 +244,12 @@ class AsyncEngine:
             opened.wake(error)
 
     def _drop(self, request_id: str) -> OpenRequest | None:
-        found = self._outputs.abort(request_id, time.perf_counter())
-        if found is None:
-            return None
-        self._send_end(found[1], stopped=False)
-        return self._open.pop(request_id)
+        state = self._outputs.abort(request_id, time.perf_counter())
+        return self._open.pop(request_id) if state is not None else None
 
-    def _send_end(self, names: list[str], *, stopped: bool) -> None:
-        if names and self._died is None:
-            self._process.send(EndSequences(tuple(names), stopped))
+    def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
+        if self._died is None:
+            self._process.send(EndSequences(tuple(sequences), reason))
 
     def _on_exit(self, error: ForkpointError) -> None:
         if self._died is None:

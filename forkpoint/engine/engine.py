@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.inputs import InputProcessor, Prompt
@@ -18,7 +19,7 @@ class Engine:
     def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
         self.core = core
         self.inputs = inputs
-        self._outputs = OutputAssembler(inputs.tokenizer)
+        self._outputs = OutputAssembler(inputs.tokenizer, self._end)
         self._num_requests = 0
         self._unprepared: dict[str, RequestState] = {}  # open requests
 
@@ -48,19 +49,14 @@ class Engine:
                 self.core.scheduler.abort(name)
             raise
         self._num_requests += 1
-        self._unprepared[request_id] = self._outputs.add(request_id, prompt, requests, now)
+        self._unprepared[request_id] = self._outputs.add(prompt, requests)
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it stands; None when it is not open."""
-        found = self._outputs.abort(request_id, time.perf_counter())
-        if found is None:
-            return None
-        state, sequences = found
+        state = self._outputs.abort(request_id, time.perf_counter())
         self._unprepared.pop(request_id, None)
-        for name in sequences:
-            self.core.end(name, FinishReason.ABORT)
-        return state.output()
+        return state.output() if state is not None else None
 
     def step(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that have news, each as far as it has come."""
@@ -69,13 +65,15 @@ class Engine:
     def advance(self) -> list[RequestState]:
         """Run one step; the requests that have news. Making an output of each costs time that grows with its length."""
         updates = self.core.step(self._prepare if self._unprepared else None)
-        changed, stopped = self._outputs.apply(updates, time.perf_counter())
-        for name in stopped:
-            self.core.end(name, FinishReason.STOP)
+        changed = self._outputs.apply(updates, time.perf_counter())
         for state in changed:
             if state.finished_s is not None:
                 self._unprepared.pop(state.request_id, None)
         return changed
+
+    def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
+        for name in sequences:
+            self.core.end(name, reason)
 
     def _prepare(self) -> None:
         """Do now what an output will need: one request at a time, so that no step waits for it."""

@@ -27,10 +27,10 @@ class AddSequence(Message, frozen=True):
 
 
 class EndSequences(Message, frozen=True):
-    """The API process wants no more of these: a stop string ended them (`stopped`), or the caller left."""
+    """The API process wants no more of these: a stop string ended them, or the caller left."""
 
     ids: tuple[str, ...]
-    stopped: bool = False
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Call(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -171,7 +171,6 @@ class RequestState:
     arrival_s: float
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     finished_s: float | None = None
-    tells_cache: bool = True  # False: whoever asked is not to learn what was cached
 
     _prompt_ids: tuple[int, ...] | None = None
 
@@ -232,27 +231,30 @@ class RequestState:
 
 
 class OutputAssembler:
-    """Holds the open requests and turns updates of their sequences into outputs."""
+    """Holds the open requests and turns updates of their sequences into outputs.
 
-    def __init__(self, tokenizer: Tokenizer | None, observer: Observer | None = None) -> None:
+    `end` is called with the ids of sequences that end here before whoever generates them knows, and why.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        end: Callable[[Sequence[str], FinishReason], None],
+        observer: Observer | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._end = end
         self._observer = observer
         self._states: dict[str, RequestState] = {}
         self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
 
-    def add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        requests: Sequence[Request],
-        arrival_s: float,
-        *,
-        tells_cache: bool = True,
-    ) -> RequestState:
-        stops = StopPattern(requests[0].params.stop)
+    def add(self, prompt: Prompt, requests: Sequence[Request]) -> RequestState:
+        """The sequences of one prompt, of which the first has the name of all."""
+        first = requests[0]
+        stops = StopPattern(first.params.stop)
         completions = [Completion(request, index, self._tokenizer, stops) for index, request in enumerate(requests)]
-        state = RequestState(request_id, prompt, completions, arrival_s, tells_cache=tells_cache)
-        self._states[request_id] = state
+        state = RequestState(first.id, prompt, completions, first.arrival_s)
+        self._states[state.request_id] = state
         for completion in completions:
             self._by_sequence[completion.request.id] = (state, completion)
         return state
@@ -266,9 +268,8 @@ class OutputAssembler:
         """The sequence of that name and its request; None if it has ended."""
         return self._by_sequence.get(name)
 
-    def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> tuple[list[RequestState], list[str]]:
-        """(the requests that have news, the sequences that have just been ended here: by a stop string, or because
-        their text could not be told)."""
+    def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> list[RequestState]:
+        """The requests that have news. A sequence ends here by a stop string, or because its text could not be told."""
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
         for update in updates:
@@ -294,10 +295,12 @@ class OutputAssembler:
             if completion.finish_reason is not None:
                 del self._by_sequence[update.request.id]
                 self._settle(state, now_s)
-        return list(changed.values()), stopped
+        if stopped:
+            self._end(stopped, FinishReason.STOP)
+        return list(changed.values())
 
-    def abort(self, request_id: str, now_s: float) -> tuple[RequestState, list[str]] | None:
-        """(the request as far as it came, sequences to abort); None for a request that is not open."""
+    def abort(self, request_id: str, now_s: float) -> RequestState | None:
+        """The request as far as it came; None for one that is not open."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -306,7 +309,8 @@ class OutputAssembler:
             completion.abort()
             self._by_sequence.pop(completion.request.id, None)
         self._settle(state, now_s)
-        return state, sequences
+        self._end(sequences, FinishReason.ABORT)
+        return state
 
     def _settle(self, state: RequestState, now_s: float) -> None:
         if all(c.finish_reason is not None for c in state.completions):

@@ -25,7 +25,6 @@ from forkpoint.engine.messages import (
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.obs.logs import LOGGER
-from forkpoint.params import FinishReason
 from forkpoint.sched.request import Grammar, Request, RequestUpdate
 from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
@@ -157,7 +156,7 @@ class EngineLoop:
             if name in self._starting:
                 self._starting.pop(name)[1].cancel()
             elif name in self._open:  # it has not ended by itself in the meantime
-                self._core.end(name, FinishReason.STOP if command.stopped else FinishReason.ABORT)
+                self._core.end(name, command.reason)
                 del self._open[name]
 
     def _answer(self, call: Call) -> Reply:

@@ -9,7 +9,7 @@ from forkpoint.outputs import Logprob
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.body import parse
 from forkpoint.server.completion_answer import CompletionAnswer
-from forkpoint.server.generation import Generation, cache_info
+from forkpoint.server.generation import Generation
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
 from forkpoint.server.service import Service
@@ -134,7 +134,7 @@ class ChatAnswer(CompletionAnswer[Turn]):
                 choice.started = True
                 delta = {"role": self._role, "content": ""}
                 first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield first, {"cache": cache_info(self.generation.states), **self._prompt_ids()}
+                yield first, {"cache": self.generation.cache_info(), **self._prompt_ids()}
             if news.pieces or news.reason is not None:
                 yield choice.told(news, returns_ids=self.asked.telling.returns_ids), {}
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.generation import Generation, usage
+from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
 from forkpoint.server.sse import DONE, EventStream, begin, event, unless_disconnected
@@ -78,7 +78,7 @@ class CompletionAnswer(Answer[A]):
         """The news of one choice after the other, each with what its chunk has beside it."""
 
     def usage(self) -> dict[str, Any]:
-        return usage(self.generation.states)
+        return self.generation.usage()
 
     def document(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
         head = {"id": self.name, "object": kind, "created": self._created_s, "model": self.asked.model}

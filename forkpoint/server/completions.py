@@ -13,7 +13,7 @@ from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import MAX_INT32, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.completion_answer import CompletionAnswer
-from forkpoint.server.generation import Generation, usage
+from forkpoint.server.generation import Generation
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
 from forkpoint.server.sampling import Asked, SamplingBody, Telling, bounded, sampling_params, structured_outputs
@@ -147,9 +147,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         return CompletionReply.model_validate(self.document(self.chunk_kind, choices, **self.ending()))
 
     def usage(self) -> dict[str, Any]:
-        states = self.generation.states
-        dropped = sum(c.num_tokens for state in states for c in state.completions) if self.asked.drops_output else 0
-        return usage(states, num_dropped=dropped)
+        return self.generation.usage(tells_output=not self.asked.drops_output)
 
     def _choice(self, number: int, delta: CompletionOutput) -> dict[str, Any]:
         """The news of one completion; its first ones begin with the prompt where that is to be echoed."""

@@ -17,10 +17,14 @@ from forkpoint.server.errors import HTTPError
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One engine request per prompt. Close it when nobody waits for the answer any more."""
+    """One engine request per prompt. Close it when nobody waits for the answer any more.
+
+    `tells_cache`: whoever asked may learn what was cached.
+    """
 
     engine: AsyncEngine
     requests: Sequence[OpenRequest]
+    tells_cache: bool
 
     def close(self) -> None:
         """End what still runs; harmless when all has ended."""
@@ -79,7 +83,7 @@ class Generation:
 
     def details(self) -> dict[str, Any]:
         """What the cache did and, where there may be drafts, what became of them; None for what is not told."""
-        states, told = self.states, {"cache": cache_info(self.states)}
+        states, told = self.states, {"cache": self.cache_info()}
         if self.engine.config.speculative_config is None:
             return told
         counts = {
@@ -87,6 +91,30 @@ class Generation:
             "num_accepted_tokens": sum(state.num_accepted_tokens for state in states),
         }
         return {**told, "speculation": counts if told["cache"] is not None else None}
+
+    def usage(self, *, tells_output: bool = True) -> dict[str, Any]:
+        """Token counts over all prompts as far as they have come; without `tells_output` as if nothing had come."""
+        num_prompt = sum(len(state.prompt.token_ids) for state in self.states)
+        completions = [completion for state in self.states for completion in state.completions]
+        num_output = sum(completion.num_tokens for completion in completions) if tells_output else 0
+        cache = self.cache_info()
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": cache["num_tokens"]} if cache is not None else None,
+        }
+
+    def cache_info(self) -> dict[str, Any] | None:
+        """Sums over the prompts, and the first reason for a miss; None where clients are not told."""
+        if not self.tells_cache:
+            return None
+        reports = [state.cache for state in self.states]
+        return {
+            "num_tokens": sum(report.num_cached_tokens for report in reports),
+            "kv_num_tokens": sum(report.kv_num_tokens for report in reports),
+            "miss": next((report.miss.value for report in reports if report.miss is not None), None),
+        }
 
 
 def _check_ends(state: RequestState) -> None:
@@ -100,31 +128,3 @@ def _check_end(reason: FinishReason | None, error: str | None) -> None:
         raise HTTPError(500, error or "the request failed while it ran", "server_error", code="request_failed")
     if reason is FinishReason.ABORT:
         raise HTTPError(503, "the request was ended before its answer was complete", "server_error", code="aborted")
-
-
-def usage(states: Sequence[RequestState], *, num_dropped: int = 0) -> dict[str, Any]:
-    """Token counts over all prompts as far as they have come; `num_dropped` were generated but are not told."""
-    num_prompt = sum(len(state.prompt.token_ids) for state in states)
-    num_output = sum(completion.num_tokens for state in states for completion in state.completions) - num_dropped
-    told = all(state.tells_cache for state in states)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": _num_cached(states)} if told else None,
-    }
-
-
-def cache_info(states: Sequence[RequestState]) -> dict[str, Any] | None:
-    """Sums over the prompts, and the first reason for a miss; None where clients are not told."""
-    if not all(state.tells_cache for state in states):
-        return None
-    return {
-        "num_tokens": _num_cached(states),
-        "kv_num_tokens": sum(state.cache.kv_num_tokens for state in states),
-        "miss": next((state.cache.miss.value for state in states if state.cache.miss is not None), None),
-    }
-
-
-def _num_cached(states: Sequence[RequestState]) -> int:
-    return sum(state.cache.num_cached_tokens for state in states)

@@ -116,14 +116,13 @@ class Service:
             )
         if config.salts_by_key:
             params = replace(params, cache_salt=own_salt(params.cache_salt))
-        add = partial(self.engine.add, priority=priority, tells_cache=config.enable_prompt_tokens_details)
         opened: list[OpenRequest] = []
-        generation = Generation(self.engine, opened)
+        generation = Generation(self.engine, opened, tells_cache=config.enable_prompt_tokens_details)
         with generation.closed_on_error():
             for index, prompt in enumerate(asked.prompts):
                 if index:
                     await asyncio.sleep(0)  # other streams have their turn between two
-                opened.append(add(f"{name}-{index}", prompt, params))
+                opened.append(self.engine.add(f"{name}-{index}", prompt, params, priority=priority))
         return generation
 
     def _check_room(self, num_more: int) -> None:

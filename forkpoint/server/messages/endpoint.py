@@ -10,7 +10,7 @@ from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.body import parse, validated
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.generation import Generation, usage
+from forkpoint.server.generation import Generation
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
 from forkpoint.server.service import Service
@@ -87,7 +87,7 @@ class MessageAnswer(Answer[Turn]):
         yield named_event({"type": "message_start", "message": self._message([])})
         async for told in self._block_events():
             yield named_event(told)
-        counts = _usage(usage(self.generation.states))
+        counts = _usage(self.generation.usage())
         yield named_event(
             {"type": "message_delta", "delta": self._ending, "usage": counts, **self.generation.details()}
         )
@@ -115,7 +115,7 @@ class MessageAnswer(Answer[Turn]):
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.name, "type": "message", "role": "assistant", "model": self.asked.model}
-        counts = {"usage": _usage(usage(self.generation.states)), **self.generation.details()}
+        counts = {"usage": _usage(self.generation.usage()), **self.generation.details()}
         return {**head, "content": blocks, **self._ending, **counts}
 
 

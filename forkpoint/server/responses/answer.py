@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.generation import Generation, usage
+from forkpoint.server.generation import Generation
 from forkpoint.server.protocol import Reply
 from forkpoint.server.responses.body import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
@@ -213,7 +213,7 @@ class ResponseAnswer(Answer[Turn]):
                 self._end("completed" if whole else "incomplete", incomplete_details=details)
 
     def _end(self, status: str, **fields: Any) -> None:
-        counts = usage_fields(usage(self.generation.states), self._talk.num_reasoning_tokens)
+        counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)
         details = self.generation.details()
         self._reply |= {"status": status, "output": self._items.items, "usage": counts, **details, **fields}
         self._keep()
