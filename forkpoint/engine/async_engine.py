@@ -10,18 +10,8 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine import messages
 from forkpoint.engine.inputs import InputProcessor, Prompt
-from forkpoint.engine.messages import (
-    AddSequence,
-    Call,
-    Died,
-    EndSequences,
-    Ready,
-    Reply,
-    Report,
-    SequenceNews,
-    StepReport,
-)
 from forkpoint.engine.outputs import Observer, OutputAssembler, RequestState
 from forkpoint.engine.supervisor import EngineProcess
 from forkpoint.engine.tokenizer import Tokenizer
@@ -91,7 +81,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._died: ForkpointError | None = None
-        self._loaded: asyncio.Future[Ready] | None = None
+        self._loaded: asyncio.Future[messages.Ready] | None = None
         self._ended = asyncio.Event()
         self.facts: dict[str, Any] = {}  # options and sizes that do not change
 
@@ -116,9 +106,7 @@ class AsyncEngine:
             "blocks_per_page": ready.stats["blocks_per_page"],
             "slots_per_page": ready.stats["slots_per_page"],
         }
-        self._inputs = InputProcessor(
-            tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed, starts_grammars=False
-        )
+        self._inputs = InputProcessor(tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed)
 
     async def ended(self) -> ForkpointError:
         """Wait until the engine process is gone; why it went."""
@@ -173,7 +161,7 @@ class AsyncEngine:
         self._open[request_id] = opened
         try:
             for request in requests:
-                self._process.send(AddSequence(request))
+                self._process.send(messages.AddSequence(request))
         except Exception:
             self.abort(request_id)  # what was not sent would never end
             raise
@@ -192,7 +180,7 @@ class AsyncEngine:
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = answer
-        self._process.send(Call(number, name))
+        self._process.send(messages.Call(number, name))
         try:
             return await asyncio.wait_for(answer, CALL_TIMEOUT_S)
         except TimeoutError:
@@ -202,21 +190,21 @@ class AsyncEngine:
 
     # --- reports
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, report: messages.Report) -> None:
         match report:
-            case StepReport():
+            case messages.StepReport():
                 self._on_step(report)
-            case Reply(number, value, failure):
+            case messages.Reply(number, value, failure):
                 answer = self._calls.get(number)
                 if answer is not None and not answer.done():
                     answer.set_exception(failure.error()) if failure else answer.set_result(value)
-            case Ready():
+            case messages.Ready():
                 assert self._loaded is not None
                 self._loaded.set_result(report)
-            case Died(failure):
+            case messages.Died(failure):
                 self._on_exit(failure.error())
 
-    def _on_step(self, report: StepReport) -> None:
+    def _on_step(self, report: messages.StepReport) -> None:
         now = time.perf_counter()
         self._observer.step(report.num_tokens)
         find = self._outputs.find
@@ -249,7 +237,7 @@ class AsyncEngine:
 
     def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
         if self._died is None:
-            self._process.send(EndSequences(tuple(sequences), reason))
+            self._process.send(messages.EndSequences(tuple(sequences), reason))
 
     def _on_exit(self, error: ForkpointError) -> None:
         if self._died is None:
@@ -268,7 +256,7 @@ class AsyncEngine:
                 answer.set_exception(error)
 
 
-def _update(request: Request, news: SequenceNews) -> RequestUpdate:
+def _update(request: Request, news: messages.SequenceNews) -> RequestUpdate:
     """Bring this side's copy of the request up to date, and tell the news as the scheduler would."""
     if news.cache is not None:
         request.cache = news.cache

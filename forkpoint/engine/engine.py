@@ -11,6 +11,7 @@ from forkpoint.engine.outputs import OutputAssembler, RequestState
 from forkpoint.errors import RequestError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import FinishReason, SamplingParams
+from forkpoint.sched.request import Request
 
 
 class Engine:
@@ -25,8 +26,7 @@ class Engine:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
-        name = f"req-{self._num_requests}"
-        for request in self.inputs.requests(name, prompt, params, priority=0, number=0, arrival_s=0.0):
+        for request in self._requests(prompt, params, 0):
             self.core.scheduler.check(request)
 
     def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> str:
@@ -34,23 +34,26 @@ class Engine:
 
         Raises a RequestError, in which case nothing of it is queued.
         """
-        now = time.perf_counter()
-        request_id = f"req-{self._num_requests}"
-        requests = self.inputs.requests(
-            request_id, prompt, params, priority=priority, number=self._num_requests, arrival_s=now
-        )
-        added: list[str] = []
+        requests = self._requests(prompt, params, priority)
         try:
             for request in requests:
                 self.core.add(request)
-                added.append(request.id)
         except RequestError:
-            for name in added:
-                self.core.scheduler.abort(name)
+            for request in requests:
+                self.core.scheduler.abort(request.id)
             raise
         self._num_requests += 1
-        self._unprepared[request_id] = self._outputs.add(prompt, requests)
-        return request_id
+        state = self._outputs.add(prompt, requests)
+        self._unprepared[state.request_id] = state
+        return state.request_id
+
+    def _requests(self, prompt: Prompt, params: SamplingParams, priority: int) -> list[Request]:
+        number, now = self._num_requests, time.perf_counter()
+        name = f"req-{number}"
+        requests = self.inputs.requests(name, prompt, params, priority=priority, number=number, arrival_s=now)
+        for request in requests:
+            request.grammar = self.inputs.grammars.start(request.params, request.stop_token_ids)
+        return requests
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it stands; None when it is not open."""

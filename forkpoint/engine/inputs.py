@@ -46,7 +46,7 @@ PromptInput: TypeAlias = "str | Sequence[int] | Mapping[str, object] | Prompt"
 class InputProcessor:
     """Knows the model's vocabulary, its length limit and its end-of-sequence ids.
 
-    `starts_grammars`: requests get their grammars here; False where another process runs them, which starts them.
+    Its requests have no grammar yet: `grammars` starts one for whoever runs them.
     """
 
     tokenizer: Tokenizer | None
@@ -54,7 +54,6 @@ class InputProcessor:
     max_model_len: int
     eos_token_ids: frozenset[int]
     seed: int
-    starts_grammars: bool = True
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     grammars: GrammarCompiler = field(init=False, repr=False, compare=False)
     tool_call_token_ids: frozenset[int] = field(init=False)
@@ -129,7 +128,6 @@ class InputProcessor:
                 priority=priority,
                 arrival_s=arrival_s,
                 tool_call_token_ids=self.tool_call_token_ids,
-                grammar=self.grammars.start(params, stops) if self.starts_grammars else None,
             )
             for index in range(params.n)
         ]

@@ -8,20 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import zmq
 
 from forkpoint.config import EngineConfig
+from forkpoint.engine import messages
 from forkpoint.engine.core import EngineCore
-from forkpoint.engine.messages import (
-    AddSequence,
-    Call,
-    Command,
-    Died,
-    EndSequences,
-    Ready,
-    Reply,
-    Report,
-    SequenceNews,
-    StepReport,
-    Stop,
-)
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.obs.logs import LOGGER
@@ -51,14 +39,14 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
             core, inputs = build_parts(config)
             try:
                 inputs.grammars.prepare()
-                outbox.send(encode(Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
+                outbox.send(encode(messages.Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
                 EngineLoop(core, inputs.grammars, inbox, outbox).run()
             finally:
                 core.close()
         except Exception as error:
             if not isinstance(error, ForkpointError):
                 LOGGER.exception("the engine stops")
-            outbox.send(encode(Died(Failure.of(error))))
+            outbox.send(encode(messages.Died(Failure.of(error))))
             raise SystemExit(EXIT_FAILED) from None
 
 
@@ -74,7 +62,7 @@ class EngineLoop:
         self._starting: dict[str, tuple[Request, Future[Grammar | None]]] = {}  # whose grammars are compiled, by id
         self._inbox = inbox
         self._outbox = outbox
-        self._decode = decoder(Command)
+        self._decode = decoder(messages.Command)
         self._encode = encoder()
         self._open: dict[str, bool] = {}  # sequences by id: whether their cache report is out
         self._refused: list[tuple[str, Failure]] = []
@@ -103,22 +91,22 @@ class EngineLoop:
             except zmq.Again:
                 return True
             command = self._decode(data)
-            if isinstance(command, Stop):
+            if isinstance(command, messages.Stop):
                 return False
             self._carry_out(command)
         return True
 
-    def _carry_out(self, command: AddSequence | EndSequences | Call) -> None:
+    def _carry_out(self, command: messages.AddSequence | messages.EndSequences | messages.Call) -> None:
         match command:
-            case AddSequence(request):
+            case messages.AddSequence(request):
                 if request.params.restricts_tokens:
                     start = self._compilers.submit(self._grammars.start, request.params, request.stop_token_ids)
                     self._starting[request.id] = (request, start)
                 else:
                     self._queue(request)
-            case EndSequences():
+            case messages.EndSequences():
                 self._end(command)
-            case Call():
+            case messages.Call():
                 self._send(self._answer(command))
 
     def _take_started(self) -> None:
@@ -151,7 +139,7 @@ class EngineLoop:
             error = RequestFailedError(f"the request could not be taken in: {type(error).__name__}: {error}")
         self._refused.append((name, Failure.of(error)))
 
-    def _end(self, command: EndSequences) -> None:
+    def _end(self, command: messages.EndSequences) -> None:
         for name in command.ids:
             if name in self._starting:
                 self._starting.pop(name)[1].cancel()
@@ -159,18 +147,18 @@ class EngineLoop:
                 self._core.end(name, command.reason)
                 del self._open[name]
 
-    def _answer(self, call: Call) -> Reply:
+    def _answer(self, call: messages.Call) -> messages.Reply:
         try:
             match call.name:
                 case "stats":
-                    return Reply(call.number, self._core.metrics())
+                    return messages.Reply(call.number, self._core.metrics())
                 case "reset_prefix_cache":
-                    return Reply(call.number, self._core.reset_prefix_cache())
+                    return messages.Reply(call.number, self._core.reset_prefix_cache())
                 case "check_integrity":
                     self._core.scheduler.check_integrity()
-                    return Reply(call.number, True)
+                    return messages.Reply(call.number, True)
         except AssertionError as error:
-            return Reply(call.number, failure=Failure.of(error))
+            return messages.Reply(call.number, failure=Failure.of(error))
 
     def _step(self) -> None:
         before = self._core.num_model_tokens
@@ -180,7 +168,7 @@ class EngineLoop:
     def _report(self, updates: list[RequestUpdate], num_tokens: int) -> None:
         ids: list[str] = []
         token_ids: list[int] = []
-        news: list[SequenceNews] = []
+        news: list[messages.SequenceNews] = []
         drafts: dict[str, tuple[int, int]] = {}
         for update in updates:
             name, num_drafts = update.request.id, update.request.num_draft_tokens
@@ -196,14 +184,14 @@ class EngineLoop:
                 news.append(self._news(update))
         refused, self._refused = self._refused, []
         if ids or news or refused or num_tokens:
-            self._send(StepReport(ids, token_ids, news, refused, num_tokens, drafts))
+            self._send(messages.StepReport(ids, token_ids, news, refused, num_tokens, drafts))
 
-    def _news(self, update: RequestUpdate) -> SequenceNews:
+    def _news(self, update: RequestUpdate) -> messages.SequenceNews:
         request = update.request
         self._open[request.id] = True
         if update.finish_reason is not None:
             del self._open[request.id]
-        return SequenceNews(
+        return messages.SequenceNews(
             id=request.id,
             token_id=update.token_id,
             finish_reason=update.finish_reason,
@@ -216,5 +204,5 @@ class EngineLoop:
             failure=Failure.of(update.error) if update.error is not None else None,
         )
 
-    def _send(self, report: Report) -> None:
+    def _send(self, report: messages.Report) -> None:
         self._outbox.send(self._encode(report))

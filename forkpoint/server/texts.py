@@ -89,7 +89,6 @@ class Texts:
         size, length, ends = facts.vocab_size, facts.max_model_len, facts.eos_token_ids
         self.inputs = InputProcessor(
             *(self.tokenizer, size, length, ends, self.engine.seed),
-            starts_grammars=False,
             structured_outputs=self.engine.structured_outputs_config,
         )
         if self.tokenizer is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,8 +44,8 @@ def make_core(layout: CacheLayout, async_scheduling: bool) -> tuple[EngineCore, 
     return EngineCore(scheduler, HashRunner(layout, num_pages, VOCAB), async_scheduling=async_scheduling), scheduler
 
 
-def make_inputs(**options: Any) -> InputProcessor:
-    return InputProcessor(None, VOCAB, MAX_MODEL_LEN, frozenset({1}), 0, **options)
+def make_inputs() -> InputProcessor:
+    return InputProcessor(None, VOCAB, MAX_MODEL_LEN, frozenset({1}), 0)
 
 
 class Traffic:
@@ -143,7 +142,7 @@ def test_no_table_of_the_server_grows() -> None:
     grammars = GrammarCompiler(None, VOCAB, {1})
     loop = EngineLoop(core, grammars, None, outbox)  # type: ignore[arg-type]
     api = AsyncEngine(EngineConfig(), Metrics("m_", "m"))
-    api._process, api._inputs = commands, make_inputs(starts_grammars=False)  # type: ignore[assignment]
+    api._process, api._inputs = commands, make_inputs()  # type: ignore[assignment]
     decode_command = decoder(Command)
     decode_report = decoder(Report)
 
