@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 ON, OFF = "on", "off"
-ANY: Final = ("any",)
+ANY: Final = "any"
 GIVEN = "vllm_flags"  # the lines to log, in the namespace
 
 
@@ -19,35 +19,23 @@ GIVEN = "vllm_flags"  # the lines to log, in the namespace
 class VllmFlags:
     """A row of the table, which says what the fields mean."""
 
-    flags: tuple[str, ...]
-    allowed: tuple[str, ...]
-    word: str
-    told: bool
-    switch: bool
-    nargs: str | None
+    flags: str
+    why: str
+    values: str = ""
+    told: bool = False
+    switch: bool = False
+    nargs: str | None = None
 
     def refusal(self, value: str) -> str:
         """Why `value` is not possible, and what is."""
-        remedy = f"give {' or '.join(self.allowed)}, or leave it out"
-        if self.switch or not self.allowed:
-            remedy = "leave it out"
-        return f"{value} is not possible here: {self.word}; {remedy}"
+        others = "" if self.switch or not self.values else f"give {' or '.join(self.values.split())}, or "
+        return f"{value} is not possible here: {self.why}; {others}leave it out"
 
 
 def read_table() -> tuple[VllmFlags, ...]:
     text = files("forkpoint.cli").joinpath("vllm_flags.yaml").read_text("utf-8")
     rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # ten times as fast in C
-    return tuple(
-        VllmFlags(
-            flags=tuple(row["flags"].split()),
-            allowed=(allowed := tuple(row.get("values", "").split())),
-            word=row["why"],
-            told=row.get("told", allowed == ANY),
-            switch=row.get("switch", False),
-            nargs=row.get("nargs"),
-        )
-        for row in rows
-    )
+    return tuple(VllmFlags(**row) for row in rows)
 
 
 TABLE: Final = read_table()
@@ -56,24 +44,19 @@ TABLE: Final = read_table()
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Take the flags of the table, which --help leaves to the documentation."""
     for row in TABLE:
-        for flag in row.flags:
+        for flag in row.flags.split():
             names = flag.split("/")
             if row.switch:
                 names.append("--no-" + names[0].removeprefix("--"))
             nargs: Any = 0 if row.switch else row.nargs
             parser.add_argument(
-                *names, action=_Take, row=row, nargs=nargs, dest=_dest(names[0]), default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )  # fmt: skip
+                *names, action=_Take, row=row, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
 
 def told_lines(arguments: argparse.Namespace) -> list[str]:
     """What the log says of the flags that were given and change nothing."""
     return list(getattr(arguments, GIVEN, ()))
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 class _Take(argparse.Action):
@@ -94,9 +77,9 @@ class _Take(argparse.Action):
             value = OFF if (option_string or "").startswith("--no-") else ON
         else:
             value = values if isinstance(values, str) else " ".join(values or ())
-        if self._row.allowed != ANY and value not in self._row.allowed:
+        if self._row.values != ANY and value not in self._row.values.split():
             raise argparse.ArgumentError(self, self._row.refusal(value))
         setattr(namespace, self.dest, value)
-        if self._row.told and not (self._row.switch and value == OFF):
-            line = f"{option_string} changes nothing here: {self._row.word}"
+        if (self._row.told or self._row.values == ANY) and not (self._row.switch and value == OFF):
+            line = f"{option_string} changes nothing here: {self._row.why}"
             setattr(namespace, GIVEN, (*getattr(namespace, GIVEN, ()), line))
