@@ -88,6 +88,11 @@ def shown(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in a line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def is_text(value: object) -> bool:
     """Whether it is a string without lone surrogates, for which no bytes stand."""
     if not isinstance(value, str):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from forkpoint.checks import first_line
 from forkpoint.config import EngineConfig
 from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.errors import ForkpointError, ModelFolderError
@@ -125,9 +126,5 @@ def _reason(error: Exception, name: str, revision: str | None, cache: str) -> st
                 "forbids to fetch it; unset that once, or give a folder"
             )
         case errors.LocalEntryNotFoundError():
-            return f"{name} cannot be fetched from {hub}: {_first_line(error.__cause__ or error)}; {rest}"
-    return f"fetching {name} from {hub} broke off: {_first_line(error)}; {rest}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+            return f"{name} cannot be fetched from {hub}: {first_line(error.__cause__ or error)}; {rest}"
+    return f"fetching {name} from {hub} broke off: {first_line(error)}; {rest}"

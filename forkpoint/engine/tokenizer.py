@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from forkpoint.checks import first_line
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
 # What opens a tool call in the models' answers, each a token of its own: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
@@ -34,7 +35,7 @@ class Tokenizer:
             hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds here, and each means the same to the user
             raise ModelFolderError(
-                f"no usable tokenizer in {folder}: {_first_line(error)}; add tokenizer.json, name another folder with "
+                f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
                 "--tokenizer, or pass token ids with --skip-tokenizer-init"
             ) from error
         return cls.wrap(hf)
@@ -132,7 +133,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} must hold a JSON object")
     return values
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from forkpoint.checks import first_line
 from forkpoint.errors import ConfigError
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import Loaded, ModelRunner
@@ -27,7 +28,7 @@ def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
         # torch has no kind of its own for the lack of a host's memory
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        raise ConfigError(f"memory ran out while {doing}; {remedy} ({_first_line(error)})") from error
+        raise ConfigError(f"memory ran out while {doing}; {remedy} ({first_line(error)})") from error
 
 
 def bytes_beside_arena(loaded: Loaded) -> int:
@@ -75,7 +76,3 @@ def graph_bytes(loaded: Loaded) -> int:
     del runner, first, second
     platform.release_unused()
     return max(0, taken) // len(trials)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
