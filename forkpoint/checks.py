@@ -7,11 +7,19 @@ import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from forkpoint.errors import ForkpointError
 
 MAX_SHOWN = 100  # characters of a text that was given, in an error
+
+
+class Bounds(NamedTuple):
+    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end."""
+
+    low: float
+    high: float
+    above: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,9 @@ class Checker:
             self.refuse(name, value, allowed or f"an integer from {low} to {high}")
         return found
 
-    def number(self, name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-        """A finite number in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end."""
+    def number(self, name: str, value: object, bounds: Bounds) -> float:
+        """A finite number within `bounds`."""
+        low, high, above = bounds
         found = _as_float(value)
         if found is None or not (low < found if above else low <= found) or found > high:
             self.refuse(name, value, f"a number {f'above {low:g}, at most' if above else f'from {low:g} to'} {high:g}")

@@ -7,9 +7,9 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from forkpoint.checks import Checker
+from forkpoint.checks import Bounds, Checker
 from forkpoint.errors import ConfigError
 
 BLOCK_SIZE: Final = 64  # tokens of a block of keys and values, and the grid on which states are cut
@@ -31,14 +31,6 @@ EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3
 
 _CHECK: Final = Checker(ConfigError)
 Options = TypeVar("Options")
-
-
-class Bounds(NamedTuple):
-    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end."""
-
-    low: float
-    high: float
-    above: bool = False
 
 
 def option(default: Any, help: str, bounds: Bounds | None = None, **extra: Any) -> Any:
@@ -399,8 +391,7 @@ def _of_type(check: Checker, item: Field[Any], value: Any, kind: Any) -> Any:
             return check.integer(name, value, -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits")
         return check.integer(name, value, int(bounds.low), int(bounds.high))
     if kind is float:
-        low, high, above = bounds or (-1e300, 1e300, False)
-        return check.number(name, value, low, high, above=above)
+        return check.number(name, value, bounds or Bounds(-1e300, 1e300))
     if get_origin(kind) is Mapping or is_dataclass(kind):
         return value  # read by `from_flat`
     assert kind is str, f"no check for options of type {kind}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final
 
-from forkpoint.checks import Checker, is_text
+from forkpoint.checks import Bounds, Checker, is_text
 from forkpoint.errors import InvalidParamsError
 
 MAX_N: Final = 128
@@ -18,10 +18,10 @@ MAX_LOGPROBS: Final = 20
 MAX_INT32: Final = 2**31 - 1  # token ids, positions and counts of them are int32 on the device
 MIN_PRIORITY: Final = -(2**31)
 MAX_TEMPERATURE: Final = 1e6
-MAX_PENALTY: Final = 2.0
-MIN_REPETITION_PENALTY: Final = 0.01  # what lies outside of these two overflows the logits
-MAX_REPETITION_PENALTY: Final = 100.0
-MAX_LOGIT_BIAS: Final = 100.0
+PENALTIES: Final = Bounds(-2.0, 2.0)
+REPETITION_PENALTIES: Final = Bounds(0.01, 100.0)  # others overflow the logits
+LOGIT_BIASES: Final = Bounds(-100.0, 100.0)
+MODEL: Final = "the model's, else "  # where the default of a parameter comes from, for its help
 # Lists are bounded by what they cost each step, of which the other requests would have their share.
 MAX_BIASED_TOKENS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 4096
@@ -42,12 +42,9 @@ ALLOWED: Final = MappingProxyType(
 )
 
 
-def parameter(
-    default: Any, low: float | None = None, high: float | None = None, help: str = "", *, above: bool = False
-) -> Any:
-    """A field in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end; the bounds are those of
-    requests over HTTP too. With `help` it is a flag of the command line."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above, "help": help})
+def parameter(default: Any, help: str | None = None, bounds: Bounds | None = None, **extra: Any) -> Any:
+    """A field whose bounds are those of requests over HTTP too. With `help` it is a flag of the command line."""
+    return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
 
 
 @enum.unique
@@ -123,37 +120,39 @@ class SamplingParams:
     values of a wrong type or out of range.
     """
 
-    n: int = parameter(1, 1, MAX_N)
-    temperature: float = parameter(1.0, 0.0, MAX_TEMPERATURE, "0 takes the most likely token")
-    top_p: float = parameter(1.0, 0.0, 1.0, "sample among the most likely tokens that make up this share", above=True)
-    top_k: int = parameter(0, -1, MAX_INT32, "sample among so many most likely tokens; 0 or -1 takes all")
-    min_p: float = parameter(0.0, 0.0, 1.0, "drop tokens less likely than this share of the most likely one")
-    presence_penalty: float = parameter(
-        0.0, -MAX_PENALTY, MAX_PENALTY, "subtracted once from tokens already in the answer"
+    n: int = parameter(1, bounds=Bounds(1, MAX_N))
+    temperature: float = parameter(1.0, "0 takes the most likely token", Bounds(0.0, MAX_TEMPERATURE), origin=MODEL)
+    top_p: float = parameter(
+        1.0, "sample among the most likely tokens that make up this share", Bounds(0.0, 1.0, above=True), origin=MODEL
     )
-    frequency_penalty: float = parameter(
-        0.0, -MAX_PENALTY, MAX_PENALTY, "subtracted per occurrence from tokens already in the answer"
+    top_k: int = parameter(
+        0, "sample among so many most likely tokens; 0 or -1 takes all", Bounds(-1, MAX_INT32), origin=MODEL
     )
+    min_p: float = parameter(
+        0.0, "drop tokens less likely than this share of the most likely one", Bounds(0.0, 1.0), origin=MODEL
+    )
+    presence_penalty: float = parameter(0.0, "subtracted once from tokens already in the answer", PENALTIES)
+    frequency_penalty: float = parameter(0.0, "subtracted per occurrence from tokens already in the answer", PENALTIES)
     repetition_penalty: float = parameter(
-        1.0, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "divides the scores of tokens already seen"
+        1.0, "divides the scores of tokens already seen", REPETITION_PENALTIES, origin=MODEL
     )
-    seed: int | None = parameter(None, 0, MAX_SEED)
-    max_tokens: int | None = parameter(16, 1, MAX_INT32, "longest answer, in tokens")
-    min_tokens: int = parameter(0, 0, MAX_INT32, "tokens before which nothing ends the answer")
-    stop: str | Sequence[str] = parameter((), help="end the answer before this text; may be given several times")
+    seed: int | None = parameter(None, bounds=Bounds(0, MAX_SEED))
+    max_tokens: int | None = parameter(16, "longest answer, in tokens", Bounds(1, MAX_INT32))
+    min_tokens: int = parameter(0, "tokens before which nothing ends the answer", Bounds(0, MAX_INT32))
+    stop: str | Sequence[str] = parameter((), "end the answer before this text; may be given several times")
     stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = parameter(False, help="go on after the end-of-sequence token")
+    ignore_eos: bool = parameter(False, "go on after the end-of-sequence token")
     include_stop_str_in_output: bool = False
-    logprobs: int | None = parameter(None, 0, MAX_LOGPROBS)
-    prompt_logprobs: int | None = parameter(None, 0, MAX_LOGPROBS)
+    logprobs: int | None = parameter(None, bounds=Bounds(0, MAX_LOGPROBS))
+    prompt_logprobs: int | None = parameter(None, bounds=Bounds(0, MAX_LOGPROBS))
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    cache_salt: str = parameter("", help="prompts share cached prefixes only under the same salt")
+    cache_salt: str = parameter("", "prompts share cached prefixes only under the same salt")
     cache_breakpoints: Sequence[int] = ()
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
-    truncate_prompt_tokens: int | None = parameter(None, -1, MAX_INT32)
+    truncate_prompt_tokens: int | None = parameter(None, bounds=Bounds(-1, MAX_INT32))
 
     def __post_init__(self) -> None:
         for name, value in (*_numbers(self), *_lists(self).items()):
@@ -187,14 +186,14 @@ def checked_priority(value: object) -> int:
 
 def _numbers(given: SamplingParams) -> Iterator[tuple[str, float | None]]:
     for each in fields(given):
-        bounds: Mapping[str, Any] = each.metadata or {"high": None}
+        bounds: Bounds | None = each.metadata.get("bounds")
         value, optional = getattr(given, each.name), str(each.type).endswith("None")
-        if bounds["high"] is None or (value is None and optional):
+        if bounds is None or (value is None and optional):
             continue
-        low, high = bounds["low"], bounds["high"]
         if each.type == "float":
-            yield each.name, _CHECK.number(each.name, value, low, high, above=bounds["above"])
+            yield each.name, _CHECK.number(each.name, value, bounds)
         else:
+            low, high = int(bounds.low), int(bounds.high)
             allowed = ALLOWED.get(each.name) or f"{'None or ' if optional else ''}an integer from {low} to {high}"
             yield each.name, _CHECK.integer(each.name, value, low, high, allowed)
     keep, least, most = given.truncate_prompt_tokens, given.min_tokens, given.max_tokens
@@ -243,7 +242,7 @@ def _logit_bias(given: object) -> dict[int, float]:
     found = {}
     for key, bias in given.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
-        value = _CHECK.number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        value = _CHECK.number("logit_bias", bias, LOGIT_BIASES)
         found[_CHECK.integer("logit_bias", token, 0, MAX_INT32, allowed)] = value
     return found
 

@@ -7,11 +7,11 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.cli.config_file import file_arguments
-from forkpoint.config import GENERATION_KEYS, CacheConfig, EngineConfig, SchedulerConfig
+from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
 from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
@@ -21,7 +21,6 @@ GROUPS: Final = (
     ("cache options", CacheConfig),
     ("scheduler options", SchedulerConfig),
 )
-SAMPLING: Final = tuple(field for field in fields(SamplingParams) if field.metadata.get("help"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,30 +71,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         add_option_group(parser, title, kind)
 
 
-def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any]) -> None:
-    """Add every option of the dataclass `kind`; those with a group of their own in that, after the rest."""
+def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], **defaults: Any) -> None:
+    """Add every option of the dataclass `kind`; those with a group of their own in that, after the rest. `defaults`
+    are what the command has in place of the dataclass's."""
     hints = get_type_hints(kind)
     groups = {title: parser.add_argument_group(title)}
-    for field in fields(kind):
-        if field.metadata:
-            each = {"group": title, **field.metadata}
-            name = each.pop("group")
-            each.pop("bounds", None)
-            groups[name] = groups.get(name) or parser.add_argument_group(name)
-            _add_flag(groups[name], field.name, hints[field.name], field.default, **each)
+    for field in _options(kind):
+        each = {"group": title, **field.metadata}
+        name = each.pop("group")
+        each.pop("bounds", None)
+        groups[name] = groups.get(name) or parser.add_argument_group(name)
+        _add_flag(groups[name], field.name, hints[field.name], defaults.get(field.name, field.default), **each)
+    parser.set_defaults(**defaults)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add sampling parameters. Only those given, and max_tokens, end up in the namespace."""
-    group, hints = parser.add_argument_group("sampling options"), get_type_hints(SamplingParams)
-    for field in SAMPLING:
-        name, text, default = field.name, field.metadata["help"], field.default
-        if name == "stop":
-            hints[name] = tuple[str, ...]
-        elif name == "max_tokens":
-            default = max_tokens
-        _add_flag(group, name, hints[name], default, text, origin="the model's, else " * (name in GENERATION_KEYS))
-    parser.set_defaults(max_tokens=max_tokens)
+    add_option_group(parser, "sampling options", SamplingParams, max_tokens=max_tokens)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,18 +98,17 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_params(arguments: argparse.Namespace, config: EngineConfig, **extra: Any) -> SamplingParams:
     """Those given on the command line; for the others the model's defaults. Raises what reading these raises."""
-    return SamplingParams(**{**sampling_defaults(config), **sampling_fields(arguments), **extra})
-
-
-def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters given on the command line, by field name."""
-    return {field.name: getattr(arguments, field.name) for field in SAMPLING if field.name in arguments}
+    return SamplingParams(**{**sampling_defaults(config), **option_values(arguments, SamplingParams), **extra})
 
 
 def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """The options of the dataclass `kind` given on the command line, by field name."""
-    names = {field.name for field in fields(kind) if field.metadata}
+    names = {field.name for field in _options(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def _options(kind: type[Any]) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.metadata.get("help")]
 
 
 def num_bytes(text: str) -> int:
@@ -159,7 +150,7 @@ def _add_flag(
         extra = {"action": argparse.BooleanOptionalAction}
     elif choices:
         extra = {"choices": choices}
-    elif get_origin(hint) is tuple:
+    elif any(get_origin(kind) in (tuple, Sequence) for kind in kinds):
         extra = {"nargs": "+", "action": _Gather, "metavar": "TEXT"}
     elif float in kinds:
         extra = {"type": float, "metavar": "FLOAT"}

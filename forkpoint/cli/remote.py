@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from forkpoint.cli.generate import standard_input
-from forkpoint.cli.options import sampling_fields
+from forkpoint.cli.options import option_values
 from forkpoint.cli.stats import answer_line
 from forkpoint.client.answer import Answer
 from forkpoint.client.protocol import Delta
 from forkpoint.client.server import COMPLETIONS, Server
 from forkpoint.errors import ServerError
+from forkpoint.params import SamplingParams
 
 Show: TypeAlias = Callable[[Delta], None]
 # Asks a path with a body and fills the answer, showing each delta. Raises ServerError; KeyboardInterrupt after Ctrl-C.
@@ -25,7 +26,7 @@ Ask: TypeAlias = Callable[[str, Mapping[str, Any], Answer, Show], None]
 @contextmanager
 def connection(options: argparse.Namespace) -> Iterator[Ask]:
     """To the server and the model that are named, from one thread. Raises ServerError or ConfigError."""
-    fields = sampling_fields(options)
+    fields = option_values(options, SamplingParams)
 
     async def stream(path: str, body: Mapping[str, Any], answer: Answer, show: Show) -> None:
         whole = {"model": model.id, **body, **fields}

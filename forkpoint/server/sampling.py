@@ -29,8 +29,9 @@ MAX_REQUEST_ID_LENGTH: Final = 128
 def bounded(name: str, help: str | None = None) -> Any:
     """The optional field of a body that SamplingParams has too, with the same bounds."""
     given = SamplingParams.__dataclass_fields__[name].metadata
-    least: dict[str, Any] = {"gt" if given["above"] else "ge": given["low"]}
-    return Field(None, **least, le=given["high"], description=help or given["help"] or None)
+    low, high, above = given["bounds"]
+    least: dict[str, Any] = {"gt" if above else "ge": low}
+    return Field(None, **least, le=high, description=help or given["help"])
 
 
 class StreamOptions(Body):
