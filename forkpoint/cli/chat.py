@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,8 +39,7 @@ Model: TypeAlias = Callable[[Messages, Show], Reply]
 
 def chat(options: argparse.Namespace) -> int:
     """Read messages from standard input, a line each, and answer them; 1 if an answer failed."""
-    with ExitStack() as stack:
-        model = _local_model(options, stack) if options.url is None else _server_model(options, stack)
+    with _local_model(options) if options.url is None else _server_model(options) as model:
         conversation = Conversation(model, options.system_prompt)
         for line in [options.quick] if options.quick is not None else _lines():
             if line == "/reset":
@@ -50,15 +49,14 @@ def chat(options: argparse.Namespace) -> int:
     return int(conversation.failed)
 
 
-def _local_model(options: argparse.Namespace, stack: ExitStack) -> Model:
+@contextmanager
+def _local_model(options: argparse.Namespace) -> Iterator[Model]:
     """Answers by a model loaded here."""
     engine = with_model({"log_level": "warning", **engine_options(options)})
     params = sampling_params(options, EngineConfig.from_flat(**engine))
     if sys.stderr.isatty():  # the log says nothing here, and importing torch takes seconds
         print(f"loading {engine['model']} ...", file=sys.stderr)
     from forkpoint.engine.llm import LLM
-
-    llm = stack.enter_context(LLM(**engine))
 
     def reply(messages: Messages, show: Show) -> Reply:
         try:
@@ -69,16 +67,16 @@ def _local_model(options: argparse.Namespace, stack: ExitStack) -> Model:
         failed = completion.finish_reason is FinishReason.ERROR
         return Reply(completion.text, cache_line(last), completion.error if failed else None)
 
-    return reply
+    with LLM(**engine) as llm:
+        yield reply
 
 
-def _server_model(options: argparse.Namespace, stack: ExitStack) -> Model:
+@contextmanager
+def _server_model(options: argparse.Namespace) -> Iterator[Model]:
     """Answers by a server. Ctrl-C ends an answer and keeps what came of it."""
     require_no_engine_options(engine_options(options))
     from forkpoint.cli.remote import connection
     from forkpoint.client.server import CHAT
-
-    ask = stack.enter_context(connection(options))
 
     def reply(messages: Messages, show: Show) -> Reply:
         answer, error = Answer(), None
@@ -90,7 +88,8 @@ def _server_model(options: argparse.Namespace, stack: ExitStack) -> Model:
             error = str(raised)
         return Reply(answer.text, answer_line(answer), error, refused=error is not None and not answer.text)
 
-    return reply
+    with connection(options) as ask:
+        yield reply
 
 
 class Conversation:
