@@ -57,7 +57,7 @@ def oracle(model: Any, ids: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next_moe"])
+@pytest.mark.parametrize("family_name", FEW)
 def test_no_request_waits_for_a_compiler(family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first prompts of all lengths, however they are sampled."""
     write_checkpoint(tmp_path, family_name)

@@ -29,7 +29,7 @@ from forkpoint.platforms.table import traits_of
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
 PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
 FEWEST_WIDENED = 64  # columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper
-JOINED_PARTS = 8  # of a decode row, that are added at once
+JOINED_PARTS = 8  # that are added at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 
 
@@ -130,7 +130,7 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
     num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
     parts = (work.part_ptr, work.lead, work.tiles if splits else None)
     form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries}
-    form["PARTS"] = triton.next_power_of_2(splits) if splits else JOINED_PARTS
+    form["PARTS"] = JOINED_PARTS
     operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
     join_kernel[(num_queries * heads,)](
         *operands,
