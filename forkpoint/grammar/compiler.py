@@ -12,7 +12,7 @@ from typing import Any
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.masks import TokenGrammar, TokenRules, bad_word_ids
-from forkpoint.grammar.source import Description, limits, refusal, slow_name
+from forkpoint.grammar.source import Description, slow_name
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Grammar
 
@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._llguidance: Any = None  # its LLTokenizer
-        self._grammar = lru_cache(MAX_KEPT_GRAMMARS)(Description.tried)
+        self._grammar = lru_cache(MAX_KEPT_GRAMMARS)(Description.grammar)
         self._matchers: dict[Description, _Kept] = {}  # the oldest first
 
     def prepare(self) -> None:
@@ -129,7 +129,7 @@ class GrammarCompiler:
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile it once. Raises InvalidParamsError; the process may end of it."""
         if self._tokenizer is not None:
-            self._description(wanted).tried()
+            self._description(wanted).check()
 
     def _description(self, wanted: StructuredOutputsParams) -> Description:
         assert self._tokenizer is not None
@@ -142,7 +142,7 @@ class GrammarCompiler:
         with self._lock:
             kept = self._matchers.get(description)
         if kept is None:
-            kept = _Kept(self._new_matcher(description, self._grammar(description)))
+            kept = _Kept(description.matcher(self._loaded(), self._grammar(description)))
         with self._lock:
             kept.num_copies += 1
             self._matchers[description] = kept
@@ -151,14 +151,6 @@ class GrammarCompiler:
             while len(self._matchers) > MAX_KEPT_MATCHERS:
                 del self._matchers[next(iter(self._matchers))]
             return kept.matcher.deep_copy()
-
-    def _new_matcher(self, description: Description, grammar: str) -> Any:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._loaded(), grammar, log_level=0, limits=limits())
-        if matcher.is_error():
-            raise refusal(description.name, matcher.get_error())
-        return matcher
 
     def _loaded(self) -> Any:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
 from typing import Any
 
 from forkpoint.grammar.patterns import plain_classes
@@ -100,15 +101,12 @@ class _Writer:
         if not isinstance(node, gbnf.SequenceNode):
             return str(node)
         parts: list[str] = []
-        regular: list[str] = []
-        for part in node.nodes:
-            if part.is_terminal():
-                regular.append(str(part) if part.is_atomic() else f"({part})")
-                continue
-            parts += [self._terminal(" ".join(regular))] if regular else []
-            regular = []
-            parts.append(self._written(part))
-        return " ".join(parts + ([self._terminal(" ".join(regular))] if regular else []))
+        for is_regular, nodes in groupby(node.nodes, lambda part: bool(part.is_terminal())):
+            if is_regular:
+                parts.append(self._terminal(" ".join(str(one) if one.is_atomic() else f"({one})" for one in nodes)))
+            else:
+                parts += map(self._written, nodes)
+        return " ".join(parts)
 
     def _terminal(self, text: str) -> str:
         return self._terminals.setdefault(text, f"T{len(self._terminals)}")

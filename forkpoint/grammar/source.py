@@ -62,30 +62,38 @@ class Description:
         except Exception as error:  # of whatever kind, it concerns this text alone
             raise refusal(self.name, str(error)) from error
 
-    def tried(self) -> str:
-        """The grammar, if llguidance takes all of it. Raises InvalidParamsError."""
+    def check(self) -> None:
+        """Compile it once, over single bytes. Raises InvalidParamsError."""
+        from llguidance import LLTokenizer
+
         trial = replace(self, special_ids=tuple((text, BYTES_SPECIAL_ID) for text, _ in self.special_ids))
-        complaint = complaint_of(trial.grammar())
+        self.matcher(LLTokenizer("byte"), trial.grammar())
+
+    def matcher(self, tokenizer: Any, grammar: str) -> Any:
+        """An llguidance.LLMatcher of its `grammar` that has followed nothing.
+
+        Raises InvalidParamsError where llguidance does not take all of it."""
+        matcher, complaint = _compiled(tokenizer, grammar)
         if complaint and self.name == "json":
-            located(enforceable(self.text, compact=self.compact), complaint_of_schema)
+            located(enforceable(self.text, compact=self.compact), _complaint_of_schema)
         if complaint:
             raise refusal(self.name, complaint)
-        return self.grammar()
+        return matcher
 
 
-def complaint_of(grammar: str) -> str:
-    """What llguidance says against a grammar over single bytes, warnings included; empty for nothing."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
-    return str(matcher.get_error()) or "; ".join(matcher.get_grammar_warnings())
-
-
-def complaint_of_schema(schema: str) -> str:
+def _compiled(tokenizer: Any, grammar: str) -> tuple[Any, str]:
+    """A matcher, and what llguidance says against the grammar, warnings included; empty for nothing."""
     from llguidance import LLMatcher
 
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    return matcher, str(matcher.get_error()) or "; ".join(matcher.get_grammar_warnings())
+
+
+def _complaint_of_schema(schema: str) -> str:
+    from llguidance import LLMatcher, LLTokenizer
+
     try:
-        return complaint_of(LLMatcher.grammar_from_json_schema(schema))
+        return _compiled(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))[1]
     except ValueError as error:  # a text that is none, for half of a surrogate pair
         return str(error)
 

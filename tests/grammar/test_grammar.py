@@ -191,7 +191,7 @@ def test_an_accepted_end_makes_the_output_whole() -> None:
 
 
 def test_what_takes_the_matcher_too_much_ends_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkpoint.grammar.compiler.limits", lambda: LLParserLimits(max_lexer_states=200))
+    monkeypatch.setattr("forkpoint.grammar.source.limits", lambda: LLParserLimits(max_lexer_states=200))
     setup = Setup(byte_level())
     for _ in range(2):  # what one output used up is not missing for the next
         grammar = setup.start(regex="(.|\n)*[a-m](.|\n){12}")
