@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -115,10 +115,9 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
             f"{case.memory_bytes} bytes hold none of them; give more memory"
         )
     waits = np.asarray([record.ttft_s for record in served])
-    lost: dict[str, int] = {}
+    lost = Counter[str]()
     for counters in result.counters:
-        for reason, tokens in counters.lost_tokens.items():
-            lost[reason] = lost.get(reason, 0) + tokens
+        lost.update(counters.lost_tokens)
     outputs = sum(record.request.num_output_tokens for record in served)
     prompts = sum(record.request.num_prompt_tokens for record in result.records)
     return CaseResult(
@@ -139,7 +138,7 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
         elapsed_s=result.elapsed_s,
         busy_s=result.busy_s,
         num_steps=result.num_steps,
-        lost_tokens=lost,
+        lost_tokens=dict(lost),
         **{name: sum(getattr(counters, name) for counters in result.counters) for name in SUMMED},
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -83,14 +82,11 @@ class EngineSystem:
             return None
         for added in plan.added:
             self._row_ids[added.row] = added.request_id
-        load = load_of(plan, self.options.layout)
-        self._count(load)
-        return load
-
-    def _count(self, load: StepLoad) -> None:
         layout, counters = self.options.layout, self._counters
+        load = load_of(plan, layout)
         counters.kv_written_bytes += load.num_tokens * layout.block_bytes // layout.block_size
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
+        return load
 
     def finish(self, now_s: float) -> StepNews:
         """The planned step has ended: its rows get their tokens from the trace."""
@@ -99,8 +95,7 @@ class EngineSystem:
         assert plan is not None
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
         first = [self._row_ids[row] for row in prefills.tolist()]
-        counts = self._confirm(plan)
-        tokens = self._sample(plan.sampled_rows, counts)
+        tokens, counts = self._sample(plan)
         updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
         finished = [update.request.id for update in updates if update.finish_reason is not None]
         requests = self._requests
@@ -109,22 +104,17 @@ class EngineSystem:
             tuple(finished),
         )
 
-    def _confirm(self, plan: StepPlan) -> IntArray | None:
-        """How many tokens each sampled row gets; None: one each."""
+    def _sample(self, plan: StepPlan) -> tuple[IntArray, IntArray | None]:
+        """The next tokens of the sampled rows, row after row, and how many each gets; None: one each."""
         num_drafts, drafter = plan.rows.num_drafts[plan.rows.samples], self.options.drafter
-        if drafter is None or not num_drafts.any():
-            return None
-        pairs = zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True)
-        return np.asarray([1 + (drafter.accept(self._row_ids[row], n) if n else 0) for row, n in pairs], np.int32)
-
-    def _sample(self, rows: IntArray, counts: IntArray | None) -> IntArray:
-        """The next token of each row, or, one row's after the other's, the next `counts[i]` of row `i`."""
         tokens: list[int] = []
-        for row, count in zip(rows.tolist(), repeat(1) if counts is None else counts.tolist(), strict=False):
+        counts: list[int] = []
+        for row, drafts in zip(plan.sampled_rows.tolist(), num_drafts.tolist(), strict=True):
             name = self._row_ids[row]
+            counts.append(1 + (drafter.accept(name, drafts) if drafter is not None and drafts else 0))
             done = len(self._requests[name].output_token_ids)
-            tokens += self._outputs[name][done : done + count]
-        return np.asarray(tokens, np.int32)
+            tokens += self._outputs[name][done : done + counts[-1]]
+        return np.asarray(tokens, np.int32), np.asarray(counts, np.int32) if num_drafts.any() else None
 
     def cache_report(self, request_id: str) -> CacheReport:
         """What the cache did for a request that ended."""

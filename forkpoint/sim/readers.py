@@ -6,12 +6,14 @@ import csv
 import json
 import random
 import tarfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from forkpoint.errors import TraceError
 from forkpoint.sim.tokens import TokenMint, TokenSpans
@@ -68,9 +70,13 @@ def read_mooncake(path: Path, limit: int | None = None) -> Trace:
     turn but the last one. A prompt that ends sharing just there is taken to continue that turn: it repeats the
     rest of that prompt too, and its output where the length allows.
     """
-    with path.open(encoding="utf-8") as lines:
-        records = [json.loads(line) for line in islice(lines, limit)]
+    records = list(_lines(path, limit))
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
+
+
+def _lines(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        yield from map(json.loads, islice(lines, limit))
 
 
 class _MooncakeTokens:
@@ -131,7 +137,7 @@ def read_claude_code(path: Path, limit: int | None = None) -> Trace:
     for number, conversation in enumerate(islice(_conversations(path), limit)):
         declared = conversation.get("tool_tokens", 0), conversation.get("system_tokens", 0)
         breakpoints = tuple(sorted({declared[0], sum(declared)} - {0}))
-        blocks: dict[int, TokenSpans] = {}
+        blocks: dict[int, TokenSpans] = defaultdict(partial(mint.fresh, _CLAUDE_BLOCK))
         for suffix, records in _threads(conversation):
             session = f"{conversation['id']}-{number}{suffix}"
             begins = start + (records[0]["t"] if suffix else 0.0)
@@ -172,22 +178,18 @@ def _claude_requests(
     blocks: dict[int, TokenSpans],
     mint: TokenMint,
 ) -> list[TraceRequest]:
-    size = _CLAUDE_BLOCK
-    for record in records:
-        for block in record["hash_ids"]:
-            if block not in blocks:
-                blocks[block] = mint.fresh(size)
+    full_blocks = [[blocks[block] for block in record["hash_ids"]] for record in records]
     requests: list[TraceRequest] = []
     coming: TokenSpans | None = None  # the next prompt
     coming_ids: list[int] = []
     for index in range(len(records) - 1, -1, -1):
         record, ids = records[index], records[index]["hash_ids"]
         extends = coming is not None and coming_ids[: len(ids)] == ids
-        full, length = len(ids) * size, max(record["in"], 1)
+        full, length = len(ids) * _CLAUDE_BLOCK, max(record["in"], 1)
         wanted = length + max(1, record["out"])
         known = coming.part(full, wanted) if coming is not None and extends else TokenSpans()
         rest = TokenSpans.join([known, mint.fresh(wanted - full - known.num_tokens)])
-        prompt = TokenSpans.join([*(blocks[block] for block in ids), rest.part(0, length - full)])
+        prompt = TokenSpans.join([*full_blocks[index], rest.part(0, length - full)])
         requests.append(
             TraceRequest(
                 id=f"{session}-{index}",
@@ -209,39 +211,29 @@ def _claude_requests(
 def read_request_log(path: Path, limit: int | None = None) -> Trace:
     """The engine's own log (`--log-requests`): one JSON line a request, with block hashes or token ids."""
     mint, requests = TokenMint(), []
-    blocks: dict[str, TokenSpans] = {}
-    tokens: dict[int, TokenSpans] = {}
-    with path.open(encoding="utf-8") as lines:
-        for index, line in enumerate(islice(lines, limit)):
-            record = json.loads(line)
-            length = record["num_prompt_tokens"]
-            total = length + max(1, record["num_output_tokens"])
-            if "token_ids" in record:
-                everything = TokenSpans.join(_seen(tokens, token, 1, mint) for token in record["token_ids"])
-            else:
-                size = record["block_size"]
-                everything = TokenSpans.join(_seen(blocks, name, size, mint) for name in record["block_hashes"])
-            everything = TokenSpans.join([everything, mint.fresh(max(0, total - everything.num_tokens))])
-            requests.append(
-                TraceRequest(
-                    id=f"{index}-{record['request_id']}",
-                    session=record["request_id"],
-                    prompt=everything.part(0, length),
-                    output=everything.part(length, total),
-                    arrival_s=record["arrival_s"],
-                    breakpoints=tuple(record.get("breakpoints", ())),
-                    awaits_tool=record.get("awaits_tool", False),
-                )
+    seen: dict[str | int, TokenSpans] = {}  # by hash or token id
+    for index, record in enumerate(_lines(path, limit)):
+        length = record["num_prompt_tokens"]
+        total = length + max(1, record["num_output_tokens"])
+        names, size = record.get("token_ids"), 1
+        if names is None:
+            names, size = record["block_hashes"], record["block_size"]
+        for name in names:
+            if name not in seen:
+                seen[name] = mint.fresh(size)
+        known = TokenSpans.join(seen[name] for name in names)
+        everything = TokenSpans.join([known, mint.fresh(max(0, total - known.num_tokens))])
+        requests.append(
+            TraceRequest(
+                id=f"{index}-{record['request_id']}",
+                session=record["request_id"],
+                prompt=everything.part(0, length),
+                output=everything.part(length, total),
+                arrival_s=record["arrival_s"],
+                breakpoints=tuple(record.get("breakpoints", ())),
+                awaits_tool=record.get("awaits_tool", False),
             )
+        )
     requests.sort(key=lambda request: request.arrival_s)
     first = requests[0].arrival_s if requests else 0.0
     return Trace(path.stem, tuple(replace(r, arrival_s=r.arrival_s - first) for r in requests))
-
-
-Name = TypeVar("Name", int, str)
-
-
-def _seen(known: dict[Name, TokenSpans], name: Name, count: int, mint: TokenMint) -> TokenSpans:
-    if name not in known:
-        known[name] = mint.fresh(count)
-    return known[name]

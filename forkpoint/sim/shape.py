@@ -106,34 +106,30 @@ def _delta_net(k_heads: int, v_heads: int, dim: int = 128) -> LayerSpec:
     return (StateSpec((conv, matrix), DELTA_RULE_OPERATIONS * matrix.num_values),)
 
 
-_KV_9B: LayerSpec = (KVSpec.of(4, 256, 256, "bfloat16", takes_fp8=True),)
-_KV_35B: LayerSpec = (KVSpec.of(2, 256, 256, "bfloat16", takes_fp8=True),)
-_KV_KIMI: LayerSpec = (KVSpec((TensorSpec("latent", (1, 512 + 64), "bfloat16"),)),)
+def _qwen3_5(
+    name: str, num_layers: int, hidden_size: int, kv_heads: int, mlp_columns: int, **experts: int
+) -> ModelShape:
+    """Every fourth layer attends, with 16 heads of 256; `mlp_columns` are those of the dense matrices after it."""
+    attending, linear = num_layers // 4, num_layers - num_layers // 4
+    keys = KVSpec.of(kv_heads, 256, 256, "bfloat16", takes_fp8=True)
+    columns = num_layers * mlp_columns + attending * 256 * (3 * 16 + 2 * kv_heads) + linear * (8192 + 2 * 4096 + 2 * 32)
+    return ModelShape(
+        name=name,
+        layers=((keys,),) * attending + (_delta_net(16, 32),) * linear,
+        hidden_size=hidden_size,
+        num_weights=hidden_size * columns,
+        head_weights=248_320 * hidden_size,
+        flops_per_pair=attending * 4 * 16 * 256,
+        **experts,
+    )
 
-QWEN3_5_9B = ModelShape(
-    name="Qwen3.5-9B",
-    layers=(_KV_9B,) * 8 + (_delta_net(16, 32),) * 24,
-    hidden_size=4096,
-    num_weights=32 * 3 * 4096 * 12288 + 8 * 4096 * 256 * (3 * 16 + 2 * 4) + 24 * 4096 * (8192 + 2 * 4096 + 2 * 32),
-    head_weights=248_320 * 4096,
-    flops_per_pair=8 * 4 * 16 * 256,
-)
-QWEN3_5_35B = ModelShape(
-    name="Qwen3.5-35B-A3B",
-    layers=(_KV_35B,) * 10 + (_delta_net(16, 32),) * 30,
-    hidden_size=2048,
-    num_weights=40 * 2048 * (3 * 512 + 256)
-    + 10 * 2048 * 256 * (3 * 16 + 2 * 2)
-    + 30 * 2048 * (8192 + 2 * 4096 + 2 * 32),
-    head_weights=248_320 * 2048,
-    flops_per_pair=10 * 4 * 16 * 256,
-    num_expert_weights=40 * 256 * 3 * 2048 * 512,
-    num_experts=256,
-    top_k=8,
-)
+
+QWEN3_5_9B = _qwen3_5("Qwen3.5-9B", 32, 4096, 4, 3 * 12288)
+_EXPERTS = {"num_expert_weights": 40 * 256 * 3 * 2048 * 512, "num_experts": 256, "top_k": 8}
+QWEN3_5_35B = _qwen3_5("Qwen3.5-35B-A3B", 40, 2048, 2, 3 * 512 + 256, **_EXPERTS)
 KIMI_LINEAR = ModelShape(
     name="Kimi-Linear-48B-A3B",
-    layers=(_KV_KIMI,) * 7 + (_delta_net(32, 32),) * 20,
+    layers=((KVSpec((TensorSpec("latent", (1, 512 + 64), "bfloat16"),)),),) * 7 + (_delta_net(32, 32),) * 20,
     hidden_size=2304,
     num_weights=3 * 2304 * 9216  # the first layer is dense
     + 26 * 2304 * (3 * 1024 + 256)

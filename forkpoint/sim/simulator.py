@@ -21,7 +21,6 @@ class RequestRecord:
     request: TraceRequest
     arrival_s: float
     replica: int
-    refused: bool = False
     first_token_s: float | None = None
     finished_s: float | None = None
     cache: CacheReport = field(default_factory=CacheReport)
@@ -91,10 +90,8 @@ class Simulator:
 
     def _admit(self, now: float, request: TraceRequest) -> None:
         replica = self._router.choose(request, self._replicas)
-        record = RequestRecord(request, now, replica)
-        self._records[request.id] = record
+        self._records[request.id] = RequestRecord(request, now, replica)
         if not self._replicas[replica].add(request):
-            record.refused = True
             self._follow_up(now, request)
         if not self._more_arrive(now):
             self._wake_all(now)
