@@ -51,33 +51,26 @@ class TokenRecords:
         assert self._grid % interval == 0, "a checkpoint must be whole"
         self.interval, self._specs = interval, arena.layout.layers
         self.drafts = most_tokens > 1  # whether rows may have some
-        made = [list(_records(layer, most_tokens, interval)) for layer in self._specs]
-        self.layers: tuple[LayerCache, ...] = tuple(
-            {
-                **cache,
-                **{
+        spaced, layers = interval > 1, list[LayerCache]()
+        self._pending_states = list[tuple[str | None, Tensor, list[Tensor]]]()
+        self._spaced_states = list[tuple[Tensor, list[Tensor]]]()
+        for number, (cache, layer) in enumerate(zip(arena.layers, self._specs, strict=True)):
+            records: dict[str, Tensor] = {}
+            for tensor in _tensors(layer):
+                own = {
                     record.name: torch.zeros(
                         (lines * num_rows, length, *record.shape), dtype=DTYPES[record.dtype], device=platform.device
                     )
-                    for _, record, lines, length in own
-                },
-            }
-            for cache, own in zip(arena.layers, made, strict=True)
-        )
-        states = [
-            (layer, tensor, cache, [cache[record.name] for spec, record, *_ in own if spec is tensor])
-            for layer, (cache, own) in enumerate(zip(self.layers, made, strict=True))
-            for tensor in dict.fromkeys(spec for spec, *_ in own)
-        ]
-        spaced = interval > 1
-        self._pending_states = [
-            (spec.fold, cache[spec.name], [*records, *constants.get((layer, spec.name), ())])
-            for layer, spec, cache, records in states
-            if not (spaced and spec.spaced)
-        ]
-        self._spaced_states = [
-            (cache[spec.name], records) for _, spec, cache, records in states if spaced and spec.spaced
-        ]
+                    for record, lines, length in _records(tensor, most_tokens, interval)
+                }
+                records |= own
+                if own and spaced and tensor.spaced:
+                    self._spaced_states.append((cache[tensor.name], list(own.values())))
+                elif own:
+                    behind = [*own.values(), *constants.get((number, tensor.name), ())]
+                    self._pending_states.append((tensor.fold, cache[tensor.name], behind))
+            layers.append({**cache, **records})
+        self.layers = tuple(layers)
         self._pending = np.zeros(num_rows, np.int32)
         # That the row's next step reads, and what takes it to the one that is written.
         self._line, self._turn = np.arange(num_rows, dtype=np.int32), 0
@@ -221,21 +214,21 @@ class TokenRecords:
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:
     """What the lines of so many rows take."""
-    records = (each for layer in layout.layers for each in _records(layer, most_tokens, interval))
-    return num_rows * sum(lines * length * record.num_bytes() for _, record, lines, length in records)
+    tensors = (tensor for layer in layout.layers for tensor in _tensors(layer))
+    records = (each for tensor in tensors for each in _records(tensor, most_tokens, interval))
+    return num_rows * sum(lines * length * record.num_bytes() for record, lines, length in records)
 
 
-def _records(layer: LayerSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, TensorSpec, int, int]]:
-    """(tensor, a record of its tokens, lines of each row, tokens of each line)."""
-    for tensor in _tensors(layer):
-        if interval > 1 and tensor.spaced:
-            for i, record in enumerate(tensor.spaced):
-                # Updates that a step folds and writes over are read and written by the same program; the others are
-                # read by many.
-                yield tensor, record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
-        elif most_tokens > 1:
-            for record in tensor.records:
-                yield tensor, record, 2 if interval == 1 and not record.single else 1, most_tokens
+def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, int, int]]:
+    """(a record of the tensor's tokens, lines of each row, tokens of each line)."""
+    if interval > 1 and tensor.spaced:
+        for i, record in enumerate(tensor.spaced):
+            # Updates that a step folds and writes over are read and written by the same program; the others are read by
+            # many.
+            yield record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
+    elif most_tokens > 1:
+        for record in tensor.records:
+            yield record, 2 if interval == 1 and not record.single else 1, most_tokens
 
 
 def _tensors(layer: LayerSpec) -> list[TensorSpec]:
