@@ -11,14 +11,14 @@ import torch
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
-from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits
+from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.staging import upload_all
-from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places, rows_to_draft
-from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, StepPlan
+from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class DraftGraphs:
         """Make the drafts that the plan leaves to the runner. Waits for them, and puts them in the plan, only if they
         must be known on the host, or are there."""
         rows = plan.rows
-        chosen, first = rows_to_draft(rows)
+        first = running_total(rows.num_tokens)[:-1]
+        to_draft = rows.tokens.take(first + 1, mode="clip") == TO_DRAFT
+        chosen = np.flatnonzero((rows.num_drafts > 0) & to_draft)
         if not len(chosen):
             return plan
         columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, self._records.late(rows))

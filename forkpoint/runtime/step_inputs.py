@@ -25,6 +25,7 @@ from forkpoint.ops.metadata import (
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
+from forkpoint.runtime.windows import sampled_tokens
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -235,22 +236,6 @@ class StepBuilder:
             arrays["part_ptr"] = _padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
             arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
         return arrays
-
-
-def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
-    """Which of a plan's tokens are sampled behind: each sampled row's last, and those before its drafts."""
-    last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
-    counts = 1 + rows.num_drafts[rows.samples]
-    if len(last) == int(counts.sum()):
-        return last
-    return np.repeat(last + 1 - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
-
-
-def rows_to_draft(rows: StepRows) -> tuple[npt.NDArray[np.int64], IntArray]:
-    """Which rows leave their drafts to the runner, and the first token of every row."""
-    first = running_total(rows.num_tokens)[:-1]
-    second = np.minimum(first + 1, len(rows.tokens) - 1)
-    return np.flatnonzero((rows.num_drafts > 0) & (rows.tokens[second] == TO_DRAFT)), first
 
 
 def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:

@@ -31,17 +31,13 @@ class Windows:
         """Of a plan's sampled rows."""
         sizes = 1 + rows.num_drafts[rows.samples]
         ends = np.cumsum(sizes, dtype=np.int32)
-        last = np.cumsum(rows.num_tokens, dtype=np.int32)[rows.samples]  # end of each row's tokens
-        drafts = np.full(int(ends[-1]), NO_DRAFT, np.int32)
-        after = np.repeat(last - ends, sizes) + np.arange(1, len(drafts) + 1)  # the token behind each position
-        inside = np.ones(len(drafts), np.bool_)
-        inside[ends - 1] = False
-        drafts[inside] = rows.tokens[after[inside]]
+        drafts = rows.tokens.take(sampled_tokens(rows) + 1, mode="clip")
+        drafts[ends - 1] = NO_DRAFT
         return cls(sizes, ends - sizes, drafts)
 
-    def spread(self, values: IntArray) -> IntArray:
+    def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
         """A value of each row, one more for each of its positions after the first: so do outputs count on."""
-        return np.repeat(values - self.starts, self.sizes) + np.arange(len(self.drafts), dtype=np.int32)
+        return _ranges(values, self.sizes)
 
     def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
         """From the ids sampled at all positions `[P]`, and the drafts and starts on their device, int64: how many
@@ -59,11 +55,22 @@ class Windows:
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
         """The positions that count, where so many of each row do."""
-        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(self.starts, counts) + offsets
+        return _ranges(self.starts, counts)
 
     def ahead(self, positions: list[int]) -> npt.NDArray[np.int64]:
         """For those positions the drafts before them in their rows `[2, N]`: index into `positions`, id."""
         first = np.repeat(self.starts, self.sizes)
         pairs = [(i, self.drafts[p]) for i, at in enumerate(positions) for p in range(first[at], at)]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T.copy()
+
+
+def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
+    """Which of a plan's tokens are sampled behind: each sampled row's last, and those before its drafts."""
+    last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
+    counts = 1 + rows.num_drafts[rows.samples]
+    return last if len(last) == int(counts.sum()) else _ranges(last + 1 - counts, counts)
+
+
+def _ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
+    """`[starts[i], starts[i] + counts[i])`, one behind the other."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
