@@ -16,8 +16,8 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.staging import upload_all
-from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors, draft_places
+from forkpoint.runtime.staging import Arrays, Tensors, upload_all
+from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from forkpoint.platforms.platform import Platform
-from forkpoint.runtime.staging import InputRegion, layout_of
-from forkpoint.runtime.step_inputs import Arrays, StepShape, Tensors
+from forkpoint.runtime.staging import Arrays, InputRegion, Tensors, layout_of
+from forkpoint.runtime.step_inputs import StepShape
 
 Shape = TypeVar("Shape")
 Outputs = TypeVar("Outputs")

@@ -18,7 +18,8 @@ from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
-from forkpoint.sched.plan import NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
+from forkpoint.runtime.staging import Arrays, padded
+from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
 NOWHERE = -1  # where the last step of a row started that it did not decode
 
@@ -88,40 +89,52 @@ class TokenRecords:
         rows = plan.rows
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
-    def columns(self, plan: StepPlan) -> tuple[IntArray, ...]:
-        """What the decode rows of a step fold, compute and leave, in the order of VerifyIndex."""
-        rows, count = plan.rows, plan.num_decodes
-        row, read, write = rows.row[:count], rows.read_slot[:count], rows.write_slot[:count]
+    def arrays(self, plan: StepPlan, count: int) -> Arrays:
+        """The fields of VerifyIndex: what the decode rows of a step, padded to `count`, fold, compute and leave."""
+        row = plan.rows.row[: plan.num_decodes]
         pending, line = self._pending[row], self._line[row]
-        return (
-            read, write, running_total(rows.num_tokens[:count]), pending, *self._marks(plan, pending),
-            line, line ^ self._turn, row,
-        )  # fmt: skip
+        return {
+            **self._slots(plan, pending, "verify", count),
+            "verify_pending": padded(pending, count, 0),
+            "verify_read": padded(line, count, 0),
+            "verify_write": padded(line ^ self._turn, count, 0),
+            "verify_line": padded(row, count, 0),
+        }
 
-    def spaced_columns(self, plan: StepPlan) -> tuple[IntArray, ...]:
-        """The same in the order of RecordIndex; none where every state is written."""
+    def spaced_arrays(self, plan: StepPlan, count: int) -> Arrays:
+        """The same of RecordIndex; none where every state is written."""
         if not self._spaced_states:
-            return ()
-        rows, count = plan.rows, plan.num_decodes
-        row, read, write = rows.row[:count], rows.read_slot[:count], rows.write_slot[:count]
-        written = self._written(row, rows.start[:count])
-        held = rows.start[:count] - written
-        return read, write, running_total(rows.num_tokens[:count]), row, written, held, *self._marks(plan, held)
+            return {}
+        row, start = plan.rows.row[: plan.num_decodes], plan.rows.start[: plan.num_decodes]
+        written = self._written(row, start)
+        return {
+            **self._slots(plan, start - written, "record", count),
+            "record_line": padded(row, count, NO_ROW),
+            "record_written": padded(written, count, 0),
+            "record_held": padded(start - written, count, 0),
+        }
 
-    def _marks(self, plan: StepPlan, behind: IntArray) -> tuple[IntArray, IntArray]:
-        """After how many of the tokens that rows are behind by a state goes elsewhere too, and where."""
-        rows, count = plan.rows, plan.num_decodes
-        read, start = rows.read_slot[:count], rows.start[:count]
+    def _slots(self, plan: StepPlan, behind: IntArray, kind: str, count: int) -> Arrays:
+        """What both have: where states come from and go, and the rows' tokens. Rows are `behind` by so many: after how
+        many of those a state goes elsewhere too, and where."""
+        rows, decodes = plan.rows, plan.num_decodes
+        read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
         # A row that turns to another slot leaves a checkpoint behind, which has to be whole.
-        turns = (behind > 0) & (read != rows.write_slot[:count]) & (start % self.interval == 0)
+        turns = (behind > 0) & (read != write) & (start % self.interval == 0)
         mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
-        saves = np.diff(rows.save_ptr[: count + 1])
+        saves = np.diff(rows.save_ptr[: decodes + 1])
         assert saves.max(initial=0) <= 1, "the tokens of a step pass one boundary at most"
         at, num_saves = np.flatnonzero(saves), int(saves.sum())
         mark[at] = rows.save_positions[:num_saves] - (start - behind)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
         mark[mark > behind] = 0  # in reach of the last step, which did not come so far
-        return mark, mark_slot
+        return {
+            f"{kind}_src": padded(read, count, NO_SLOT),
+            f"{kind}_dst": padded(write, count, NO_SLOT),
+            f"{kind}_cu_tokens": running_total(padded(rows.num_tokens[:decodes], count, 0)),
+            f"{kind}_mark": padded(mark, count, 0),
+            f"{kind}_mark_dst": padded(mark_slot, count, NO_SLOT),
+        }
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:
         """Tokens of the states in the rows' slots; a row that was not decoded before has a whole one."""

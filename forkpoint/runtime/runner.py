@@ -29,9 +29,9 @@ from forkpoint.runtime.pending import NOT_FINITE, FailedStep, RunningStep, Verif
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
-from forkpoint.runtime.staging import upload_all
+from forkpoint.runtime.staging import Tensors, upload_all
 from forkpoint.runtime.state_operators import StateOperators
-from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape, Tensors
+from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepResult, StepRows
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from forkpoint.platforms.platform import Mark, Platform
-from forkpoint.runtime.step_inputs import Arrays, Tensors
+
+Arrays = dict[str, npt.NDArray[Any]]
+Tensors = dict[str, Tensor]
 
 _ALIGN = 16  # bytes
 _NUM_STAGED = 3  # steps whose inputs may still wait to be copied: two in flight and the one being made
@@ -54,6 +58,15 @@ class InputRegion:
     def tensors(self, fields: Sequence[Field]) -> Tensors:
         """Views of the region, which show what was filled in last."""
         return _views(self._device, fields)
+
+
+def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
+    """`[count, ...]`: the values, and `fill` behind them."""
+    if len(values) == count:
+        return np.ascontiguousarray(values)
+    out = np.full((count, *values.shape[1:]), fill, values.dtype)
+    out[: len(values)] = values
+    return out
 
 
 def layout_of(arrays: Arrays) -> tuple[Field, ...]:

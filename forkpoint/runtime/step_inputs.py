@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.ops.metadata import (
@@ -24,26 +21,13 @@ from forkpoint.ops.metadata import (
 )
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
+from forkpoint.runtime.staging import Arrays, Tensors, padded
 from forkpoint.runtime.state_operators import KINDS, StateOperators
 from forkpoint.runtime.windows import sampled_tokens
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
-Arrays = dict[str, npt.NDArray[Any]]
-Tensors = dict[str, Tensor]
-HostLens = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # of queries, of keys of all rows, decodes first; empty where only the device knows
-
-# What padded rows have in the fields of VerifyIndex.
-_VERIFY: Final[Mapping[str, int | None]] = MappingProxyType({
-    "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "pending": 0, "mark": 0, "mark_dst": NO_SLOT, "read": 0,
-    "write": 0, "line": 0,
-})  # fmt: skip
-# And in those of RecordIndex.
-_RECORD: Final[Mapping[str, int | None]] = MappingProxyType({
-    "src": NO_SLOT, "dst": NO_SLOT, "cu_tokens": None, "line": NO_ROW, "written": 0, "held": 0, "mark": 0,
-    "mark_dst": NO_SLOT,
-})  # fmt: skip
+# Lengths of queries and of keys of all rows, decodes first; empty where only the device knows.
+HostLens = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +104,19 @@ class StepBuilder:
             "token_ids": _spread(rows.tokens.astype(np.int64), num_tokens, decodes, gap, 0),
             "positions": _spread(positions, num_tokens, decodes, gap, 0),
             "slot_mapping": _spread(slots, num_tokens, decodes, gap, NO_SLOT),
-            "token_rows": _padded(table_rows[:decodes].astype(np.int64), shape.num_decodes, self._table.num_rows),
-            "sampled": _padded(last + gap * (last >= decodes), num_samples, 0),
-            "sampled_rows": _padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
+            "token_rows": padded(table_rows[:decodes].astype(np.int64), shape.num_decodes, self._table.num_rows),
+            "sampled": padded(last + gap * (last >= decodes), num_samples, 0),
+            "sampled_rows": padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
         }
         arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
         if self._records is not None:
-            count = shape.num_verified or shape.num_decodes
-            arrays |= _columns("record", _RECORD, self._records.spaced_columns(plan), count)
+            arrays |= self._records.spaced_arrays(plan, shape.num_verified or shape.num_decodes)
         if self._records is not None and shape.num_verified:
-            arrays |= _columns("verify", _VERIFY, self._records.columns(plan), shape.num_verified)
+            arrays |= self._records.arrays(plan, shape.num_verified)
             if self._splits is not None:
                 late, spare = self._records.late(rows)[: plan.num_decodes].astype(np.int64), self._table.num_rows
-                arrays["verify_late"] = _padded(late, shape.num_verified, spare)
-                arrays["late"] = _padded(np.repeat(late, lens[: plan.num_decodes]), shape.num_decodes, spare)
+                arrays["verify_late"] = padded(late, shape.num_verified, spare)
+                arrays["late"] = padded(np.repeat(late, lens[: plan.num_decodes]), shape.num_decodes, spare)
             if self._most_drafts:
                 at, row, number = draft_places(plan)
                 arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
@@ -156,9 +139,9 @@ class StepBuilder:
         if "late" in t:
             self._catch_up(t)
         if shape.num_verified:
-            verify = VerifyIndex(*(t[f"verify_{name}"] for name in _VERIFY))
+            verify = VerifyIndex(*(t[f"verify_{name}"] for name in VerifyIndex.__slots__))
         if self._records is not None and "record_line" in t:
-            record = RecordIndex(self._records.interval, *(t[f"record_{name}"] for name in _RECORD))
+            record = RecordIndex(self._records.interval, *(t[f"record_{name}"] for name in RecordIndex.__slots__[1:]))
         attention = AttentionIndex(
             shape.num_decodes,
             t["cu_queries"],
@@ -195,21 +178,21 @@ class StepBuilder:
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
         capacity = _most_tiles(shape) if recorded else len(saved)
         arrays: Arrays = {
-            "cu_seqlens": running_total(_padded(lens, count, 0)),
-            "decode_src": _padded(rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
-            "decode_dst": _padded(rows.write_slot[:decodes], shape.num_decodes, NO_SLOT),
-            "prefill_src": _padded(rows.read_slot[decodes:], count, NO_SLOT),
-            "prefill_dst": _padded(rows.write_slot[decodes:], count, NO_SLOT),
-            "save_ptr": _padded(pointers, count + 1, len(saved)),
-            "save_pos": _padded(saved, capacity, 0),
-            "save_dst": _padded(rows.save_slots[first:], capacity, NO_SLOT),
+            "cu_seqlens": running_total(padded(lens, count, 0)),
+            "decode_src": padded(rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
+            "decode_dst": padded(rows.write_slot[:decodes], shape.num_decodes, NO_SLOT),
+            "prefill_src": padded(rows.read_slot[decodes:], count, NO_SLOT),
+            "prefill_dst": padded(rows.write_slot[decodes:], count, NO_SLOT),
+            "save_ptr": padded(pointers, count + 1, len(saved)),
+            "save_pos": padded(saved, capacity, 0),
+            "save_dst": padded(rows.save_slots[first:], capacity, NO_SLOT),
         }
         for kind in KINDS if self._copies else ():
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
             arrays[f"{kind}_placed"] = np.where(dst >= 0, dst, src)
         if self._splits is not None:
             tiles = tile_table(lens)
-            arrays["segment_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
+            arrays["segment_tiles"] = padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
         return arrays
 
     def _attention(
@@ -219,7 +202,7 @@ class StepBuilder:
         token of the former, then of the latter."""
         num_decodes = int(decoding.sum())
         gap = shape.num_decodes - num_decodes
-        queries = np.concatenate([np.ones(shape.num_decodes, np.int32), _padded(lens, shape.num_segments, 0)])
+        queries = np.concatenate([np.ones(shape.num_decodes, np.int32), padded(lens, shape.num_segments, 0)])
         arrays: Arrays = {
             "cu_queries": running_total(queries),
             "kv_lens": _spread(kv_lens, shape.num_rows, num_decodes, gap, 0),
@@ -227,13 +210,13 @@ class StepBuilder:
         }
         if self._splits is not None:
             tiles = tile_table(lens, shape.num_decodes)
-            arrays["query_tiles"] = _padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
+            arrays["query_tiles"] = padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
             if self._folded > 1 and shape.num_verified:
                 parts, pointers, lead = self._splits.folded_table(kv_lens[:num_decodes], decoding)
                 arrays["lead"] = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
             else:
                 parts, pointers = self._splits.table(kv_lens[:num_decodes])
-            arrays["part_ptr"] = _padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
+            arrays["part_ptr"] = padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
             arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
         return arrays
 
@@ -246,28 +229,9 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
     return at, plan.rows.row[owner], (at - offsets[owner] - 1).astype(np.int32)
 
 
-def _columns(kind: str, fills: Mapping[str, int | None], columns: Sequence[IntArray], count: int) -> Arrays:
-    """The columns of an index, if there are any, padded to `count` rows."""
-    arrays: Arrays = {}
-    for (name, fill), column in zip(fills.items(), columns, strict=False):
-        if fill is None:  # where each row's tokens begin, and the last's end
-            arrays[f"{kind}_{name}"] = _padded(column.astype(np.int32), count + 1, int(column[-1]))
-        else:
-            arrays[f"{kind}_{name}"] = _padded(column.astype(np.int32), count, fill)
-    return arrays
-
-
 def _most_tiles(shape: StepShape) -> int:
     """Tiles that the segments of such a step can have, and states that they can save."""
     return shape.num_prefill_tokens // TILE + shape.num_segments
-
-
-def _padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
-    if len(values) == count:
-        return np.ascontiguousarray(values)
-    out = np.full((count, *values.shape[1:]), fill, values.dtype)
-    out[: len(values)] = values
-    return out
 
 
 def _spread(values: npt.NDArray[Any], count: int, num_decodes: int, gap: int, fill: int) -> npt.NDArray[Any]:
