@@ -20,7 +20,7 @@ TILE = 2048
 GROUP = 4  # tiles that a program reads at once
 FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
-STAGES = 1  # reads in flight
+STAGES = tl.constexpr(1)  # reads in flight
 WARPS = 8
 # A number of each row or tile, wherever it begins: else numbers of rows would each have kernels of their own.
 COLUMNS = ("temperature", "reach", "top_k", "top_p", "uniform", "tops", "masses")
@@ -74,9 +74,9 @@ def _load_tiles(line, tiles, vocab, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(line, tile, vocab, TILE: tl.constexpr):
-    """The same of one tile."""
-    at = tile * TILE + tl.arange(0, TILE)
+def _load(line, start, vocab, COUNT: tl.constexpr):
+    """The same of COUNT ids from `start` on."""
+    at = start + tl.arange(0, COUNT)
     x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     return at, x, at < vocab
 
@@ -95,7 +95,7 @@ def _gather_candidates(
     for first in range(0, num_hits, GROUP):
         entry = first + tl.arange(0, GROUP)
         if STRAIGHT:  # a tile at a time
-            flat_at, flat_x, there = _load_tile(line, tl.load(list_at + first), vocab, TILE)
+            flat_at, flat_x, there = _load(line, tl.load(list_at + first) * TILE, vocab, TILE)
             take = (there & (flat_x >= low)).to(tl.int32)
         else:
             at, x, inside = _load_tiles(line, tl.load(list_at + entry, mask=entry < num_hits, other=-1), vocab, TILE)
@@ -111,9 +111,8 @@ def _gather_candidates(
 
 @triton.jit
 def _row_boundary(
-    line, low, high, limit, top, scale, vocab,
-    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    line, low, high, limit, top, scale, vocab, COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The smallest key in (low, high] from which on fewer than `limit` logits of the row are left (COUNT), or behind
     which less than `limit` of their weight is. Each pass over the row leaves a quarter of the range."""
     while high - low > 1:
@@ -124,8 +123,7 @@ def _row_boundary(
         in_two = tl.zeros((BLOCK,), tl.float32)
         in_three = tl.zeros((BLOCK,), tl.float32)
         for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-            at = begin + tl.arange(0, BLOCK)
-            x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+            _, x, _ = _load(line, begin, vocab, BLOCK)
             key = _key(x, SHIFT)
             if COUNT:
                 in_one += tl.where(key >= one, 1.0, 0.0)
@@ -143,16 +141,13 @@ def _row_boundary(
 
 
 @triton.jit
-def _threshold(
-    line, floor_key, top_key, top, scale, k, p, whole, vocab,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _threshold(line, floor_key, top_key, top, scale, k, p, whole, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest key kept, from passes over a row, or over its candidates; `whole` is the weight that top_p shares
     out, or negative: that of what is left by then."""
     low = floor_key
     if k > 0:
         # Where fewer than k are left, `low` stays.
-        end = _row_boundary(line, low, top_key + 1, k.to(tl.float32), top, scale, vocab, True, SHIFT, BLOCK, STAGES)
+        end = _row_boundary(line, low, top_key + 1, k.to(tl.float32), top, scale, vocab, True, SHIFT, BLOCK)
         low = end - 1
     if p < 1.0:
         share = p * whole
@@ -160,11 +155,10 @@ def _threshold(
             mass = tl.zeros((BLOCK,), tl.float32)
             smallest = low.to(tl.int32)
             for begin in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-                at = begin + tl.arange(0, BLOCK)
-                x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+                _, x, _ = _load(line, begin, vocab, BLOCK)
                 mass += tl.where(_key(x, SHIFT) >= smallest, _weights(x, top, scale), 0.0)
             share = p * tl.sum(mass)
-        low = _row_boundary(line, low - 1, top_key, share, top, scale, vocab, False, SHIFT, BLOCK, STAGES)
+        low = _row_boundary(line, low - 1, top_key, share, top, scale, vocab, False, SHIFT, BLOCK)
     return low
 
 
@@ -187,7 +181,7 @@ def _choose_few(
             low_key = tl.max(_key(tl.full((1,), low, tl.float32), SHIFT)).to(tl.int64)
             top_key = tl.max(key).to(tl.int64)
             whole = tl.where(closed, -1.0, total)
-            smallest = _threshold(few_x, low_key, top_key, top, scale, k, p, whole, count, SHIFT, FEW, 1)
+            smallest = _threshold(few_x, low_key, top_key, top, scale, k, p, whole, count, SHIFT, FEW)
             kept = tl.where(key >= smallest, weight, 0.0)
             chosen = tl.load(few_id + _invert(kept, (share * tl.sum(kept)).to(tl.float32), at))
     return chosen
@@ -198,7 +192,7 @@ def _choose_kernel(
     logits, temperature, reach, top_k, top_p, uniform, tops, masses, lists, few_x, few_id, token_ids, finite,
     stride, vocab, num_tiles,
     SHIFT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, STRAIGHT: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
@@ -236,13 +230,11 @@ def _choose_kernel(
         # The first key whose logits are not below `floor`, which need not be a value of their dtype.
         floor_bits = tl.max(_key(tl.full((1,), floor, tl.float32), 0))
         floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT)
-        threshold = _threshold(
-            line, floor_key.to(tl.int64), top_key, top, scale, k, p, -1.0, vocab, SHIFT, BLOCK, STAGES
-        )  # fmt: skip
+        threshold = _threshold(line, floor_key.to(tl.int64), top_key, top, scale, k, p, -1.0, vocab, SHIFT, BLOCK)
         for first in tl.range(0, num_tiles, GROUP, num_stages=STAGES):
             tiles = first + tl.arange(0, GROUP)
             if STRAIGHT:
-                at, x, inside = _load_tile(line, first, vocab, TILE)
+                at, x, inside = _load(line, first * TILE, vocab, TILE)
             else:
                 at, x, inside = _load_tiles(line, tl.where(tiles < num_tiles, tiles, -1), vocab, TILE)
             kept = tl.where(inside & (_key(x, SHIFT) >= threshold.to(tl.int32)), _weights(x, top, scale), 0.0)
@@ -257,14 +249,12 @@ def _choose_kernel(
         target = share * tl.sum(exact)
         tile = _invert(exact, target, tile_at)
         rest = tl.maximum(target - tl.sum(tl.where(tile_at < tile, exact, 0.0)), 0.0).to(tl.float32)
-        at = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        weight = tl.where((_key(x, SHIFT) >= threshold) & (at < vocab), _weights(x, top, scale), 0.0)
+        _, x, inside = _load(line, tile * TILE, vocab, TILE)
+        weight = tl.where((_key(x, SHIFT) >= threshold) & inside, _weights(x, top, scale), 0.0)
         chosen = tile * TILE + _invert(weight, rest, tl.arange(0, TILE))
     if known & (degree == 0.0):
         tile = tl.min(tl.where(tile_top == top, tile_at, num_tiles - 1))
-        at = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        at, x, _ = _load(line, tile * TILE, vocab, TILE)
         chosen = tl.min(tl.where(x == top, at, vocab - 1))
     tl.store(finite + row, known)
     tl.store(token_ids + row, tl.minimum(tl.maximum(chosen, 0), vocab - 1).to(tl.int64))
@@ -295,6 +285,6 @@ def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tenso
         logits, c.temperature, c.reach, c.top_k, c.top_p, uniform, tops, masses, lists, few_x, few_id, token_ids,
         finite, stride, vocab, num_tiles,
         SHIFT=_DROPPED_BITS[logits.dtype], TILE=TILE, TILES=tiles, GROUP=1 if form["STRAIGHT"] else GROUP,
-        FEW=FEW, WIDE=WIDE, BLOCK=launch_table(device).sample_block, STAGES=STAGES, **form, num_warps=WARPS,
+        FEW=FEW, WIDE=WIDE, BLOCK=launch_table(device).sample_block, **form, num_warps=WARPS,
     )  # fmt: skip
     return token_ids, finite
