@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.ops.parameters import KVScales, QKNorm
 from forkpoint.ops.ranks import Ranks
+
+# Into queries, keys and values, and out, where they are not a layer's own.
+Products: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,13 @@ class AttentionConfig(PartConfig):
         cuts = {"q_proj": rows((self.num_heads, dim * (1 + self.gated))), "k_proj": keys, "v_proj": keys}
         return replace(self, num_heads=heads, num_kv_heads=kv_heads), cuts | inward("o_proj", hidden_size, ranks)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Of a token's queries, keys and values."""
+        return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+
     def num_weights(self, hidden_size: int) -> int:
-        return hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return hidden_size * (sum(self.sizes) + self.sizes[0])
 
     def flops_per_pair(self) -> int:
         return 4 * self.num_heads * self.head_dim
@@ -73,20 +81,13 @@ class Attention:
     """The attention of layer `layer`."""
 
     def __init__(
-        self,
-        build: Build,
-        name: str,
-        layer: int,
-        config: AttentionConfig,
-        products: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+        self, build: Build, name: str, layer: int, config: AttentionConfig, products: Products | None = None
     ) -> None:
-        """`products`: into queries, keys and values, and out, where they are not this layer's own."""
         self._build, self._layer, self._config = build, layer, config
-        self._q_size = config.num_heads * config.head_dim
-        self._kv_size = config.num_kv_heads * config.head_dim
+        self._q_size, self._kv_size, _ = config.sizes
         self._qkv, self._out = products or (self._read_qkv(name), self._read_out(name))
-        sizes = (self._q_size * build.ranks.size, self._kv_size * build.ranks.size)
-        normed = {"head": (config.head_dim,) * 2, "all": sizes, None: ()}[config.qk_norm]
+        sizes = [self._q_size * build.ranks.size, self._kv_size * build.ranks.size]
+        normed = {"head": [config.head_dim] * 2, "all": sizes, None: []}[config.qk_norm]
         parts = zip("qk", normed, strict=False)
         norms = [RMSNorm(build, f"{name}.{part}_norm", size, config.centred) for part, size in parts]
         per_head = config.qk_norm == "head"
@@ -101,26 +102,29 @@ class Attention:
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
         """Rows `[q | k | v]`, behind them the gate's; stored gates alternate with queries, head by head."""
         build, config, hidden = self._build, self._config, self._build.config.hidden_size
-        rows = {"q": self._q_size * (1 + config.gated), "k": self._kv_size, "v": self._kv_size}
-        order = None
+        rows, order = {"q": self._q_size * (1 + config.gated), "k": self._kv_size, "v": self._kv_size}, None
         if config.gated:
             heads = torch.arange(rows["q"]).view(config.num_heads, 2, config.head_dim)
             others = torch.arange(rows["q"], sum(rows.values()))
             order = torch.cat((heads[:, 0].flatten(), others, heads[:, 1].flatten()))
-        named = {f"{name}.{part}_proj": count for part, count in rows.items()}
-        return join_projections(build, named, hidden, config.bias, order)
+        return join_projections(build, name, rows, hidden, config.bias, order=order)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""
-        ops, config, cache, slots = self._build.ops, self._config, ctx.caches[self._layer], ctx.attention.slot_mapping
-        k_cache, v_cache, scales = cache["k"], cache["v"], KVScales.of(cache)
+        config, cache = self._config, ctx.caches[self._layer]
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)
         if self._norms:
             q, k = (norm.across(part, self._build.ranks) for norm, part in zip(self._norms, (q, k), strict=True))
-        q, k, v = (torch.unflatten(x, -1, (-1, config.head_dim)) for x in (q, k, v))
-        cos_sin, at = self._build.cos_sin, ctx.positions
-        q = ops.qk_norm_rope_write(q, k, v, self._head_norm, cos_sin, at, k_cache, v_cache, slots, scales)
-        own_gate = gate[0] if gate else None
-        out = ops.paged_attention(q, k_cache, v_cache, ctx.attention, self._scale, config.window, own_gate, scales)
+        q = self.write(q, k, v, ctx)
+        own_gate, attend = gate[0] if gate else None, self._build.ops.paged_attention
+        scales = KVScales.of(cache)
+        out = attend(q, cache["k"], cache["v"], ctx.attention, self._scale, config.window, own_gate, scales)
         return self._out(out.flatten(1))
+
+    def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """Stores keys and values `[T, heads * dim]`, and answers the queries `[T, heads, dim]` to ask for them."""
+        q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
+        build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention.slot_mapping
+        rotated = (self._head_norm, build.cos_sin, ctx.positions)
+        return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))

@@ -47,8 +47,8 @@ class KDAConfig(RecurrentConfig):
         heads, dim, inner, hidden = self.spec.num_v_heads, self.spec.value_dim, self.inner, build.config.hidden_size
         rows = {"b": heads, "f_a": dim, "g_a": dim} if self.narrow else {"b": heads, "f": inner, "g": inner}
         widths = list(rows.values())
-        mixed = join_projections(build, dict.fromkeys([f"{name}.{part}_proj" for part in "qkv"], inner), hidden)
-        gates = join_projections(build, {f"{name}.{part}_proj": count for part, count in rows.items()}, hidden)
+        mixed = join_projections(build, name, dict.fromkeys("qkv", inner), hidden)
+        gates = join_projections(build, name, rows, hidden)
         wide = [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if self.narrow else []
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
-from forkpoint.ops.linear.scaled import Matrix, multiplied, take_rows
+from forkpoint.ops.linear.scaled import Matrix, dense, multiplied, take_rows
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import Linear, OpTable
 from forkpoint.ops.unmade import Unmade
@@ -56,12 +56,22 @@ def read_projection(
 
 
 def join_projections(
-    build: Build, rows: Mapping[str, int], columns: int, bias: bool = False, order: Tensor | None = None
+    build: Build,
+    name: str,
+    rows: Mapping[str, int],
+    columns: int,
+    bias: bool = False,
+    scale: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Projection:
-    """The layers `name.weight` `[rows, columns]` in one, behind each other or in another order of rows."""
-    weight, shift = join_rows(build.weights, rows, columns), None
+    """The layers `name.PART_proj` `[rows[PART], columns]` in one: behind each other, rows times `scale[N]` fp32, and
+    then in another order."""
+    named = {f"{name}.{part}_proj": count for part, count in rows.items()}
+    weight, shift = join_rows(build.weights, named, columns), None
     if bias:
-        shift = torch.cat([build.weights.get(f"{name}.bias", (count,)) for name, count in rows.items()])
+        shift = torch.cat([build.weights.get(f"{each}.bias", (count,)) for each, count in named.items()])
+    if scale is not None:
+        weight, shift = multiplied(weight, scale[:, None]), None if shift is None else dense(multiplied(shift, scale))
     if order is not None:
         weight, shift = take_rows(weight, order), None if shift is None else shift[order]
     return Projection(build.ops, weight, shift)
@@ -163,13 +173,9 @@ class MLPConfig(PartConfig):
             only = read_projection(build, f"{name}.up_proj", size, hidden)
             return lambda x, ctx: down(relu_squared(only(x)))
         parts = {"gate_up": 2 * size} if self.fused else {"gate": size, "up": size}
-        gate_up = join_rows(build.weights, {f"{name}.{part}_proj": count for part, count in parts.items()}, hidden)
-        if self.gate_scale != 1.0:
-            scales = torch.ones(2 * size, 1)
-            scales[:size] = self.gate_scale
-            gate_up = multiplied(gate_up, scales)
-        packed = ops.prepare_linear(gate_up, None)
-        return lambda x, ctx: down(ops.linear_silu_mul(x, packed))
+        scale = None if self.gate_scale == 1.0 else torch.tensor([self.gate_scale, 1.0]).repeat_interleave(size)
+        gate_up = join_projections(build, name, parts, hidden, scale=scale).packed
+        return lambda x, ctx: down(ops.linear_silu_mul(x, gate_up))
 
     def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MLPConfig, Cuts]:
         inner = (self.intermediate_size, 1)

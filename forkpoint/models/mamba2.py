@@ -13,10 +13,9 @@ from torch import Tensor
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.cuts import Cuts, inward, rows, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.layers import Projection, RMSNorm, RowParallel
+from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.models.mamba import MambaModel
 from forkpoint.models.recurrence import Project, RecurrentConfig
-from forkpoint.ops.linear.scaled import multiplied, take_rows
 from forkpoint.ops.parameters import Recurrence
 from forkpoint.ops.ranks import Ranks
 
@@ -67,15 +66,10 @@ class Mamba2Config(RecurrentConfig):
         spec, inner, heads = self.spec, self.inner, self.spec.num_v_heads
         z, dt = torch.arange(inner), torch.arange(heads) + inner + spec.mixed_dim
         parts = [z, *self._xbc(inner), dt]
-        rows = inner + spec.mixed_dim + heads
-        scale = torch.cat([torch.full((len(part),), by) for part, by in zip(parts, self.scales, strict=True)])
-        order = torch.cat([*parts[3:0:-1], z, dt])
-        weight = build.weights.get_matrix(f"{name}.in_proj.weight", (rows, build.config.hidden_size))
-        bias = build.weights.get(f"{name}.in_proj.bias", (rows,)) if self.bias else None
+        order, rows, scale = torch.cat([*parts[3:0:-1], z, dt]), {"in": inner + spec.mixed_dim + heads}, None
         if any(by != 1.0 for by in self.scales):
-            weight = multiplied(weight, scale.unsqueeze(1))
-            bias = None if bias is None else (bias.float() * scale).to(bias.dtype)
-        product = Projection(build.ops, take_rows(weight, order), None if bias is None else bias[order])
+            scale = torch.cat([torch.full((len(part),), by) for part, by in zip(parts, self.scales, strict=True)])
+        product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order)
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
             mixed, z, dt = torch.split(product(x), [spec.mixed_dim, inner, heads], dim=-1)

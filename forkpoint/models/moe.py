@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,11 +144,11 @@ class SparseMLP:
         self._bias = None
         if moe.bias is not None:
             self._bias = source.get(f"{name}.{moe.bias}", (moe.num_experts,), fp32, DUMMY_BIAS)
-        self._down_up: list[Projection] = []
+        self._narrow: Callable[[Tensor], Tensor] = lambda x: x
+        self._widen = self._narrow
         if moe.latent_size:
-            shapes = [(moe.latent_size, hidden), (hidden, moe.latent_size)]
-            names = [f"{name}.{part}_latent_proj" for part in ("fc1", "fc2")]
-            self._down_up = [read_projection(build, part, *shape) for part, shape in zip(names, shapes, strict=True)]
+            self._narrow = read_projection(build, f"{name}.fc1_latent_proj", moe.latent_size, hidden)
+            self._widen = read_projection(build, f"{name}.fc2_latent_proj", hidden, moe.latent_size)
         self._into = ("gate", "up") if moe.gated else ("up",)  # of an expert's matrices
         self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
@@ -214,10 +215,7 @@ class SparseMLP:
         """`x[T, H] -> [T, H]`, whatever the context."""
         scores = (self._router.wide(x) if self._is_wide else self._router(x))[:, : self._num_scores]
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
-        if not self._down_up:
-            return self._all_ranks(self._apply(x, self._experts, weights, ids))
-        narrow, wide = self._down_up
-        return wide(self._all_ranks(self._apply(narrow(x), self._experts, weights, ids)))
+        return self._widen(self._all_ranks(self._apply(self._narrow(x), self._experts, weights, ids)))
 
 
 def _aligned(weight: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, ShortConvConfig
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, join_projections, read_projection
-from forkpoint.ops.parameters import KVScales
 
 FIRST_KEY = 1  # before the first token there is no hidden state
 
@@ -84,15 +83,10 @@ class KeepingAttention(Attention):
 
     def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
         super().__init__(build, name, layer, config)
-        rows = dict.fromkeys((f"{name}.k_proj", f"{name}.v_proj"), self._kv_size)
-        self._kv = join_projections(build, rows, build.config.hidden_size, config.bias)
+        rows = dict.fromkeys("kv", config.sizes[1])
+        self._kv = join_projections(build, name, rows, build.config.hidden_size, config.bias)
 
     def keep(self, x: Tensor, ctx: ForwardContext) -> None:
         """Those of `x[T, H]`."""
-        k, v = (torch.unflatten(part, -1, (-1, self._config.head_dim)) for part in self._kv(x).chunk(2, dim=-1))
-        cache, at, slots = ctx.caches[self._layer], ctx.positions, ctx.attention.slot_mapping
-        norm, table = self._head_norm, self._build.cos_sin
-        queries = torch.empty_like(k)  # the operator wants some
-        self._build.ops.qk_norm_rope_write(
-            queries, k, v, norm, table, at, cache["k"], cache["v"], slots, KVScales.of(cache)
-        )
+        k, v = self._kv(x).chunk(2, dim=-1)
+        self.write(torch.empty_like(k), k, v, ctx)  # the operator wants queries

@@ -21,6 +21,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, join_projections, read_projection
 from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.rotary import NO_POSITIONS
+from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks
 
 TYPES = ("linear_attention", "hybrid")
@@ -56,11 +57,10 @@ class SharedConfig(PartConfig):
 
     def num_weights(self, hidden_size: int) -> int:
         attention, inner = self.attention, self.mlp.intermediate_size
-        q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        adapters = self.rank * (hidden_size + 2 * inner)
+        rows, adapters = sum(attention.sizes), self.rank * (hidden_size + 2 * inner)
         if self.adapts_attention:
-            adapters += self.rank * (6 * hidden_size + q_size + 2 * kv_size)
-        return hidden_size * (3 * q_size + 4 * kv_size + 3 * inner + hidden_size) + adapters
+            adapters += self.rank * (6 * hidden_size + rows)
+        return hidden_size * (2 * rows + attention.sizes[0] + 3 * inner + hidden_size) + adapters
 
     def flops_per_pair(self) -> int:
         return self.attention.flops_per_pair()
@@ -72,9 +72,9 @@ class SharedTransformer:
     def __init__(self, build: Build, name: str, config: SharedConfig) -> None:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
         attention, hidden, inner = config.attention, self._hidden, config.mlp.intermediate_size
-        self._rows = [heads * attention.head_dim for heads in (attention.num_heads, *[attention.num_kv_heads] * 2)]
-        names = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        self._qkv = join_projections(build, dict(zip(names, self._rows, strict=True)), 2 * hidden)
+        self._rows = attention.sizes
+        rows = dict(zip("qkv", self._rows, strict=True))
+        self._qkv = join_projections(build, f"{name}.self_attn", rows, 2 * hidden)
         self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
         self._gate_up = read_projection(build, f"{name}.feed_forward.gate_up_proj", 2 * inner, hidden)
         self._down = RowParallel(build, f"{name}.feed_forward.down_proj", hidden, inner)
@@ -104,7 +104,7 @@ class SharedTransformer:
     ) -> Callable[[Tensor], Tensor]:
         """`base(x)` plus what the adapters make of x, side by side."""
         build, full = self._build, [f"{self._name}.{name}" for name in names]
-        into = join_projections(build, {f"{name}.0": rank for name in full}, columns)
+        into = Projection(build.ops, join_rows(build.weights, {f"{name}.0": rank for name in full}, columns))
         back = [read_projection(build, f"{name}.1", count, rank) for name, count in zip(full, rows, strict=True)]
 
         def adapted(x: Tensor) -> Tensor:
