@@ -19,6 +19,7 @@ from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_chunk_kernel, key_kernel, record_kernel
+from forkpoint.ops.recurrence.state_rows import Sizes
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
 from forkpoint.ops.scan import verify_kernel as scan_verify
@@ -113,12 +114,9 @@ def main() -> None:
     form = {"SIDE": 32, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
     compiled("record_heads", heads_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form, W=0)
     for parts in (record_kernel.ONE_PART, {**record_kernel.PARTS, "CHUNK": 1}):
-        compiled(
-            "record",
-            record_kernel._record_kernel,
-            1,
-            **{**sizes, **flags, **drafting, **parts, "BLOCK_K": 64, "BLOCK_V": 8},
-        )
+        known = {**sizes, **drafting, **parts, "BLOCK_K": 64, "BLOCK_V": 8}
+        known["S"] = Sizes(*(known[name] for name in Sizes._fields))
+        compiled("record", record_kernel._record_kernel, 1, **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)

@@ -29,59 +29,6 @@ def _updated(state, kept, fresh, k, PER_KEY: tl.constexpr):
     return tl.fma(fresh[:, None], k[None, :], state) if PER_KEY else kept * state + fresh[:, None] * k[None, :]
 
 
-@triton.jit
-def _token(
-    state,
-    token,
-    a,
-    b,
-    a_log,
-    dt_bias,
-    skip,
-    scale,
-    head,
-    col,
-    at,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    DELTA: tl.constexpr,
-    DOUBLE_BETA: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    PER_KEY: tl.constexpr,
-    BOUND: tl.constexpr,
-):
-    """Of one head: (a token's answer, its key, what the state is then updated by, decay, the state after it)."""
-    key_at = token + head // (HV // H) * K + col
-    q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
-    k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
-    v = tl.load(token + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
-    if DELTA:
-        q, k = normed(q, k, scale)
-    if PER_KEY:
-        raw = tl.load(a + head * K + col, mask=col < K, other=0.0)
-        bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
-        kept = tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))
-        state *= kept[None, :]
-        fresh = weight(tl.load(b + head), DOUBLE_BETA) * (v - tl.sum(state * k[None, :], axis=1))
-        state = _updated(state, kept, fresh, k, True)
-        answer = tl.sum(state * q[None, :], axis=1)
-    else:
-        raw = tl.load(a + head)
-        if DELTA:
-            beta = weight(tl.load(b + head), DOUBLE_BETA)
-        g, step = decay(raw, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
-        kept = tl.exp(g)
-        fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
-        answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
-        if skip is not None:
-            answer += tl.load(skip + head) * v
-        state = _updated(state, kept, fresh, k, False)
-    return answer, k, fresh, kept, state
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _step_kernel(
     mixed,
@@ -170,10 +117,32 @@ def _step_kernel(
                 tl.store(slot_at + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
         for t in range(length):
             token, entry = first + t, line + t
-            answer, k, fresh, kept, state = _token(
-                state, mixed + token * mixed_stride, a + token * a_stride, b + token * b_stride, a_log, dt_bias, skip,
-                scale, head, col, at, H, HV, K, V, DELTA, DOUBLE_BETA, LOW, HIGH, PER_KEY, BOUND,
-            )  # fmt: skip
+            token_at, a_at, b_at = mixed + token * mixed_stride, a + token * a_stride, b + token * b_stride
+            key_at = token_at + key_head * K + col
+            q = tl.load(key_at, mask=col < K, other=0.0).to(tl.float32)
+            k = tl.load(key_at + H * K, mask=col < K, other=0.0).to(tl.float32)
+            v = tl.load(token_at + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
+            if DELTA:
+                q, k = normed(q, k, scale)
+            if PER_KEY:
+                raw = tl.load(a_at + head * K + col, mask=col < K, other=0.0)
+                bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
+                kept = tl.exp(key_decay(raw, tl.load(a_log + head), bias, BOUND))
+                state *= kept[None, :]
+                fresh = weight(tl.load(b_at + head), DOUBLE_BETA) * (v - tl.sum(state * k[None, :], axis=1))
+                state = _updated(state, kept, fresh, k, True)
+                answer = tl.sum(state * q[None, :], axis=1)
+            else:
+                raw = tl.load(a_at + head)
+                if DELTA:
+                    beta = weight(tl.load(b_at + head), DOUBLE_BETA)
+                g, step = decay(raw, tl.load(a_log + head), tl.load(dt_bias + head), LOW, HIGH)
+                kept = tl.exp(g)
+                fresh = beta * (v - kept * tl.sum(state * k[None, :], axis=1)) if DELTA else step * v
+                answer = kept * tl.sum(state * q[None, :], axis=1) + fresh * tl.sum(k * q, axis=0)
+                if skip is not None:
+                    answer += tl.load(skip + head) * v
+                state = _updated(state, kept, fresh, k, False)
             tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
             if DRAFTS:  # noqa: SIM102
                 if length > 1:

@@ -20,7 +20,7 @@ from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, Rec
 from forkpoint.ops.recurrence.gates import key_block, result, sizes
 from forkpoint.ops.recurrence.heads_kernel import launch_heads
 from forkpoint.ops.recurrence.lines import extent
-from forkpoint.ops.recurrence.state_rows import advance, fold, found_before, state_tile
+from forkpoint.ops.recurrence.state_rows import Sizes, advance, fold, found_before, state_tile
 from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
 
 MOST_CHANNELS = 512  # of the value heads of a key head, that the first kernel convolves
@@ -35,43 +35,16 @@ PARTS: dict[str, Any] = {"SIDE": 64, "TURNS": 2, "STAGES": 3}
 
 @triton.jit
 def _tokens(
-    state,
-    kept,
-    low,
-    high,
-    length,
-    first,
-    begin,
-    rest,
-    head,
-    at,
-    skip,
-    values,
-    value_stride,
-    out,
-    vectors,
-    gates,
-    line_at,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    LINE: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    DELTA: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SIDE: tl.constexpr,
+    state, kept, low, high, length, first, begin, rest, head, at, line_at, given, S: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Tokens `[low, high)` of a row, CHUNK at a time. -> `kept`, with their updates if more tokens come."""
-    past = tl.arange(0, PAST)
+    values, stride, skip, vectors, gates, out = given
+    past = tl.arange(0, S.PAST)
     for t in range(low, high, CHUNK):
-        given, token = found_before(first, t, rest, head, vectors, gates, H, HV, K, PAST, BLOCK_K, CHUNK), first + t
-        value_at, out_at = values + token * value_stride + head * V + at, out + (token * HV + head) * V + at
-        fresh = advance(
-            state, kept, given, skip, head, value_at, value_stride, out_at, line_at + at, begin + t, at < V,
-            HV, V, LINE, DELTA, CHUNK, SIDE,
-        )  # fmt: skip
+        found, token = found_before(first, t, rest, head, vectors, gates, S, CHUNK), first + t
+        value_at, out_at = values + token * stride + head * S.V + at, out + (token * S.HV + head) * S.V + at
+        where = value_at, stride, out_at, line_at + at
+        fresh = advance(state, kept, found, skip, head, where, begin + t, at < S.V, S, CHUNK)
         if t + CHUNK < length:
             for j in tl.static_range(CHUNK):
                 kept = tl.where((past == rest + t + j)[:, None], fresh[j][None, :], kept)
@@ -102,116 +75,92 @@ def _record_kernel(
     num_tokens,
     value_stride,
     slot_stride,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    INTERVAL: tl.constexpr,
-    LINE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    S: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TURNS: tl.constexpr,
-    DELTA: tl.constexpr,
     CHUNK: tl.constexpr,
-    FOLDS: tl.constexpr,
-    SIDE: tl.constexpr,
     STAGES: tl.constexpr,
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """TURNS times BLOCK_V value rows of one head of one row, one turn after another: the state is read, and written
     where it is taken on or moves. With several turns rows have one token or none."""
-    PARTS: tl.constexpr = (V + BLOCK_V * TURNS - 1) // (BLOCK_V * TURNS)
+    PARTS: tl.constexpr = (S.V + BLOCK_V * TURNS - 1) // (BLOCK_V * TURNS)
     pid = tl.program_id(0)
-    head, row = (pid // PARTS) % HV, pid // (PARTS * HV)
-    at, past = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
+    head, row = (pid // PARTS) % S.HV, pid // (PARTS * S.HV)
+    at, past = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V), tl.arange(0, S.PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
-    start, folded, rest = extent(row, written, held, INTERVAL)
-    heads, line_at = pool + head * (V * K), updates + (own * LINE * HV + head) * V
-    ring, here = (((start + folded + past) % LINE) * (HV * V))[:, None], (past < rest)[:, None]
-    place, inside = state_tile(heads + source * slot_stride, at * K, (at < V) & (source >= 0), K, BLOCK_K, SIDE)
+    start, folded, rest = extent(row, written, held, S.INTERVAL)
+    heads, line_at = pool + head * (S.V * S.K), updates + (own * S.LINE * S.HV + head) * S.V
+    ring, here = (((start + folded + past) % S.LINE) * (S.HV * S.V))[:, None], (past < rest)[:, None]
+    place, inside = state_tile(
+        heads + source * slot_stride, at * S.K, (at < S.V) & (source >= 0), S.K, S.BLOCK_K, S.SIDE
+    )
     state = tl.load(place, mask=inside, other=0.0)
-    kept = tl.load(line_at + ring + at[None, :], mask=here & (at < V)[None, :], other=0.0)
+    kept = tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
     position = tl.where(position <= folded, position, 0)
     middle, marked = tl.where(position > 0, position, folded), tl.load(mark_dst + row).to(tl.int64)
+    records, given = (updates, keys, scales, decays), (values, value_stride, skip, vectors, gates, out)
     stores = (target >= 0) & ((folded > 0) | (source != target))
     if TURNS > 1:
         await_inputs(OVERLAP)
     begin = start + folded + rest
     if TURNS > 1:
         token = tl.minimum(first, num_tokens - 1)
-        alone = found_before(token, 0, rest, head, vectors, gates, H, HV, K, PAST, BLOCK_K, 1)
-        value_at, out_at = values + token * value_stride + head * V, out + (token * HV + head) * V
+        alone = found_before(token, 0, rest, head, vectors, gates, S, 1)
+        value_at, out_at = values + token * value_stride + head * S.V, out + (token * S.HV + head) * S.V
     if (folded > 0) | stores | (TURNS == 1):
         for turn in range(TURNS):
             if turn > 0:
                 at += BLOCK_V
-                there = (at < V) & (source >= 0)
-                place, inside = state_tile(heads + source * slot_stride, at * K, there, K, BLOCK_K, SIDE)
+                there = (at < S.V) & (source >= 0)
+                place, inside = state_tile(heads + source * slot_stride, at * S.K, there, S.K, S.BLOCK_K, S.SIDE)
                 state = tl.load(place, mask=inside, other=0.0)
-                kept = tl.load(line_at + ring + at[None, :], mask=here & (at < V)[None, :], other=0.0)
+                kept = tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
             wide = state.to(tl.float32)
-            place, inside = state_tile(heads, at * K, at < V, K, BLOCK_K, SIDE)
+            place, inside = state_tile(heads, at * S.K, at < S.V, S.K, S.BLOCK_K, S.SIDE)
             if folded > 0:
-                wide = fold(
-                    wide, 0, middle, start, own, head, at, updates, keys, scales, decays,
-                    H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS, SIDE,
-                )  # fmt: skip
+                wide = fold(wide, 0, middle, start, own, head, at, records, S)
             if TURNS == 1:
                 await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
             if position > 0:
                 tl.store(place + marked * slot_stride, wide.to(pool.dtype.element_ty), mask=inside)
                 if middle < folded:
-                    wide = fold(
-                        wide, middle, folded, start, own, head, at, updates, keys, scales, decays,
-                        H, HV, K, V, LINE, LENGTH, PAST, BLOCK_K, FOLDS, SIDE,
-                    )  # fmt: skip
+                    wide = fold(wide, middle, folded, start, own, head, at, records, S)
             if stores:
                 tl.store(place + target * slot_stride, wide.to(pool.dtype.element_ty), mask=inside)
             if COMPUTES:
                 tl.debug_barrier()  # what is read of the line above is written over
                 if TURNS > 1:
-                    advance(
-                        wide, kept, alone, skip, head, value_at + at, value_stride, out_at + at, line_at + at, begin,
-                        (at < V) & (length > 0), HV, V, LINE, DELTA, 1, SIDE,
-                    )  # fmt: skip
+                    where = value_at + at, value_stride, out_at + at, line_at + at
+                    advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
                 else:
                     whole = length - length % CHUNK
-                    kept = _tokens(
-                        wide, kept, 0, whole, length, first, begin, rest, head, at, skip, values, value_stride, out,
-                        vectors, gates, line_at, H, HV, K, V, LINE, PAST, BLOCK_K, DELTA, CHUNK, SIDE,
-                    )  # fmt: skip
+                    kept = _tokens(wide, kept, 0, whole, length, first, begin, rest, head, at, line_at, given, S, CHUNK)
                     if CHUNK > 1:
                         kept = _tokens(
-                            wide, kept, whole, length, length, first, begin, rest, head, at, skip, values, value_stride,
-                            out, vectors, gates, line_at, H, HV, K, V, LINE, PAST, BLOCK_K, DELTA, 1, SIDE,
-                        )  # fmt: skip
+                            wide, kept, whole, length, length, first, begin, rest, head, at, line_at, given, S, 1
+                        )
     else:
         if TURNS > 1:  # nothing but reads, which the compiler starts ahead
-            advance(
-                state.to(tl.float32), kept, alone, skip, head, value_at + at, value_stride, out_at + at, line_at + at,
-                begin, (at < V) & (length > 0), HV, V, LINE, DELTA, 1, SIDE,
-            )  # fmt: skip
+            wide, where = state.to(tl.float32), (value_at + at, value_stride, out_at + at, line_at + at)
+            advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
             for turn in tl.range(1, TURNS, num_stages=STAGES):
                 later = at + turn * BLOCK_V
-                there = (later < V) & (source >= 0)
-                place, inside = state_tile(heads + source * slot_stride, later * K, there, K, BLOCK_K, SIDE)
+                there = (later < S.V) & (source >= 0)
+                place, inside = state_tile(heads + source * slot_stride, later * S.K, there, S.K, S.BLOCK_K, S.SIDE)
                 state = tl.load(place, mask=inside, other=0.0)
-                kept = tl.load(line_at + ring + later[None, :], mask=here & (later < V)[None, :], other=0.0)
-                advance(
-                    state.to(tl.float32), kept, alone, skip, head, value_at + later, value_stride, out_at + later,
-                    line_at + later, begin, (later < V) & (length > 0), HV, V, LINE, DELTA, 1, SIDE,
-                )  # fmt: skip
+                kept = tl.load(line_at + ring + later[None, :], mask=here & (later < S.V)[None, :], other=0.0)
+                wide, where = state.to(tl.float32), (value_at + later, value_stride, out_at + later, line_at + later)
+                advance(wide, kept, alone, skip, head, where, begin, (later < S.V) & (length > 0), S, 1)
     if COMPUTES:
         part = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V * TURNS)
         for token in range(last + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK_V * TURNS,), out.dtype.element_ty)
-            tl.store(out + (token * HV + head) * V + part, nothing, mask=part < V)
+            tl.store(out + (token * S.HV + head) * S.V + part, nothing, mask=part < S.V)
 
 
 def recurrence_record(
@@ -264,8 +213,8 @@ def _launch(
     spec, (updates, *kept) = params.spec, records
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_tokens, num_rows = inputs.mixed.shape[0], len(index)
-    shapes = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1], "BLOCK_K": key_block(spec)}
-    shapes["PAST"] = triton.next_power_of_2(updates.shape[1])
+    shapes: dict[str, Any] = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1]}
+    shapes |= {"BLOCK_K": key_block(spec), "PAST": triton.next_power_of_2(updates.shape[1])}
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     values = vectors = gates = inputs.mixed
     if num_tokens:
@@ -278,12 +227,16 @@ def _launch(
     elif pool.element_size() == 2 and not one_by_one:  # as many bytes of shorter ones
         rows = 2
     block_v = min(launch_table(pool.device).state_values * rows, triton.next_power_of_2(spec.value_dim))
-    own = {"num_warps": 1} if one_by_one else {**options, **form, "CHUNK": chunk, "FOLDS": FOLDS}
-    if rows > 1 or form is PARTS:
-        own |= capped_registers(pool.device, MOST_REGISTERS)
-    own |= {"LINE": updates.shape[1], "BLOCK_V": block_v, "DELTA": spec.delta, "COMPUTES": num_tokens > 0}
-    own |= {"value_stride": values.stride(0), "slot_stride": pool.stride(0)}
     grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * form["TURNS"]),)
     given = (values, params.D, pool, out, vectors, gates, *records, *index.columns, num_rows, num_tokens)
-    (straight_record_kernel if one_by_one else _record_kernel)[grid](*given, **shapes, **own)
+    own: dict[str, Any] = {"value_stride": values.stride(0), "slot_stride": pool.stride(0)}
+    own |= {"BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
+    shapes |= {"LINE": updates.shape[1], "DELTA": spec.delta}
+    if one_by_one:
+        straight_record_kernel[grid](*given, **own, **shapes, num_warps=1)
+        return out
+    if rows > 1 or form is PARTS:
+        options |= capped_registers(pool.device, MOST_REGISTERS)
+    own |= {"TURNS": form["TURNS"], "STAGES": form["STAGES"], "CHUNK": chunk, **options}
+    _record_kernel[grid](*given, **own, S=Sizes(**shapes, SIDE=form["SIDE"], FOLDS=FOLDS))
     return out
