@@ -96,8 +96,18 @@ def running_total(lens: Sequence[int] | IntArray) -> IntArray:
     return out
 
 
+class _Rows:
+    """What each row reads and writes."""
+
+    __slots__ = ()
+    src: Tensor
+
+    def __len__(self) -> int:
+        return int(self.src.shape[0])
+
+
 @dataclass(frozen=True, slots=True)
-class DecodeIndex:
+class DecodeIndex(_Rows):
     """Slots of the `B` one-token rows: each reads `src[b]` and writes `dst[b]` (equal in steady decode)."""
 
     src: Tensor  # [B]
@@ -107,12 +117,9 @@ class DecodeIndex:
     def columns(self) -> list[Tensor]:
         return [self.src, self.dst]
 
-    def __len__(self) -> int:
-        return int(self.src.shape[0])
-
 
 @dataclass(frozen=True, slots=True)
-class VerifyIndex:
+class VerifyIndex(_Rows):
     """`B` rows of one token or more, the first of which is certain and the others drafts.
 
     Row `b` first folds: the state in slot `src[b]` goes on by the first `pending[b]` tokens whose records are in line
@@ -144,12 +151,9 @@ class VerifyIndex:
         """The same for records that have one line."""
         return [*self.columns[:-2], self.line, self.line]
 
-    def __len__(self) -> int:
-        return int(self.src.shape[0])
-
 
 @dataclass(frozen=True, slots=True)
-class RecordIndex:
+class RecordIndex(_Rows):
     """`B` rows of one token or more, the first of which is certain and the others drafts, whose states are written at
     multiples of `interval` tokens.
 
@@ -177,12 +181,9 @@ class RecordIndex:
         """All fields but the first, in their order."""
         return [getattr(self, name) for name in self.__slots__[1:]]
 
-    def __len__(self) -> int:
-        return int(self.src.shape[0])
-
 
 @dataclass(frozen=True, slots=True)
-class SegmentIndex:
+class SegmentIndex(_Rows):
     """`N` prefill segments, laid end to end.
 
     Segment `n` reads its initial state from slot `src[n]` and writes its final state to `dst[n]`. Its saves
@@ -200,9 +201,6 @@ class SegmentIndex:
     save_dst: Tensor  # [E]
     lens: tuple[int, ...] = ()  # host copy
     tiles: Tensor | None = None  # [NT, 2]: see `tile_table`; for kernels that run over tiles
-
-    def __len__(self) -> int:
-        return int(self.src.shape[0])
 
     @property
     def columns(self) -> list[Tensor]:

@@ -240,20 +240,10 @@ def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert index.tiles is not None, "kernels need the index's tiles"
     tokens = SHORT if x.shape[0] <= FEW_TOKENS else LONG
-    each = given["PIECES"] * (TOKEN_TILE // tokens)
+    each, form = given["PIECES"] * (TOKEN_TILE // tokens), straight(x.device) | overlap(x.device, x.shape[0])
     for tiles in turns(index.tiles, each):
-        _prefill_kernel[(tiles.shape[0] * each,)](
-            x,
-            pool,
-            out,
-            tiles,
-            *index.columns,
-            **given,
-            TOKENS=tokens,
-            **straight(x.device),
-            **overlap(x.device, x.shape[0]),
-            num_warps=2,
-        )
+        places = (x, pool, out, tiles, *index.columns)
+        _prefill_kernel[(tiles.shape[0] * each,)](*places, **given, TOKENS=tokens, **form, num_warps=2)
     return out
 
 
@@ -261,15 +251,6 @@ def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> 
     """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
     given = described(x, taps, pool, UPDATE_CHANNELS)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _update_kernel[(x.shape[0] * given["PIECES"],)](
-        x,
-        pool,
-        out,
-        index.src,
-        index.dst,
-        **given,
-        **straight(x.device),
-        **overlap(x.device, x.shape[0]),
-        num_warps=1,
-    )
+    form = straight(x.device) | overlap(x.device, x.shape[0])
+    _update_kernel[(x.shape[0] * given["PIECES"],)](x, pool, out, *index.columns, **given, **form, num_warps=1)
     return out

@@ -129,17 +129,6 @@ def _launch(
 ) -> None:
     given, (lines,) = described(x, taps, pool, UPDATE_CHANNELS), records
     assert lines.is_contiguous(), "records must be dense"
-    _verify_kernel[(len(index) * given["PIECES"],)](
-        x,
-        pool,
-        out,
-        lines,
-        *index.single_columns,
-        len(index),
-        x.shape[0],
-        **given,
-        MOST=lines.shape[1],
-        COMPUTES=x.shape[0] > 0,
-        **overlap(pool.device, x.shape[0]),
-        num_warps=1,
-    )
+    given |= {"MOST": lines.shape[1], "COMPUTES": x.shape[0] > 0, **overlap(pool.device, x.shape[0])}
+    places = (x, pool, out, lines, *index.single_columns, len(index), x.shape[0])
+    _verify_kernel[(len(index) * given["PIECES"],)](*places, **given, num_warps=1)

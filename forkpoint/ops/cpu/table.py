@@ -149,20 +149,8 @@ def _paged_attention(module: ModuleType) -> Any:
         gate: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        out: Tensor = attend(
-            q,
-            k_cache,
-            v_cache,
-            index.num_decodes,
-            index.cu_queries,
-            index.kv_lens,
-            index.block_table,
-            index.table_rows,
-            scale,
-            window,
-            index.first_key,
-            *_both(scales),
-        )
+        rows = (index.num_decodes, index.cu_queries, index.kv_lens, index.block_table, index.table_rows)
+        out: Tensor = attend(q, k_cache, v_cache, *rows, scale, window, index.first_key, *_both(scales))
         if gate is not None:
             out = module.sigmoid_mul(out.flatten(1), gate).view(out.shape)
         return out

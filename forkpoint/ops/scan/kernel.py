@@ -88,19 +88,8 @@ def scan_decode(
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
     sizes, num_rows = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
-    _decode_kernel[(num_rows * sizes["PIECES"],)](
-        *inputs,
-        params.A,
-        params.dt_bias,
-        params.skip,
-        pool,
-        out,
-        index.src,
-        index.dst,
-        *(value.stride(0) for value in inputs),
-        pool.stride(0),
-        **sizes,
-        **overlap(inputs.x.device, num_rows),
-        num_warps=1,
-    )
+    given = (*inputs, params.A, params.dt_bias, params.skip, pool, out, *index.columns)
+    strides = (*(value.stride(0) for value in inputs), pool.stride(0))
+    sizes |= overlap(inputs.x.device, num_rows)
+    _decode_kernel[(num_rows * sizes["PIECES"],)](*given, *strides, **sizes, num_warps=1)
     return out

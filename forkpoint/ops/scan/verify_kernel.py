@@ -72,10 +72,8 @@ def _verify_kernel(
     marked = slot_at + tl.load(mark_dst + row).to(tl.int64) * slot_stride
     own, shared = tl.load(line + row).to(tl.int64) * MOST, tl.load(read + row).to(tl.int64) * MOST
     for i in tl.range(0, count, num_stages=AHEAD):
-        x_row, dt_row = (
-            input_row(past_x + channel, D, own + i, present),
-            input_row(past_dt + channel, D, own + i, present),
-        )
+        x_row = input_row(past_x + channel, D, own + i, present)
+        dt_row = input_row(past_dt + channel, D, own + i, present)
         b_row = input_row(past_b + value, N, shared + i, real)
         state = scan_update(state, x_row, dt_row, b_row, rate, bias).to(pool.dtype.element_ty).to(tl.float32)
         tl.store(marked, state.to(pool.dtype.element_ty), mask=in_state & (i + 1 == position))
@@ -121,8 +119,7 @@ def scan_verify(
 ) -> Tensor:
     """See `table.ScanVerify`; what tokens of no row get is zero."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
-    _launch(inputs, params, pool, index, records, out)
-    return out
+    return _launch(inputs, params, pool, index, records, out)
 
 
 def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
@@ -133,32 +130,13 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> No
 
 
 def _launch(
-    inputs: ScanInputs,
-    params: ScanParams,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    out: Tensor,
-) -> None:
+    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor], out: Tensor
+) -> Tensor:
     assert all(record.is_contiguous() for record in records), "records must be dense"
     sizes, num_tokens = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
-    _verify_kernel[(len(index) * sizes["PIECES"],)](
-        *inputs,
-        params.A,
-        params.dt_bias,
-        params.skip,
-        pool,
-        out,
-        *records,
-        *index.columns,
-        index.line,
-        *(value.stride(0) for value in inputs),
-        pool.stride(0),
-        len(index),
-        num_tokens,
-        MOST=records[0].shape[1],
-        **sizes,
-        COMPUTES=num_tokens > 0,
-        **overlap(pool.device, num_tokens),
-        num_warps=1,
-    )
+    given = (*inputs, params.A, params.dt_bias, params.skip, pool, out, *records, *index.columns, index.line)
+    strides = (*(value.stride(0) for value in inputs), pool.stride(0))
+    sizes |= {"MOST": records[0].shape[1], "COMPUTES": num_tokens > 0, **overlap(pool.device, num_tokens)}
+    grid = (len(index) * sizes["PIECES"],)
+    _verify_kernel[grid](*given, *strides, len(index), num_tokens, **sizes, num_warps=1)
+    return out
