@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
+
+Out: TypeAlias = Tensor | None  # where an answer goes, if not to a tensor of its own
+Records: TypeAlias = Sequence[Tensor]  # what a layer's tokens leave, in the order that its operator names them
 
 
 @dataclass(frozen=True, slots=True)

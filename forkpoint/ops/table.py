@@ -6,7 +6,7 @@ and named in the start-up log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -17,7 +17,9 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, Seg
 from forkpoint.ops.parameters import (
     ConvTaps,
     KVScales,
+    Out,
     QKNorm,
+    Records,
     RecurrenceInputs,
     RecurrenceParams,
     RouteRule,
@@ -141,7 +143,7 @@ class Conv(Protocol[Index]):
 
 class Recur(Protocol[Index]):
     def __call__(
-        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: Index, out: Tensor | None = None
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: Index, out: Out = None
     ) -> Tensor:
         """The recurrence over segments, in 64-token chunks from each segment's start, or one step of it per row.
 
@@ -155,8 +157,8 @@ class RecurrenceRecord(Protocol):
         params: RecurrenceParams,
         pool: Tensor,
         index: RecordIndex,
-        records: Sequence[Tensor],
-        out: Tensor | None = None,
+        records: Records,
+        out: Out = None,
     ) -> Tensor:
         """recurrence_decode for rows whose states are written every few tokens, with drafts or without -> `[T, HV,
         V]`, in `out` if given, equal to rounding. Records of windows of up to `w` tokens:
@@ -174,17 +176,15 @@ class ConvRecord(Protocol):
         params: RecurrenceParams,
         pool: Tensor,
         index: RecordIndex,
-        records: Sequence[Tensor],
-        out: Tensor | None = None,
+        records: Records,
+        out: Out = None,
     ) -> Tensor | None:
         """conv_update of what `inputs` have in `mixed`, then recurrence_record of what it makes, for rows of one token;
         None for shapes that it does not take."""
 
 
 class Scan(Protocol[Index]):
-    def __call__(
-        self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Index, out: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Index, out: Out = None) -> Tensor:
         """Mamba's selective scan over segments, or of one token per row, `pool[P, D, N]` fp32 strided view: with
         `s = softplus(dt + dt_bias)`, `S = e^{s A} S + (s x) b^T` and `y = (S c + skip x) silu(z)`. -> `[T, D]`, in
         `out` if given."""
@@ -197,35 +197,28 @@ class ScanVerify(Protocol):
         params: ScanParams,
         pool: Tensor,
         index: VerifyIndex,
-        records: Sequence[Tensor],
-        out: Tensor | None = None,
+        records: Records,
+        out: Out = None,
     ) -> Tensor:
         """scan_decode for rows with drafts, with the bits of as many calls of it. Records, in the inputs' dtype:
         x and dt `[L, M, D]` in one line each, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
 
 
 class Fold(Protocol):
-    def __call__(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    def __call__(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         """What a verify operator does before the tokens: take states on by the records of tokens that count, and by
         what the layer's part has for it as `fold_constants`, which stand behind them."""
 
 
 class ConvVerify(Protocol):
-    def __call__(
-        self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
-    ) -> Tensor:
+    def __call__(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
         """conv_update for rows with drafts: `x[T, D]` -> `[T, D]`. Records are raw inputs `[L, M, D]`: `M` tokens in
         each of `L` lines."""
 
 
 class RecurrenceVerify(Protocol):
     def __call__(
-        self,
-        inputs: RecurrenceInputs,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: VerifyIndex,
-        records: Sequence[Tensor],
+        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
     ) -> Tensor:
         """recurrence_decode for rows with drafts -> `[T, HV, V]`. The outputs, and the states
         that are folded later, have the bits of as many calls of recurrence_decode. Records, fp32: updates
@@ -270,7 +263,7 @@ class OpTable:
     recurrence_decode: Recur[DecodeIndex]
     recurrence_record: RecurrenceRecord
     # What recurrence_record does to pool, index and records before the tokens.
-    recurrence_settle: Callable[[Tensor, RecordIndex, Sequence[Tensor]], None]
+    recurrence_settle: Callable[[Tensor, RecordIndex, Records], None]
     scan_prefill: Scan[SegmentIndex]
     scan_decode: Scan[DecodeIndex]
     scan_verify: ScanVerify

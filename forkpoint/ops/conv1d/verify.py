@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from forkpoint.ops.conv1d.reference import convolved
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import ConvTaps
+from forkpoint.ops.parameters import ConvTaps, Records
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
-def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
+def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     """`x[T, D]` -> `[T, D]`; reads and writes `pool[P, W-1, D]` and records `[L, M, D]` as `index` says."""
     windows, (lines,) = _folded(pool, index, records), records
     out = torch.empty_like(x)
@@ -29,12 +28,12 @@ def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, rec
     return out
 
 
-def conv_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The windows after the pending tokens, and at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 
-def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
+def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     windows, behind, (lines,) = read_slots(pool, index.src), pool.shape[1], records
     columns = (index.pending, index.mark, index.mark_dst, index.line)
     for row, (count, mark, slot, line) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):

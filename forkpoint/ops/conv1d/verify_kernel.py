@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,7 @@ from forkpoint.ops.activation.kernel import silu as silu_fp32
 from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import ConvTaps
+from forkpoint.ops.parameters import ConvTaps, Records
 
 
 @triton.jit
@@ -110,23 +108,21 @@ def _verify_kernel(
         tl.store(place, window, mask=inside & (behind >= alone))
 
 
-def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
+def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     """See `table.ConvVerify`; what tokens of no row get is zero."""
     out = x.new_empty(x.shape)
     _launch(x, taps, pool, out, index, records)
     return out
 
 
-def conv_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The windows after the pending tokens, and at the marks."""
     none = pool.new_empty(0, pool.shape[2])
     taps = ConvTaps(none.new_empty(pool.shape[2], pool.shape[1] + 1), None, False)
     _launch(none, taps, pool, none, index, records)
 
 
-def _launch(
-    x: Tensor, taps: ConvTaps, pool: Tensor, out: Tensor, index: VerifyIndex, records: Sequence[Tensor]
-) -> None:
+def _launch(x: Tensor, taps: ConvTaps, pool: Tensor, out: Tensor, index: VerifyIndex, records: Records) -> None:
     given, (lines,) = described(x, taps, pool, UPDATE_CHANNELS), records
     assert lines.is_contiguous(), "records must be dense"
     given |= {"MOST": lines.shape[1], "COMPUTES": x.shape[0] > 0, **overlap(pool.device, x.shape[0])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
@@ -16,10 +15,17 @@ from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
 from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
-from forkpoint.ops.parameters import ConvTaps, KVScales, RecurrenceInputs, RecurrenceParams, ScanInputs, ScanParams
+from forkpoint.ops.parameters import (
+    ConvTaps,
+    KVScales,
+    Out,
+    Records,
+    RecurrenceInputs,
+    RecurrenceParams,
+    ScanInputs,
+    ScanParams,
+)
 from forkpoint.ops.table import OpTable
-
-Out = Tensor | None  # where an answer goes, if not to a tensor of its own
 
 
 class _Constants:
@@ -66,12 +72,10 @@ class _StateOperators:
     def conv_update(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Any:
         return self._module.conv_update(x, self._taps(taps), pool, taps.silu, *index.columns)
 
-    def conv_verify(
-        self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
-    ) -> Any:
+    def conv_verify(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Any:
         return self._module.conv_verify(x, self._taps(taps), pool, taps.silu, index.single_columns, *records)
 
-    def conv_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    def conv_fold(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         self._module.conv_fold(pool, index.single_columns, *records)
 
     def recurrence_prefill(
@@ -89,7 +93,7 @@ class _StateOperators:
     ) -> Any:
         return self._module.recurrence_verify(*inputs, self._layer(params), pool, index.columns, records)
 
-    def recurrence_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    def recurrence_fold(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         self._module.recurrence_fold(pool, index.columns, records)
 
     def scan_prefill(
@@ -108,13 +112,13 @@ class _StateOperators:
         params: ScanParams,
         pool: Tensor,
         index: VerifyIndex,
-        records: Sequence[Tensor],
+        records: Records,
         out: Out = None,
     ) -> Any:
         layer = self._scan(params)
         return _into(out, self._module.scan_verify(list(inputs), layer, pool, index.columns, index.line, records))
 
-    def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+    def scan_fold(self, pool: Tensor, index: VerifyIndex, records: Records) -> None:
         *lines, rates, dt_bias = records
         self._module.scan_fold(pool, index.columns, index.line, lines, rates, dt_bias)
 

@@ -3,8 +3,6 @@ are in reference.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, key_block, key_decay, result, weight
 
 
@@ -164,20 +162,20 @@ def _step_kernel(
 
 
 def recurrence_decode(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
     """One recurrent step per row -> `[B, HV, V]`, in `out` if given."""
     return _launch(inputs, params, pool, index, (), result(inputs, params, pool, out))
 
 
 def recurrence_verify(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
 ) -> Tensor:
     """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool))
 
 
-def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The states after the pending tokens, and at the marks."""
     (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
     spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[2].dim() > 3)
@@ -190,7 +188,7 @@ def _launch(
     params: RecurrenceParams,
     pool: Tensor,
     index: DecodeIndex | VerifyIndex,
-    records: Sequence[Tensor],
+    records: Records,
     out: Tensor,
 ) -> Tensor:
     """Without `records` rows have one token each."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, RecurrenceParams
 
 L2_EPS = tl.constexpr(1e-6)
 
@@ -69,7 +69,7 @@ def described(inputs: RecurrenceInputs, params: RecurrenceParams) -> tuple[list[
     return [mixed, a, b, params.A_log, params.dt_bias], options
 
 
-def result(inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, out: Tensor | None = None) -> Tensor:
+def result(inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, out: Out = None) -> Tensor:
     """`[T, HV, V]`, new if there is no `out`, which must be dense as the slots of the pool."""
     assert pool[0].is_contiguous(), f"a slot must be dense; pool strides are {pool.stride()}"
     if out is None:

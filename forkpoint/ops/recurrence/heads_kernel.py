@@ -4,7 +4,6 @@ of one token each the short convolution may be in the same launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -15,7 +14,7 @@ from forkpoint.ops.activation.kernel import silu
 from forkpoint.ops.conv1d.kernel import check_layout, load_rows
 from forkpoint.ops.launch import await_inputs, capped_registers, straight
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
@@ -190,7 +189,7 @@ def launch_heads(
     inputs: RecurrenceInputs,
     params: RecurrenceParams,
     index: RecordIndex,
-    kept: Sequence[Tensor],
+    kept: Records,
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None,
     sizes: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import segments
 from forkpoint.ops.metadata import SegmentIndex
-from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import result
 from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
 from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
@@ -100,7 +100,7 @@ def _scan_kernel(
 
 
 def key_prefill(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
     """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
     `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""

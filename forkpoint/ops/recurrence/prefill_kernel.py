@@ -19,7 +19,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table, segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
-from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, result, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
@@ -290,7 +290,7 @@ def _chunks(
 
 
 def recurrence_prefill(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
     """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
 

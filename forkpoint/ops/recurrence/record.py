@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import RecordIndex
-from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.reference import L2_EPS, Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
@@ -18,8 +16,8 @@ def recurrence_record(
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
-    records: Sequence[Tensor],
-    out: Tensor | None = None,
+    records: Records,
+    out: Out = None,
 ) -> Tensor:
     """See `table.RecurrenceRecord`. The states are taken on by all that is recorded; kernels read instead of the state
     before a token, with `c` the sum of g since the slot's state S, `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`."""
@@ -43,12 +41,12 @@ def recurrence_record(
     return found if out is None else out.copy_(found)
 
 
-def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
+def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
     """What recurrence_record does before the tokens."""
     _taken_on(pool, index, records)
 
 
-def _taken_on(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> Tensor:
+def _taken_on(pool: Tensor, index: RecordIndex, records: Records) -> Tensor:
     """The states `[B, HV, V, K]` fp32 after all that is recorded; writes those that are due."""
     states, (updates, keys, scales, decays) = read_slots(pool, index.src).float(), records
     group, held = updates.shape[2] // keys.shape[2], index.held

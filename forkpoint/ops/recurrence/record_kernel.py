@@ -6,7 +6,6 @@ of many programs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -16,7 +15,7 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import ConvTaps, Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import key_block, result, sizes
 from forkpoint.ops.recurrence.heads_kernel import launch_heads
 from forkpoint.ops.recurrence.lines import extent
@@ -168,8 +167,8 @@ def recurrence_record(
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
-    records: Sequence[Tensor],
-    out: Tensor | None = None,
+    records: Records,
+    out: Out = None,
 ) -> Tensor:
     """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
@@ -183,8 +182,8 @@ def conv_record(
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
-    records: Sequence[Tensor],
-    out: Tensor | None = None,
+    records: Records,
+    out: Out = None,
 ) -> Tensor | None:
     """See `table.ConvRecord`: without a bias, with SiLU, and where few value heads share a key head."""
     spec, convolution = params.spec, (taps.weight, windows, rows)
@@ -193,7 +192,7 @@ def conv_record(
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out), convolution)
 
 
-def recurrence_settle(pool: Tensor, index: RecordIndex, records: Sequence[Tensor]) -> None:
+def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
     """What recurrence_record does before the tokens."""
     (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
     spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim)
@@ -206,7 +205,7 @@ def _launch(
     params: RecurrenceParams,
     pool: Tensor,
     index: RecordIndex,
-    records: Sequence[Tensor],
+    records: Records,
     out: Tensor,
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None = None,
 ) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import sigmoid, softplus
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 CHUNK = 64
@@ -155,7 +155,7 @@ def _within_key_chunks(tokens: Tokens, rows: Tensor, num_chunks: int, shape: Rec
 
 
 def recurrence_prefill(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
     """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
 
@@ -206,7 +206,7 @@ def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
 
 
 def recurrence_decode(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
     """One recurrent step per row -> `[B, HV, V]`, in `out` if given.
 

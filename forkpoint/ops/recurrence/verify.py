@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.reference import Tokens, advance, fold, prepare
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
 def recurrence_verify(
-    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
 ) -> Tensor:
     """Inputs of `T` tokens -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
     as `index` says."""
@@ -34,12 +34,12 @@ def recurrence_verify(
     return out
 
 
-def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The states after the pending tokens, and at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 
-def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
+def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     updates, keys, decays = records
     group = updates.shape[2] // keys.shape[2]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import silu, softplus
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import DecodeIndex
-from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, ScanInputs, ScanParams
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
 CHANNELS = 64  # of a program: 4 KiB of state for 16 values each
@@ -82,9 +82,7 @@ def _decode_kernel(
     tl.store(out + row * D + channel, y.to(out.dtype.element_ty), mask=present)
 
 
-def scan_decode(
-    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
-) -> Tensor:
+def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
     sizes, num_rows = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]

@@ -22,7 +22,7 @@ from forkpoint.ops.activation.kernel import silu, softplus
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
-from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, ScanInputs, ScanParams
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk
 
 CHANNELS = 32  # of a program that takes a chunk: one for each thread
@@ -245,9 +245,7 @@ def scan_sizes(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor
     return {"D": dim, "N": values, "BLOCK_N": triton.next_power_of_2(values), "BLOCK": channels, "PIECES": pieces}
 
 
-def scan_prefill(
-    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
-) -> Tensor:
+def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:
     """The scan over segments: inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` as `index` says.
 
     Scratch memory is about `T * D * N / 64` fp32 elements.

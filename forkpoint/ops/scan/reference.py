@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forkpoint.ops.activation.reference import silu, softplus
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex
-from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, ScanInputs, ScanParams
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 
@@ -34,9 +34,7 @@ def scan_tokens(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple
     return (y + params.skip * x) * silu(z), states
 
 
-def scan_prefill(
-    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Tensor | None = None
-) -> Tensor:
+def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:
     """The scan over segments: inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` as `index` says."""
     answer = torch.empty_like(inputs.x) if out is None else out
     states = read_slots(pool, index.src).float()
@@ -59,9 +57,7 @@ def scan_prefill(
     return answer
 
 
-def scan_decode(
-    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Tensor | None = None
-) -> Tensor:
+def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
     """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
     y, states = scan_tokens(
         ScanInputs(*(value.unsqueeze(0) for value in inputs)), params, read_slots(pool, index.src).float()

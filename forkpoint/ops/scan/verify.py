@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams
 from forkpoint.ops.recurrence.verify import folded, verified
 from forkpoint.ops.scan.reference import scan_changes, scan_tokens
 from forkpoint.ops.state_copy.reference import write_slots
 
 
 def scan_verify(
-    inputs: ScanInputs,
-    params: ScanParams,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    out: Tensor | None = None,
+    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
     """Inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` and the records as `index` says."""
     answer, (x, dt, b) = torch.empty_like(inputs.x) if out is None else out, records
@@ -36,12 +29,12 @@ def scan_verify(
     return answer
 
 
-def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The states after the pending tokens, and at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 
-def _folded(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> Tensor:
+def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     x, dt, b, rates, dt_bias = records
 
     def fold(own: Tensor, rows: Tensor, i: int) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.metadata import VerifyIndex
-from forkpoint.ops.parameters import ScanInputs, ScanParams
+from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams
 from forkpoint.ops.scan.kernel import CHANNELS, input_row, scan_answer, scan_update
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
@@ -110,19 +108,14 @@ def _verify_kernel(
 
 
 def scan_verify(
-    inputs: ScanInputs,
-    params: ScanParams,
-    pool: Tensor,
-    index: VerifyIndex,
-    records: Sequence[Tensor],
-    out: Tensor | None = None,
+    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
     """See `table.ScanVerify`; what tokens of no row get is zero."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out
     return _launch(inputs, params, pool, index, records, out)
 
 
-def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> None:
+def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The states after the pending tokens, and at the marks."""
     *lines, rates, dt_bias = records
     none = lines[0].new_empty(0, 1)
@@ -130,7 +123,7 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Sequence[Tensor]) -> No
 
 
 def _launch(
-    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Sequence[Tensor], out: Tensor
+    inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Tensor
 ) -> Tensor:
     assert all(record.is_contiguous() for record in records), "records must be dense"
     sizes, num_tokens = scan_sizes(inputs, params, pool, out, CHANNELS), inputs.x.shape[0]
