@@ -133,11 +133,8 @@ def _pair_kernel(
     if tl.max(first - end, axis=0) > WIDEST:
         for j in range(SUB):
             real = in_k & (first_row + j < count)
-            key = tl.load(
-                mixed + H * K + (start.to(tl.int64) + first_row + j) * mixed_stride + head * K + col,
-                mask=real,
-                other=0.0,
-            ).to(tl.float32)
+            one_at = mixed + H * K + (start.to(tl.int64) + first_row + j) * mixed_stride + head * K + col
+            key = tl.load(one_at, mask=real, other=0.0).to(tl.float32)
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + L2_EPS)
             since_j = tl.load(total_at + (first_row + j) * K, mask=in_k, other=0.0)
             pair = key[None, :] * tl.exp(tl.minimum(total - since_j[None, :], 0.0))

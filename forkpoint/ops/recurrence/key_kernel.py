@@ -82,10 +82,8 @@ def _scan_kernel(
             new_k = tl.load(key_at + 2 * CHUNK * K, mask=in_keys, other=0.0)
             whole = tl.load(wholes + own * K + col, mask=col < K, other=0.0)
             v = tl.load(values + token.to(tl.int64)[:, None] * mixed_stride, mask=in_values, other=0.0)
-            inverse, score = (
-                tl.load(inverses + own * CHUNK * CHUNK + square),
-                tl.load(scores + own * CHUNK * CHUNK + square),
-            )
+            inverse = tl.load(inverses + own * CHUNK * CHUNK + square)
+            score = tl.load(scores + own * CHUNK * CHUNK + square)
             old = state.to(kind)
             rest = v.to(tl.float32) - tl.dot(past_k, old, input_precision="ieee")
             fresh = tl.dot(inverse, rest.to(kind), input_precision="ieee").to(kind)
