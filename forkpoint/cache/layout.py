@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from forkpoint.config import BLOCK_SIZE as BLOCK_SIZE
@@ -138,17 +138,16 @@ class CacheLayout:
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
-    kernel_block_size: int = 0  # tokens; 0: `block_size`
-    kv: tuple[KVSpec, ...] = field(init=False)  # of all layers
-    states: tuple[StateSpec, ...] = field(init=False)
-    has_kv: bool = field(init=False)
-    has_states: bool = field(init=False)
-    block_bytes: int = field(init=False)  # of one block, padding apart
-    slot_bytes: int = field(init=False)  # of one slot, padding apart
-    block_stride_bytes: int = field(init=False)
-    slot_stride_bytes: int = field(init=False)
-    kernel_blocks: int = field(init=False)  # of a block
-    kernel_block_stride_bytes: int = field(init=False)
+    kv: tuple[KVSpec, ...]  # of all layers
+    states: tuple[StateSpec, ...]
+    block_bytes: int  # of one block, padding apart
+    slot_bytes: int  # of one slot, padding apart
+    block_stride_bytes: int
+    slot_stride_bytes: int
+    kernel_block_size: int  # tokens
+    kernel_blocks: int  # of a block
+    has_kv: bool
+    has_states: bool
 
     @classmethod
     def create(
@@ -167,35 +166,36 @@ class CacheLayout:
         grid = checkpoint_grid or block_size
         if grid % block_size:
             raise ConfigError(f"checkpoint grid {grid} must be a multiple of the block size {block_size}")
-        kv, states = _by_kind(layers)
+        specs = [spec for layer in layers for spec in layer]
+        kv = tuple(spec for spec in specs if isinstance(spec, KVSpec))
+        states = tuple(spec for spec in specs if isinstance(spec, StateSpec))
         kernel_size = _first_divisor(block_size, kernel_block_sizes)
-        blocks, slots, page_bytes = _choose_page(
-            sum(spec.block_bytes(kernel_size) for spec in kv),
-            sum(spec.slot_bytes for spec in states),
-            block_size // kernel_size,
+        kernel_blocks = block_size // kernel_size
+        block_bytes = kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv)
+        slot_bytes = sum(spec.slot_bytes for spec in states)
+        blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes, kernel_blocks)
+        return cls(
+            layers=tuple(layers),
+            block_size=block_size,
+            checkpoint_grid=grid,
+            blocks_per_page=blocks,
+            slots_per_page=slots,
+            page_bytes=page_bytes,
+            kv=kv,
+            states=states,
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+            block_stride_bytes=page_bytes // blocks if blocks else 0,
+            slot_stride_bytes=page_bytes // slots if slots else 0,
+            kernel_block_size=kernel_size,
+            kernel_blocks=kernel_blocks,
+            has_kv=blocks > 0,
+            has_states=slots > 0,
         )
-        return cls(tuple(layers), block_size, grid, blocks, slots, page_bytes, kernel_size)
 
-    def __post_init__(self) -> None:
-        kv, states = _by_kind(self.layers)
-        kernel_size = self.kernel_block_size or self.block_size
-        kernel_blocks = self.block_size // kernel_size
-        stride = self.page_bytes // self.blocks_per_page if self.blocks_per_page else 0
-        found = {
-            "kernel_block_size": kernel_size,
-            "kernel_blocks": kernel_blocks,
-            "kernel_block_stride_bytes": stride // kernel_blocks,
-            "kv": kv,
-            "states": states,
-            "has_kv": self.blocks_per_page > 0,
-            "has_states": self.slots_per_page > 0,
-            "block_bytes": kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv),
-            "slot_bytes": sum(spec.slot_bytes for spec in states),
-            "block_stride_bytes": stride,
-            "slot_stride_bytes": self.page_bytes // self.slots_per_page if self.slots_per_page else 0,
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+    @property
+    def kernel_block_stride_bytes(self) -> int:
+        return self.block_stride_bytes // self.kernel_blocks
 
     @property
     def state_operators(self) -> tuple[str, ...]:
@@ -269,11 +269,6 @@ class CacheLayout:
         return max(0, num_prompt_tokens - 1) // self.checkpoint_grid * self.checkpoint_grid
 
 
-def _by_kind(layers: Sequence[LayerSpec]) -> tuple[tuple[KVSpec, ...], tuple[StateSpec, ...]]:
-    specs = [spec for layer in layers for spec in layer]
-    return tuple(s for s in specs if isinstance(s, KVSpec)), tuple(s for s in specs if isinstance(s, StateSpec))
-
-
 def _first_divisor(block_size: int, sizes: Sequence[int]) -> int:
     fitting = [size for size in sizes if size > 0 and block_size % size == 0]
     if sizes and not fitting:
@@ -284,9 +279,8 @@ def _first_divisor(block_size: int, sizes: Sequence[int]) -> int:
     return fitting[0] if fitting else block_size
 
 
-def _choose_page(kernel_block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
+def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
     """(blocks per page, slots per page, page bytes); a block's stride can be cut into its kernel blocks."""
-    block_bytes = kernel_block_bytes * kernel_blocks
     if not block_bytes and not slot_bytes:
         raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
     if not slot_bytes:
