@@ -214,10 +214,9 @@ class CacheManager:
             lease.pending.append(save)
         return True
 
-    def settle(self, lease: Lease, token_ids: TokenIds) -> None:
+    def settle(self, lease: Lease) -> None:
         """It is known whether the last plan passed the boundary that was in reach: file what it did there, or give it
-        back. The history goes on with `token_ids`."""
-        self.extend(lease, token_ids)
+        back."""
         previous = lease.decode_checkpoint
         self.filing.publish(lease, lease.num_planned - lease.num_last)
         lease.in_reach = False
@@ -297,6 +296,8 @@ class CacheManager:
         that has no checkpoint yet, stays too. `awaits_tool`: the request ended in a tool call.
 
         Returns a lease of the same history that holds nothing, for the request's next run."""
+        if lease.in_reach:
+            self.settle(lease)
         for save in lease.pending:
             self.arena.give_slot(save.slot)
         lease.pending.clear()

@@ -56,14 +56,14 @@ class PlanBuilder:
     def add_decode(self, entry: Entry, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()) -> None:
         """The next token through the decode kernels: known if an earlier run of the request sampled it. `drafts` may
         follow it; under a grammar `masks` has what may come after each of them."""
-        start = entry.lease.num_planned
-        tokens = entry.tokens(start, start + 1) if start < entry.num_known else np.full(1, LAST_SAMPLED, np.int32)
+        start, request = entry.lease.num_planned, entry.request
+        tokens = request.token_ids(start, start + 1) if start < entry.num_known else np.full(1, LAST_SAMPLED, np.int32)
         tokens = tokens if drafts is None else np.concatenate([tokens, drafts])
         self._add(entry, tokens, masks, decodes=True)
 
     def add_prefill(self, entry: Entry, end: int) -> None:
         """Known tokens up to `end` through the prefill kernels."""
-        self._add(entry, entry.tokens(entry.lease.num_planned, end), (), decodes=False)
+        self._add(entry, entry.request.token_ids(entry.lease.num_planned, end), (), decodes=False)
 
     def _add(self, entry: Entry, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
         mask = entry.request.grammar.mask if entry.request.grammar is not None else None

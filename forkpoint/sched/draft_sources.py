@@ -99,9 +99,7 @@ class SuffixSource:
 
     def draft(self, request: Request, lease: Lease, most: int) -> Guess | None:
         count = max(LEAST_MATCH, self._depth - min(most, self._depth // 2))
-        tail = np.asarray(request.output_token_ids[-count:], np.int32)
-        if len(tail) < count:
-            tail = np.concatenate([request.prompt_token_ids[len(tail) - count :], tail])
+        tail = request.token_ids(max(0, request.num_tokens - count), request.num_tokens)
         if len(tail) < LEAST_MATCH:
             return None
         following, num_matched = self._past.find(request.params.cache_salt, tail, most)
@@ -139,9 +137,7 @@ class CacheSource:
         node = lease.node
         if node is None:
             return None
-        first = node.depth * self._block_size - request.num_prompt_tokens
-        outputs = np.asarray(request.output_token_ids[max(0, first) :], np.int32)
-        rest = outputs if first >= 0 else np.concatenate([request.prompt_token_ids[first:], outputs])
+        rest = request.token_ids(node.depth * self._block_size, request.num_tokens)
         begun, drafts = rest.astype(np.int32).tobytes(), b""
         while len(drafts) < most * rest.itemsize:
             child = _latest(node, begun)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import compress
 
-import numpy as np
-
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.tree import Checkpoint, Node
@@ -43,19 +41,9 @@ class Entry:
     def __post_init__(self) -> None:
         self.last = self.request.num_prompt_tokens + self.request.max_tokens - 1
 
-    def tokens(self, start: int, end: int) -> IntArray:
-        """The known tokens `[start, end)`."""
-        prompt, num_prompt = self.request.prompt_token_ids, self.request.num_prompt_tokens
-        if end <= num_prompt:
-            return prompt[start:end]
-        outputs = self.request.output_token_ids[max(start - num_prompt, 0) : end - num_prompt]
-        return np.concatenate([prompt[start:], np.asarray(outputs, np.int32)])
-
     def tokens_beyond_chain(self, end: int) -> IntArray:
-        """The tokens up to position `end` that the lease's hash chain does not have yet (all are outputs)."""
-        request = self.request
-        first = self.lease.chain.num_tokens - request.num_prompt_tokens
-        return np.asarray(request.output_token_ids[max(first, 0) : max(end - request.num_prompt_tokens, 0)], np.int32)
+        """The known tokens up to position `end` that the lease's hash chain does not have yet."""
+        return self.request.token_ids(self.lease.chain.num_tokens, end)
 
     def start_run(self, hit: PrefixHit, prefill_end: int, junctions: frozenset[int]) -> None:
         """The entry has a row and goes on from `hit`."""

@@ -77,7 +77,15 @@ class Request:
         return bool(self.tool_call_token_ids) and not self.tool_call_token_ids.isdisjoint(self.output_token_ids)
 
     def all_token_ids(self) -> IntArray:
-        return np.concatenate([self.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
+        return self.token_ids(0, self.num_tokens)
+
+    def token_ids(self, start: int, end: int) -> IntArray:
+        """Those of the known tokens that are in `[start, end)`."""
+        prompt, num_prompt = self.prompt_token_ids, self.num_prompt_tokens
+        if end <= num_prompt:
+            return prompt[start:end]
+        outputs = np.asarray(self.output_token_ids[max(start - num_prompt, 0) : end - num_prompt], np.int32)
+        return outputs if start >= num_prompt else np.concatenate([prompt[start:], outputs])
 
 
 class Ending(NamedTuple):

@@ -225,7 +225,8 @@ class Scheduler:
         lease = entry.lease
         start = lease.num_planned
         if lease.in_reach:
-            self.cache.settle(lease, entry.tokens_beyond_chain(start))
+            self.cache.extend(lease, entry.tokens_beyond_chain(start))
+            self.cache.settle(lease)
         self._drop_duplicates(builder, entry)
         # The block before the checkpoint: a checkpoint that its own request reads could not give way to it.
         while not self.cache.ensure_blocks(lease, start + 1):
@@ -323,16 +324,12 @@ class Scheduler:
         """No plan in flight carries the entry any more: give back what it holds."""
         self._running.vacate(entry)
         request, lease = entry.request, entry.lease
-        if lease.in_reach:
-            self.cache.settle(lease, entry.tokens_beyond_chain(lease.num_planned))
+        self.cache.extend(lease, entry.tokens_beyond_chain(request.num_tokens))
         is_known = lease.num_planned <= request.num_tokens  # not, where it ended before the last tokens computed
-        if is_known:
-            self.cache.extend(lease, entry.tokens_beyond_chain(lease.num_planned))
         entry.lease = self.cache.release(lease, donate=is_known, awaits_tool=entry.ended and request.awaits_tool)
         if entry.ended:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
-        self.cache.extend(lease, entry.tokens_beyond_chain(request.num_tokens))
         entry.junctions = frozenset()
         self._wait(entry)
 
