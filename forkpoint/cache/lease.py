@@ -29,7 +29,7 @@ class Lease:
     """A request's share. Written by CacheManager and its parts (filing, holdings); the scheduler confirms what
     was sampled and freezes what failed.
 
-    The request's block table has `num_blocks` blocks: those of `node.path()` except where `own_blocks` has
+    The request's block table has `num_blocks` blocks: those of the nodes down to `node` except where `own_blocks` has
     one, and `own_blocks` beyond. `node` is the deepest node of the request's own history, pinned.
 
     The plans issued so far compute `num_planned` tokens; of these, results have confirmed `num_confirmed`. Where a

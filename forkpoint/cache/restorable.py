@@ -12,15 +12,13 @@ from forkpoint.cache.tree import Node
 
 @dataclass(slots=True)
 class BlocksStored:
-    """A chain of blocks under `parent` (None: they are the first) that can be resumed at or beyond from now on.
+    """A chain of blocks that can be resumed at or beyond from now on: nodes from the top down.
 
     Of these, requests can resume at the ends of exactly those in `ends`. A block that was stored already is told
     again when that changes.
     """
 
-    parent: BlockHash | None
-    hashes: list[BlockHash] = field(default_factory=list)
-    tokens: list[bytes] = field(default_factory=list)  # the int32 ids of each block
+    nodes: list[Node] = field(default_factory=list)
     ends: list[BlockHash] = field(default_factory=list)
 
 
@@ -113,14 +111,11 @@ class Restorable:
     def _tell(self, nodes: Iterable[Node]) -> None:
         """Nodes from the top down are stored; a chain that goes on is told as one."""
         for node in nodes:
-            assert node.parent is not None
-            parent = node.parent.hash if node.parent.parent is not None else None
             last = self._changes[-1] if self._changes else None
-            if not (isinstance(last, BlocksStored) and last.hashes[-1] == parent):
-                last = BlocksStored(parent)
+            if not (isinstance(last, BlocksStored) and last.nodes[-1] is node.parent):
+                last = BlocksStored()
                 self._changes.append(last)
-            last.hashes.append(node.hash)
-            last.tokens.append(node.tokens)
+            last.nodes.append(node)
             if node in self._ends:
                 last.ends.append(node.hash)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Protocol
+from typing import TypeAlias
 
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
@@ -14,6 +14,7 @@ from forkpoint.cache.eviction_queue import EvictionQueue
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lease import PendingSave
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.tree import (
     INSIDE_PROMPTS,
@@ -25,16 +26,7 @@ from forkpoint.cache.tree import (
 )
 
 _INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
-
-
-class Above(Protocol):
-    """A state before another one of the same history: a checkpoint, or a state that is about to be stored."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def origin(self) -> Origin: ...
+Above: TypeAlias = Checkpoint | PendingSave  # a state before another one of the same history
 
 
 class PrefixStore:
@@ -308,15 +300,11 @@ class PrefixStore:
 
     def condemn(self, node: Node) -> None:
         """Nothing at or below `node` is found again; what nobody holds goes at once."""
-        self.tree.condemn(node)
-        stack, leaves = [node], []
-        while stack:
-            item = stack.pop()
+        below = self.tree.condemn(node)
+        for item in below:
             if item.checkpoint is not None and item.checkpoint.num_readers == 0:
                 self.drop_checkpoint(item.checkpoint)
-            stack.extend(item.children)
-            leaves.append(item)
-        for item in reversed(leaves):
+        for item in reversed(below):
             if self.restorable is not None:
                 self.restorable.lost(item)
             self._sweep(item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from forkpoint.cache.arena import Move
@@ -78,16 +78,6 @@ class Node(Entry):
     def is_evictable(self) -> bool:
         """Nothing below it, no checkpoint, and no request holds it."""
         return not (self.children or self.pins or self.checkpoint)
-
-    def path(self) -> list[Node]:
-        """The nodes from depth 1 down to this one (empty for a root)."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.depth:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -189,16 +179,13 @@ class PrefixTree:
             self._roots.pop(node.hash, None)
         return removed
 
-    def condemn(self, node: Node) -> None:
-        """Hide a node and all below it from lookups: what they hold is not to be trusted."""
-        stack, sound = [node], []
-        while stack:
-            item = stack.pop()
-            if not item.condemned:
-                item.condemned = True
-                sound.append(item)
-            stack.extend(item.children)
-        self._forget(sound)
+    def condemn(self, node: Node) -> list[Node]:
+        """Hide a node and all below it, which are returned, from lookups: what they hold is not to be trusted."""
+        below = list(_with_descendants([node]))
+        self._forget([item for item in below if not item.condemned])
+        for item in below:
+            item.condemned = True
+        return below
 
     def pin(self, node: Node) -> None:
         item: Node | None = node
@@ -223,11 +210,7 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first."""
-        stack = [child for root in self._roots.values() for child in root.children]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children)
+        return _with_descendants(child for root in self._roots.values() for child in root.children)
 
     def _forget(self, nodes: Sequence[Node]) -> None:
         """Lookups find these nodes no more."""
@@ -248,6 +231,15 @@ class PrefixTree:
                 assert node.checkpoint.node is node and not node.checkpoint.dropped
         assert count == self.num_nodes and pinned == self.num_pinned
         assert all(root.children or root.pins for root in self._roots.values()), "an empty root was left behind"
+
+
+def _with_descendants(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Parents first."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children)
 
 
 def nearest_checkpoint(node: Node | None) -> Checkpoint | None:

@@ -62,19 +62,20 @@ def batch_of(changes: Iterable[Change], block_size: int, now_s: float) -> EventB
 
 def _event(change: Change, block_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
     match change:
-        case BlocksStored():
+        case BlocksStored(nodes, ends):
+            parent = nodes[0].parent
             return BlockStored(
-                block_hashes=[sent_hash(name) for name in change.hashes],
-                parent_block_hash=sent_hash(change.parent) if change.parent is not None else None,
-                token_ids=np.frombuffer(b"".join(change.tokens), np.int32).tolist(),
+                block_hashes=[sent_hash(node.hash) for node in nodes],
+                parent_block_hash=sent_hash(parent.hash) if parent is not None and parent.depth else None,
+                token_ids=np.frombuffer(b"".join([node.tokens for node in nodes]), np.int32).tolist(),
                 block_size=block_size,
                 lora_id=None,
                 medium=MEDIUM,
                 lora_name=None,
-                resumable_hashes=[sent_hash(name) for name in change.ends],
+                resumable_hashes=[sent_hash(name) for name in ends],
             )
-        case BlocksRemoved():
-            return BlockRemoved([sent_hash(name) for name in change.hashes], MEDIUM)
+        case BlocksRemoved(hashes):
+            return BlockRemoved([sent_hash(name) for name in hashes], MEDIUM)
         case AllCleared():
             return AllBlocksCleared()
 

@@ -47,7 +47,7 @@ class Listener:
         expected = set()
         for node in self._cache.store.tree.nodes():
             if self._is_end(node):
-                expected.update(wire.sent_hash(above.hash) for above in node.path())
+                expected.update(wire.sent_hash(above.hash) for above in path_to(node))
         assert set(self.index._resumable) == expected
 
     def _is_end(self, node: Node) -> bool:
@@ -56,8 +56,13 @@ class Listener:
             return False
         if node.checkpoint is None and (layout.has_states or node.depth * layout.block_size % layout.checkpoint_grid):
             return False
-        parent = root_hash("")
-        return all(above.hash == (parent := block_hash(parent, above.tokens)) for above in node.path())  # nobody's own
+        parent, path = root_hash(""), path_to(node)
+        return all(above.hash == (parent := block_hash(parent, above.tokens)) for above in path)  # nobody's own
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from depth 1 down to this one (empty for a root)."""
+    return [*path_to(node.parent), node] if node.parent is not None else []
 
 
 def sent_hashes(prompt: np.ndarray, block_size: int) -> list[int]:

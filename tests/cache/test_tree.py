@@ -6,6 +6,7 @@ import pytest
 
 from forkpoint.cache.hashing import HashChain, root_hash
 from forkpoint.cache.tree import Checkpoint, Node, Origin, PrefixTree, nearest_checkpoint
+from tests.cache.published import path_to
 from tests.sched.harness import tokens
 
 SIZE = 64
@@ -26,7 +27,7 @@ def test_the_longest_match() -> None:
     nodes = grow(tree, source, 3)
     assert tree.match(source, 10) == nodes and tree.match(source, 2) == nodes[:2]
     assert tree.match(chain(2), 10) == []
-    assert nodes[2].path() == nodes and nodes[2].depth == 3
+    assert path_to(nodes[2]) == nodes and nodes[2].depth == 3
     tree.check_integrity()
 
 
