@@ -79,4 +79,5 @@ class IssuedStep:
     @property
     def sampled(self) -> list[Entry]:
         """Those of which the step samples."""
-        return list(compress(self.entries, self.plan.rows.samples.tolist()))
+        everybody = len(self.plan.sampled_rows) == len(self.entries)
+        return self.entries if everybody else list(compress(self.entries, self.plan.rows.samples.tolist()))

@@ -373,10 +373,12 @@ class Scheduler:
         token sampled, its entry and how many tokens of that are confirmed."""
         rows, entries, sampled = issued.plan.rows, issued.entries, issued.sampled
         ends = rows.start + rows.num_tokens
-        for i in np.flatnonzero(~rows.samples).tolist():
-            self.cache.confirm(entries[i].lease, int(ends[i]))
-        for i in np.flatnonzero(rows.ahead).tolist():
-            ends[i] = entries[i].lease.num_confirmed + rows.num_tokens[i]
+        if len(sampled) < len(entries):
+            for i in np.flatnonzero(~rows.samples).tolist():
+                self.cache.confirm(entries[i].lease, int(ends[i]))
+        if self._drafting is not None:
+            for i in np.flatnonzero(rows.ahead).tolist():
+                ends[i] = entries[i].lease.num_confirmed + rows.num_tokens[i]
         ends, counts = ends[rows.samples], result.counts
         if counts is None:
             return sampled, ends.tolist()
