@@ -89,7 +89,7 @@ class Filing:
         for depth in sorted({last, *saves}):
             node = self._file_blocks(lease, node, min(depth, last))
             if node.depth == depth and (save := saves.pop(depth, None)):
-                self._finish_save(lease, node, save)
+                self.keep(lease, node, save)
         if node is not old:
             self._store.tree.pin(node)
             self._store.unpin(old)
@@ -133,21 +133,20 @@ class Filing:
         lease.made += items
         self.filed += items
 
-    def _finish_save(self, lease: Lease, node: Node, save: PendingSave) -> None:
-        checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note)
-        if checkpoint is not None:
-            self.adopt(lease, checkpoint)
-            if save.origin is Origin.DECODE:
-                lease.decode_checkpoint = checkpoint
-
-    def adopt(self, lease: Lease, checkpoint: Checkpoint) -> None:
-        """A checkpoint is of the lease's making; the end of a turn supersedes the one that the turn went on from."""
+    def keep(self, lease: Lease, node: Node, save: PendingSave, num_readers: int = 0) -> Checkpoint | None:
+        """The state saved becomes a checkpoint of the lease's making, unless one that is there stays; the end of a turn
+        supersedes the one that the turn went on from."""
+        checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note, num_readers)
+        if checkpoint is None:
+            return None
         lease.touched.append(checkpoint)
         self._note_filed(lease, [checkpoint])
+        if save.origin is Origin.DECODE:
+            lease.decode_checkpoint = checkpoint
         hit = lease.hit
-        if hit is None or hit.superseded or hit.origin is Origin.FALLBACK or checkpoint.origin not in TURN_ENDS:
-            return
-        self._store.supersede(hit)
+        if hit and not hit.superseded and hit.origin is not Origin.FALLBACK and save.origin in TURN_ENDS:
+            self._store.supersede(hit)
+        return checkpoint
 
     def drain(self) -> list[Node | Checkpoint]:
         """The plan is complete. What was filed since the last call: it is computed by this plan, or by earlier ones."""

@@ -203,12 +203,9 @@ class CacheManager:
             self.store.counters.checkpoints_skipped[Origin.DECODE] += not lease.in_reach
             return not lease.in_reach
         if turns:
-            old, lease.slot = lease.slot, fresh
-            checkpoint = self.store.add_checkpoint(node, old, Origin.DECODE, lease.decoded, lease.note, num_readers=1)
-            assert checkpoint is not None
+            save.slot, lease.slot = lease.slot, fresh
+            lease.read_from = self.filing.keep(lease, node, save, num_readers=1)
             self.holdings.count_slots(1)
-            self.filing.adopt(lease, checkpoint)
-            lease.decode_checkpoint = lease.read_from = checkpoint
         else:
             save.slot = fresh
             lease.pending.append(save)

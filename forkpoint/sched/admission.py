@@ -113,7 +113,10 @@ class Admission:
         self._cache.expect(entry.expected, -1)
         entry.expected = None
         self._running.start(entry)
-        entry.start_run(hit, prefill_end, self._cache.count_query(entry.lease, request.num_tokens, hit))
+        entry.prefill_end, entry.num_known = prefill_end, request.num_tokens
+        entry.waits = entry.waits or request.grammar is not None
+        entry.junctions = self._cache.count_query(entry.lease, request.num_tokens, hit)
+        entry.record_hit(hit)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
         builder.add_row(entry)

@@ -45,13 +45,6 @@ class Entry:
         """The known tokens up to position `end` that the lease's hash chain does not have yet."""
         return self.request.token_ids(self.lease.chain.num_tokens, end)
 
-    def start_run(self, hit: PrefixHit, prefill_end: int, junctions: frozenset[int]) -> None:
-        """The entry has a row and goes on from `hit`."""
-        self.prefill_end, self.num_known = prefill_end, self.request.num_tokens
-        self.waits = self.waits or self.request.grammar is not None
-        self.junctions = junctions
-        self.record_hit(hit)
-
     def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
         """Report a hit on the request; `gained`: tokens that a run under way did not have to compute."""
         request = self.request
