@@ -3,7 +3,7 @@ the engine, and its answer in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput
 from forkpoint.params import SamplingParams
-from forkpoint.server.answer import THINK, THINK_END, AnswerParser, Piece, Reasoning
+from forkpoint.server.answer import THINK, THINK_END, AnswerParser, CallPart, Piece, Reasoning
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.protocol import Body, Many, MaxTokens
@@ -22,6 +22,7 @@ from forkpoint.server.texts import Texts
 from forkpoint.server.tools import AnyToolChoice, ToolPlan, ToolSpec, plan_tools
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Change: TypeAlias = Literal["begins", "grows", "completed", "incomplete"]
 
 
 class ChatMessage(Body):
@@ -171,6 +172,7 @@ class Talk:
         self.generation = generation
         self.num_reasoning_tokens = 0
         self.num_calls = 0
+        self._last: Piece | None = None  # of the part that `changes` told of last
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
         self._ended: set[int] = set()
 
@@ -189,6 +191,20 @@ class Talk:
                     break
         finally:
             self.generation.close()  # what is told may end before what is generated, and one that fails ends the others
+
+    def changes(self, news: News) -> Iterator[tuple[Change, Piece]]:
+        """The pieces of a turn with one completion as parts of its answer: a stretch of reasoning or of content, or a
+        call, begins and grows with a piece and ends after it. One that the answer's length cuts off is incomplete."""
+        for piece in news.pieces:
+            names_call = isinstance(piece, CallPart) and piece.name is not None
+            if names_call or type(piece) is not type(self._last):
+                if self._last is not None:
+                    yield "completed", self._last
+                yield "begins", piece
+            self._last = piece
+            yield "grows", piece
+        if news.reason is not None and self._last is not None:
+            yield "incomplete" if news.reason == "length" else "completed", self._last
 
     def _read(self, delta: CompletionOutput) -> News:
         parser = self._parsers[delta.index]

@@ -15,7 +15,7 @@ from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_f
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
 from forkpoint.server.service import Service
 from forkpoint.server.sse import named_event
-from forkpoint.server.talk import ChatBody, News, Talk, Turn, ask, prompt_of
+from forkpoint.server.talk import Change, ChatBody, News, Talk, Turn, ask, prompt_of
 from forkpoint.server.texts import Texts
 
 
@@ -75,13 +75,14 @@ class MessageAnswer(Answer[Turn]):
     def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
         super().__init__(name, asked, generation, service)
         self._talk = Talk(asked, generation)
-        self._blocks = Blocks(name[-12:])
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""  # of the tool_use block that is open
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     async def reply(self) -> MessageReply:
         async for _ in self._block_events():
             pass
-        return MessageReply.model_validate(self._message(self._blocks.blocks))
+        return MessageReply.model_validate(self._message(self._blocks))
 
     async def events(self) -> AsyncIterator[bytes]:
         yield named_event({"type": "message_start", "message": self._message([])})
@@ -98,13 +99,45 @@ class MessageAnswer(Answer[Turn]):
 
     async def _block_events(self) -> AsyncIterator[dict[str, Any]]:
         async for news in self._talk.news():
-            for piece in news.pieces:
-                for told in self._blocks.add(piece):
+            for change, piece in self._talk.changes(news):
+                for told in self._told(change, piece):
                     yield told
             if news.reason is not None:
-                for told in self._blocks.close():
-                    yield told
                 self._ending = self._ended(news)
+
+    def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Have the blocks as `change` leaves them; yields the events that tell it."""
+        match change, piece:
+            case "begins", Reasoning():
+                yield self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            case "begins", Content():
+                yield self._begin({"type": "text", "text": ""})
+            case "begins", CallPart(index, name):
+                self._arguments = ""
+                call = f"toolu_{self.name[-12:]}_{index}"
+                yield self._begin({"type": "tool_use", "id": call, "name": name, "input": {}})
+            case "grows", Reasoning(text):
+                self._blocks[-1]["thinking"] += text
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case "grows", Content(text):
+                self._blocks[-1]["text"] += text
+                yield self._delta({"type": "text_delta", "text": text})
+            case "grows", CallPart(arguments=text):
+                self._arguments += text
+                yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case _:
+                if isinstance(piece, Reasoning):
+                    yield self._delta({"type": "signature_delta", "signature": ""})
+                if isinstance(piece, CallPart):
+                    self._blocks[-1]["input"] = _whole_arguments(self._arguments)
+                yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._blocks.append(block)
+        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _ended(self, news: News) -> dict[str, Any]:
         """Why; a call that a named choice asks for ends with `stop` in OpenAI's API, and with `tool_use` here."""
@@ -117,59 +150,6 @@ class MessageAnswer(Answer[Turn]):
         head = {"id": self.name, "type": "message", "role": "assistant", "model": self.asked.model}
         counts = {"usage": _usage(self.generation.usage()), **self.generation.details()}
         return {**head, "content": blocks, **self._ending, **counts}
-
-
-class Blocks:
-    """Content blocks that grow by pieces."""
-
-    def __init__(self, name: str) -> None:
-        self.blocks: list[dict[str, Any]] = []
-        self._arguments = ""  # of the tool_use block that is open
-        self._name = name
-        self._open = False
-
-    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Take one in; yields the events that tell it."""
-        match piece:
-            case Reasoning(text):
-                yield from self._ensure({"type": "thinking", "thinking": "", "signature": ""})
-                self.blocks[-1]["thinking"] += text
-                yield self._delta({"type": "thinking_delta", "thinking": text})
-            case Content(text):
-                yield from self._ensure({"type": "text", "text": ""})
-                self.blocks[-1]["text"] += text
-                yield self._delta({"type": "text_delta", "text": text})
-            case CallPart(index, name, arguments):
-                if name is not None:
-                    yield from self.close()
-                    tool = {"type": "tool_use", "id": f"toolu_{self._name}_{index}", "name": name, "input": {}}
-                    yield from self._ensure(tool)
-                self._arguments += arguments
-                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
-
-    def close(self) -> Iterator[dict[str, Any]]:
-        """End the block that is open; yields the events that tell it."""
-        if not self._open:
-            return
-        if self.blocks[-1]["type"] == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": ""})
-        if self.blocks[-1]["type"] == "tool_use":
-            self.blocks[-1]["input"] = _whole_arguments(self._arguments)
-            self._arguments = ""
-        self._open = False
-        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
-
-    def _ensure(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Have a block of this type open, this one where another or none is."""
-        if self._open and self.blocks[-1]["type"] == block["type"]:
-            return
-        yield from self.close()
-        self.blocks.append(block)
-        self._open = True
-        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 
@@ -18,7 +18,7 @@ from forkpoint.server.responses.body import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.service import Service
 from forkpoint.server.sse import encode, named_event
-from forkpoint.server.talk import Talk, Turn
+from forkpoint.server.talk import Change, Talk, Turn
 
 
 class ResponseReply(Reply):
@@ -43,74 +43,6 @@ class DeletedReply(Reply):
     deleted: Literal[True] = True
 
 
-PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}
-
-
-class Items:
-    """Output items that grow by pieces. Events have neither `sequence_number` nor the response yet."""
-
-    def __init__(self, name: str) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._name = name
-        self._open = False
-
-    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Take one in; yields the events that tell it."""
-        match piece:
-            case Reasoning(text):
-                yield from self._text("reasoning", {"summary": []}, text)
-            case Content(text):
-                yield from self._text("message", {"role": "assistant"}, text)
-            case CallPart(index, name, arguments):
-                if name is not None:
-                    yield from self.close()
-                    call = {"name": name, "arguments": "", "call_id": f"call_{self._name}_{index}"}
-                    yield self._begin("fc", "function_call", call)
-                self.items[-1]["arguments"] += arguments
-                yield {**self._place(), "type": "response.function_call_arguments.delta", "delta": arguments}
-
-    def close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """End the item that is open; yields the events that tell it."""
-        if not self._open:
-            return
-        self._open = False
-        item = self.items[-1]
-        item["status"] = status
-        if item["type"] == "function_call":
-            done = {"type": "response.function_call_arguments.done", "name": item["name"]}
-            yield {**self._place(), **done, "arguments": item["arguments"]}
-        else:
-            part = item["content"][0]
-            done = {"type": f"response.{PARTS[item['type']]}.done", "content_index": 0, "text": part["text"]}
-            yield {**self._place(), **done, **_logprobs(item["type"])}
-            yield {**self._place(), "type": "response.content_part.done", "content_index": 0, "part": dict(part)}
-        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
-
-    def _text(self, kind: str, fields: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
-        if not self._open or self.items[-1]["type"] != kind:
-            yield from self.close()
-            yield self._begin("msg" if kind == "message" else "rs", kind, {**fields, "content": []})
-            part: dict[str, Any] = {"type": PARTS[kind], "text": ""}
-            if kind == "message":
-                part |= {"annotations": []}
-            self.items[-1]["content"].append(part)
-            yield {**self._place(), "type": "response.content_part.added", "content_index": 0, "part": dict(part)}
-        self.items[-1]["content"][0]["text"] += text
-        event = {"type": f"response.{PARTS[kind]}.delta", "content_index": 0, "delta": text}
-        yield {**self._place(), **event, **_logprobs(kind)}
-
-    def _begin(self, prefix: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        name = f"{prefix}_{self._name}_{len(self.items)}"
-        item = {"id": name, "type": kind, "status": "in_progress", **fields}
-        self.items.append(item)
-        self._open = True
-        told = {key: list(value) if isinstance(value, list) else value for key, value in item.items()}
-        return {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": told}
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-
-
 def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[str, Any]:
     cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     return {
@@ -120,10 +52,6 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage["total_tokens"],
     }
-
-
-def _logprobs(kind: str) -> dict[str, Any]:
-    return {"logprobs": []} if kind == "message" else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +76,7 @@ class ResponseAnswer(Answer[Turn]):
         self._talk = Talk(prepared.turn, generation)
         self._key = key
         self._store = store
-        self._items = Items(key.name[-12:])
+        self._items: list[dict[str, Any]] = []
         self._num_events = 0
         self._reply: dict[str, Any] = {
             "id": key.name,
@@ -202,25 +130,74 @@ class ResponseAnswer(Answer[Turn]):
 
     async def _item_events(self) -> AsyncIterator[dict[str, Any]]:
         async for news in self._talk.news():
-            for piece in news.pieces:
-                for told in self._items.add(piece):
+            for change, piece in self._talk.changes(news):
+                for told in self._told(change, piece):
                     yield told
-            if news.reason is not None:
-                whole = news.reason != "length"
-                for told in self._items.close("completed" if whole else "incomplete"):
-                    yield told
-                details = None if whole else {"reason": "max_output_tokens"}
-                self._end("completed" if whole else "incomplete", incomplete_details=details)
+            if news.reason == "length":
+                self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
+            elif news.reason is not None:
+                self._end("completed", incomplete_details=None)
+
+    def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Have the items as `change` leaves them; yields the events that tell it, without their numbers."""
+        match change, piece:
+            case "begins", CallPart(index, name):
+                call = {"name": name, "arguments": "", "call_id": f"call_{self.name[-12:]}_{index}"}
+                yield self._begin("fc", "function_call", call)
+            case "begins", Reasoning():
+                yield self._begin("rs", "reasoning", {"summary": [], "content": []})
+                yield self._begin_part({"type": "reasoning_text", "text": ""})
+            case "begins", Content():
+                yield self._begin("msg", "message", {"role": "assistant", "content": []})
+                yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
+            case "grows", CallPart(arguments=text):
+                self._items[-1]["arguments"] += text
+                yield self._of_item("function_call_arguments.delta", delta=text)
+            case "grows", Reasoning(text) | Content(text):
+                self._items[-1]["content"][0]["text"] += text
+                yield self._of_text("delta", delta=text)
+            case status, _:
+                item = self._items[-1]
+                item["status"] = status
+                if isinstance(piece, CallPart):
+                    call = {"name": item["name"], "arguments": item["arguments"]}
+                    yield self._of_item("function_call_arguments.done", **call)
+                else:
+                    part = item["content"][0]
+                    yield self._of_text("done", text=part["text"])
+                    yield self._of_item("content_part.done", content_index=0, part=part)
+                yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    def _begin(self, prefix: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        number = len(self._items)
+        name = f"{prefix}_{self.name[-12:]}_{number}"
+        self._items.append({"id": name, "type": kind, "status": "in_progress", **fields})
+        return {"type": "response.output_item.added", "output_index": number, "item": self._items[-1]}
+
+    def _begin_part(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._items[-1]["content"].append(part)
+        return self._of_item("content_part.added", content_index=0, part=part)
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last item."""
+        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        return {**place, "type": f"response.{kind}", **fields}
+
+    def _of_text(self, what: str, **fields: Any) -> dict[str, Any]:
+        kind = self._items[-1]["content"][0]["type"]
+        if kind == "output_text":
+            fields["logprobs"] = []
+        return self._of_item(f"{kind}.{what}", content_index=0, **fields)
 
     def _end(self, status: str, **fields: Any) -> None:
         counts = usage_fields(self.generation.usage(), self._talk.num_reasoning_tokens)
         details = self.generation.details()
-        self._reply |= {"status": status, "output": self._items.items, "usage": counts, **details, **fields}
+        self._reply |= {"status": status, "output": self._items, "usage": counts, **details, **fields}
         self._keep()
 
     def _keep(self) -> None:
         if self._prepared.store:
-            answer = encode(messages_of(self._items.items))
+            answer = encode(messages_of(self._items))
             before = self._prepared.conversation[:-1]
             comma = b"," if len(before) > 1 and len(answer) > 2 else b""
             whole = self._reply["status"] in ("completed", "incomplete")
