@@ -173,7 +173,7 @@ def measure(model: Path, args: argparse.Namespace) -> None:
         core = llm._engine.core.scheduler
         assert core._drafting is not None
         runner_: Any = llm._engine.core._runner
-        extra, own = records_bytes(core.layout, 1, 1 + most, runner_.write_interval), core._drafting._drafter
+        extra, own = records_bytes(core.layout, 1, 1 + most, runner_._records.interval), core._drafting._drafter
         print(f"extra memory of a row, {most} drafts: {extra / MIB:.2f} MiB", flush=True)
         seconds = first_token_s(llm, args.repeats)
         print(f"first token of {LONG:,}: {seconds * 1e3:.1f} ms, plain {plain_s * 1e3:.1f}", flush=True)

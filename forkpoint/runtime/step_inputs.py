@@ -131,7 +131,8 @@ class StepBuilder:
     def context(
         self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
     ) -> ForwardContext:
-        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU."""
+        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU. What
+        rows planned ahead turn out to have missed is taken off `t` in place: once for each filling."""
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
             lead = t.get("lead")

@@ -75,7 +75,8 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
     if shapes:
         remedy = f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or give enforce_eager"
         with _timed("kernels tried"), explained_exhaustion("trying kernels", remedy):
-            compile_ahead(loaded)
+            given = config.kv_cache_memory_bytes
+            compile_ahead(loaded, None if given is None else given // layout.page_bytes)
         platform.release_unused()
     num_pages = ranks.least(_size_arena(config, loaded), platform.device)
     runner = _make_runner(config, loaded, num_pages)

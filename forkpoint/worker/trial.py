@@ -27,19 +27,23 @@ def run_full_step(loaded: Loaded) -> None:
     """One step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is given back."""
     prompts = _full_step(loaded.sched, loaded.model.config.max_model_len)
     runner, planner = _parts(loaded, prompts)
-    for length in prompts:
-        planner.add(_request(length, 1))
+    for number, length in enumerate(prompts):
+        planner.add(_request(length, 1, number))
     plan = planner.schedule()
     assert plan is not None
     runner.submit(plan).result()
     runner.close()
 
 
-def compile_ahead(loaded: Loaded) -> None:
-    """Run prompts longer than what graphs serve, from two full steps down, each sampled in another way and beside a row
-    that decodes: no request has to wait for a compiler then."""
+def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
+    """Run prompts longer than what graphs serve, from two full steps down, or what `most_pages` hold, each sampled in
+    another way and beside a row that decodes: no request has to wait for a compiler then."""
     budget, limit = loaded.sched.max_num_batched_tokens, loaded.model.config.max_model_len
-    lengths, largest = [max(1, min(2 * budget, limit - 2))], max(shape.num_tokens for shape in loaded.shapes)
+    if limit < 3:
+        return
+    lengths, largest = [min(2 * budget, limit - 2)], max(shape.num_tokens for shape in loaded.shapes)
+    while lengths[0] > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, lengths[0])) > most_pages:
+        lengths[0] //= 2
     while lengths[-1] // 2 > largest or len(lengths) < len(SAMPLINGS):
         lengths.append(max(1, lengths[-1] // 2 - 1))  # odd ones too: kernels look at what 16 divides
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, lengths[0]))

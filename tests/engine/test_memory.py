@@ -113,12 +113,17 @@ def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(
 
     monkeypatch.setattr(ModelRunner, "submit", noting)
     sched = SchedulerConfig(max_num_batched_tokens=200, max_num_seqs=4)
-    compile_ahead(Loaded(model, OPS, layout, sched, CpuPlatform(), [StepShape(0, 48, 1)]))
+    loaded = Loaded(model, OPS, layout, sched, CpuPlatform(), [StepShape(0, 48, 1)])
+    compile_ahead(loaded)
     sizes = [plan.num_tokens for plan in steps]
     assert max(sizes) == 200 and {int(count) for plan in steps for count in plan.rows.num_tokens} >= {199, 98, 48}
     assert any(0 < plan.num_decodes < len(plan.rows) for plan in steps), "a row decodes beside a prompt"
     assert any(params.temperature > 0 for params in sampled) and any(params.logit_bias for params in sampled)
     assert any(params.repetition_penalty != 1 for params in sampled)
+    most = layout.num_pages_for(200, 1)
+    steps.clear()
+    compile_ahead(loaded, most)
+    assert steps and max(plan.num_tokens for plan in steps) < 100, "no longer than the arena that was asked for"
 
 
 def test_the_room_beside_the_arena(model: Model, layout: CacheLayout) -> None:
