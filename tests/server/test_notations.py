@@ -280,7 +280,7 @@ def test_kimi_sees_the_function_in_the_id_of_a_call() -> None:
         texts = served(byte_level(), f"{{# {mark} #}}{{% for m in messages %}}{show}{{% endfor %}}")
         assert texts.tokenizer is not None
         turn = ask(texts, ChatBody.model_validate({"messages": messages}))
-        text = texts.tokenizer.decode(turn.prompt.token_ids, skip_special_tokens=True)
+        text = texts.tokenizer.decode(turn.prompts[0].token_ids, skip_special_tokens=True)
         assert text.split() == expected.split()
         counted = tokenize(texts, json.dumps({"messages": messages}).encode())
-        assert counted.tokens == turn.prompt.token_ids.tolist()
+        assert counted.tokens == turn.prompts[0].token_ids.tolist()
