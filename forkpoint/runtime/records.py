@@ -3,7 +3,7 @@ their recurrent states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
-from forkpoint.runtime.staging import Arrays, padded
+from forkpoint.runtime.staging import Arrays
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
+Pad = Callable[[IntArray, int], IntArray]  # a column of a step's decode rows, and what rows of padding have in it
 NOWHERE = -1  # where the last step of a row started that it did not decode
 
 
@@ -89,32 +90,32 @@ class TokenRecords:
         rows = plan.rows
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
-    def arrays(self, plan: StepPlan, count: int) -> Arrays:
-        """The fields of VerifyIndex: what the decode rows of a step, padded to `count`, fold, compute and leave."""
+    def arrays(self, plan: StepPlan, pad: Pad) -> Arrays:
+        """The fields of VerifyIndex: what the decode rows of a step, padded by `pad`, fold, compute and leave."""
         row = plan.rows.row[: plan.num_decodes]
         pending, line = self._pending[row], self._line[row]
         return {
-            **self._slots(plan, pending, "verify", count),
-            "verify_pending": padded(pending, count, 0),
-            "verify_read": padded(line, count, 0),
-            "verify_write": padded(line ^ self._turn, count, 0),
-            "verify_line": padded(row, count, 0),
+            **self._slots(plan, pending, "verify", pad),
+            "verify_pending": pad(pending, 0),
+            "verify_read": pad(line, 0),
+            "verify_write": pad(line ^ self._turn, 0),
+            "verify_line": pad(row, 0),
         }
 
-    def spaced_arrays(self, plan: StepPlan, count: int) -> Arrays:
+    def spaced_arrays(self, plan: StepPlan, pad: Pad) -> Arrays:
         """The same of RecordIndex; none where every state is written."""
         if not self._spaced_states:
             return {}
         row, start = plan.rows.row[: plan.num_decodes], plan.rows.start[: plan.num_decodes]
         written = self._written(row, start)
         return {
-            **self._slots(plan, start - written, "record", count),
-            "record_line": padded(row, count, NO_ROW),
-            "record_written": padded(written, count, 0),
-            "record_held": padded(start - written, count, 0),
+            **self._slots(plan, start - written, "record", pad),
+            "record_line": pad(row, NO_ROW),
+            "record_written": pad(written, 0),
+            "record_held": pad(start - written, 0),
         }
 
-    def _slots(self, plan: StepPlan, behind: IntArray, kind: str, count: int) -> Arrays:
+    def _slots(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
         """What both have: where states come from and go, and the rows' tokens. Rows are `behind` by so many: after how
         many of those a state goes elsewhere too, and where."""
         rows, decodes = plan.rows, plan.num_decodes
@@ -129,11 +130,11 @@ class TokenRecords:
         mark_slot[at] = rows.save_slots[:num_saves]
         mark[mark > behind] = 0  # in reach of the last step, which did not come so far
         return {
-            f"{kind}_src": padded(read, count, NO_SLOT),
-            f"{kind}_dst": padded(write, count, NO_SLOT),
-            f"{kind}_cu_tokens": running_total(padded(rows.num_tokens[:decodes], count, 0)),
-            f"{kind}_mark": padded(mark, count, 0),
-            f"{kind}_mark_dst": padded(mark_slot, count, NO_SLOT),
+            f"{kind}_src": pad(read, NO_SLOT),
+            f"{kind}_dst": pad(write, NO_SLOT),
+            f"{kind}_cu_tokens": running_total(pad(rows.num_tokens[:decodes], 0)),
+            f"{kind}_mark": pad(mark, 0),
+            f"{kind}_mark_dst": pad(mark_slot, NO_SLOT),
         }
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:

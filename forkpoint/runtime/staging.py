@@ -60,15 +60,6 @@ class InputRegion:
         return _views(self._device, fields)
 
 
-def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
-    """`[count, ...]`: the values, and `fill` behind them."""
-    if len(values) == count:
-        return np.ascontiguousarray(values)
-    out = np.full((count, *values.shape[1:]), fill, values.dtype)
-    out[: len(values)] = values
-    return out
-
-
 def layout_of(arrays: Arrays) -> tuple[Field, ...]:
     """Arrays end to end, in their order."""
     fields, offset = [], 0

@@ -21,9 +21,8 @@ from forkpoint.ops.metadata import (
 )
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.staging import Arrays, Tensors, padded
+from forkpoint.runtime.staging import Arrays, Tensors
 from forkpoint.runtime.state_operators import KINDS, StateOperators
-from forkpoint.runtime.windows import sampled_tokens
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
 # Lengths of queries and of keys of all rows, decodes first; empty where only the device knows.
@@ -110,22 +109,33 @@ class StepBuilder:
         }
         arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
         if self._records is not None:
-            arrays |= self._records.spaced_arrays(plan, shape.num_verified or shape.num_decodes)
-        if self._records is not None and shape.num_verified:
-            arrays |= self._records.arrays(plan, shape.num_verified)
-            if self._splits is not None:
-                late, spare = self._records.late(rows)[: plan.num_decodes].astype(np.int64), self._table.num_rows
-                arrays["verify_late"] = padded(late, shape.num_verified, spare)
-                arrays["late"] = padded(np.repeat(late, lens[: plan.num_decodes]), shape.num_decodes, spare)
-            if self._most_drafts:
-                at, row, number = draft_places(plan)
-                arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
-                arrays["draft_at"][at] = row * self._most_drafts + number
+            num_rows = shape.num_verified or shape.num_decodes
+
+            def pad(column: IntArray, fill: int) -> IntArray:
+                return padded(column, num_rows, fill)
+
+            arrays |= self._records.spaced_arrays(plan, pad)
+            if shape.num_verified:
+                arrays |= self._records.arrays(plan, pad) | self._drafts(plan, shape, self._records.late(rows))
         # To attention each token of a decode row is a row of its own, but that keys of some are read together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
         arrays |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape, recorded)
+        return arrays
+
+    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
+        """Of rows that may have drafts: what the device knows of their last steps is `late`; where drafts are taken."""
+        arrays: Arrays = {}
+        if self._splits is not None:
+            own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
+            arrays["verify_late"] = padded(own, shape.num_verified, spare)
+            lens = plan.rows.num_tokens[: plan.num_decodes]
+            arrays["late"] = padded(np.repeat(own, lens), shape.num_decodes, spare)
+        if self._most_drafts:
+            at, row, number = draft_places(plan)
+            arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
+            arrays["draft_at"][at] = row * self._most_drafts + number
         return arrays
 
     def context(
@@ -233,6 +243,27 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
 def _most_tiles(shape: StepShape) -> int:
     """Tiles that the segments of such a step can have, and states that they can save."""
     return shape.num_prefill_tokens // TILE + shape.num_segments
+
+
+def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
+    """`[count, ...]`: the values, and `fill` behind them."""
+    if len(values) == count:
+        return np.ascontiguousarray(values)
+    out = np.full((count, *values.shape[1:]), fill, values.dtype)
+    out[: len(values)] = values
+    return out
+
+
+def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
+    """Which of a plan's tokens are sampled behind: each sampled row's last, and those before its drafts."""
+    last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
+    counts = 1 + rows.num_drafts[rows.samples]
+    return last if len(last) == int(counts.sum()) else ranges(last + 1 - counts, counts)
+
+
+def ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
+    """`[starts[i], starts[i] + counts[i])`, one behind the other."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 def _spread(values: npt.NDArray[Any], count: int, num_decodes: int, gap: int, fill: int) -> npt.NDArray[Any]:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forkpoint.runtime.step_inputs import ranges, sampled_tokens
 from forkpoint.sched.plan import IntArray, StepRows
 
 NO_DRAFT = -3  # behind a row's last draft: equal to no id, and not what stands for logits that are not finite
@@ -37,7 +38,7 @@ class Windows:
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
         """A value of each row, one more for each of its positions after the first: so do outputs count on."""
-        return _ranges(values, self.sizes)
+        return ranges(values, self.sizes)
 
     def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
         """From the ids sampled at all positions `[P]`, and the drafts and starts on their device, int64: how many
@@ -55,22 +56,10 @@ class Windows:
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
         """The positions that count, where so many of each row do."""
-        return _ranges(self.starts, counts)
+        return ranges(self.starts, counts)
 
     def ahead(self, positions: list[int]) -> npt.NDArray[np.int64]:
         """For those positions the drafts before them in their rows `[2, N]`: index into `positions`, id."""
         first = np.repeat(self.starts, self.sizes)
         pairs = [(i, self.drafts[p]) for i, at in enumerate(positions) for p in range(first[at], at)]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T.copy()
-
-
-def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
-    """Which of a plan's tokens are sampled behind: each sampled row's last, and those before its drafts."""
-    last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
-    counts = 1 + rows.num_drafts[rows.samples]
-    return last if len(last) == int(counts.sum()) else _ranges(last + 1 - counts, counts)
-
-
-def _ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
-    """`[starts[i], starts[i] + counts[i])`, one behind the other."""
-    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
