@@ -57,7 +57,7 @@ class Answer:
             async for piece in self.rest:
                 yield piece
         except RayError as error:
-            LOGGER.warning("a replica was lost in the middle of an answer: %s", _first_line(error))
+            LOGGER.warning("a replica was lost in the middle of an answer: %s", _last_line(error))
             told = {"type": "error", "error": {"type": "api_error", "message": LOST, "code": "replica_lost"}}
             yield b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
 
@@ -87,7 +87,7 @@ class Gateway:
             try:
                 answer = await self._open(route, asked)
             except RayError as error:
-                LOGGER.warning("a replica was lost before it answered: %s", _first_line(error))
+                LOGGER.warning("a replica was lost before it answered: %s", _last_line(error))
                 await asyncio.sleep(number * PAUSE_S)
                 continue
             code = answer.code()
@@ -145,5 +145,5 @@ def _lost(asked: Asked) -> Answer:
     return Answer(Head("", 503, (("content-type", "application/json"),)), json.dumps(told).encode(), None)
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
