@@ -28,6 +28,7 @@ from forkpoint.engine.shared import Caller, SharedEngine
 from forkpoint.errors import ConfigError, InvalidParamsError, QueueFullError
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
+from forkpoint.worker.threads import wait_briefly
 
 
 class LLM:
@@ -39,6 +40,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        wait_briefly()
         from forkpoint.engine.build import build_engine  # torch and the models are loaded where they are needed
 
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))

@@ -17,6 +17,7 @@ from forkpoint.errors import ConfigError, EngineStoppedError, ForkpointError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.worker.child import how_it_ended, start_child
 from forkpoint.worker.codec import decoder, encoder
+from forkpoint.worker.threads import wait_briefly
 
 STOP_TIMEOUT_S = 3.0  # for the engine to end by itself; then it is killed, in the middle of a compilation, say
 LAST_WORDS_S = 0.2  # for reports that were under way when the process ended
@@ -53,6 +54,7 @@ class EngineProcess:
         names = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
         self._commands.connect(names[0])  # not bind: a bound socket cannot send before the other side is there
         self._reports.bind(names[1])
+        wait_briefly()
         self._process = start_child(run_engine, self._config, *names, name="engine")
         self._loop = loop
         loop.add_reader(self._reports.FD, self._receive)
