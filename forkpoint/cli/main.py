@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
 
 def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn:
     """The command as a process: `main`, and an end that no further Ctrl-C breaks into."""
+    sys.path.append("")  # where options name modules, those of the working folder too, as `python -m` has it
     code = main(parser=parser)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(code)

@@ -23,7 +23,8 @@ def choose_model(engine: Mapping[str, Any], tag: str | None = None) -> str:
     named: str | None = engine.get("model")
     if tag is not None and named is not None:
         raise ConfigError(f"the model is named twice: {tag!r} and --model {named!r}; give one")
-    chosen = tag or named or default_model()
+    given = named if tag is None else tag
+    chosen = default_model() if given is None else given  # an empty name is a variable that was not set
     if Path(chosen).is_dir() and not (Path(chosen) / "config.json").is_file():
         raise ModelFolderError(f"there is no config.json in {chosen!r}; give a model folder as it was downloaded")
     return chosen

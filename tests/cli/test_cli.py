@@ -100,6 +100,8 @@ ERRORS = [
     (["bench", "serve", "--save-result", "--result-dir", "/dev/null/x"], "cannot be made"),
     (["simulate", "chat", "--json", "/nowhere/x.json"], "/nowhere is no folder"),
     (["simulate", "chat", "--json", "/"], "is a folder"),
+    (["generate", "--model", "", "--prompt", "x"], "no config.json in ''"),
+    (["serve", ""], "no config.json in ''"),
     (["fly"], "invalid choice"),
     ([], "COMMAND"),
 ]
@@ -126,6 +128,20 @@ def test_a_broken_checkpoint_is_one_line_too(tmp_path: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 2
     assert shown.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in shown.stderr
+
+
+def test_options_name_modules_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from forkpoint.cache.eviction import EvictionPolicy\n"
+        "class Mine(EvictionPolicy):\n"
+        "    def key(self, entry): return 0.0\n"
+    )
+    script = tmp_path / "bin" / "forkpoint"  # as pip writes it, beside which Python looks for modules
+    script.parent.mkdir()
+    script.write_text("from forkpoint.cli.entry import run\nrun()\n")
+    command = [sys.executable, str(script), "simulate", "chat:sessions=1", "--systems", "forkpoint:eviction=mine:Mine"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert shown.returncode == 0 and "mine:Mine" in shown.stdout, shown.stderr
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, stdin: str = "") -> int:
