@@ -34,6 +34,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
     set_up_logging(config.log_level)
     load_config(config.model, max_model_len=config.max_model_len)  # a folder of something else is told by its config
     policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
+    log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     LOGGER.info("loading %s", config.model)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
@@ -61,7 +62,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         on_close=worker.release,
         check=worker.check,
         events=EventPublisher(config.kv_events_config, watched, facts.layout.block_size) if watched else None,
-        log=RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None,
+        log=log,
     )
     inputs = InputProcessor(
         tokenizer,

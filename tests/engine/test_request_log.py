@@ -53,6 +53,7 @@ def test_a_key_of_its_own_at_every_start(tiny_model: Path, tmp_path: Path) -> No
     assert one[0]["block_hashes"] != two[0]["block_hashes"]
 
 
-def test_where_it_cannot_be_written(tiny_model: Path, tmp_path: Path) -> None:
+def test_where_it_cannot_be_written(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.engine.build.build_worker", None)  # it is told before a model is loaded
     with pytest.raises(ConfigError, match="log_requests"):
         LLM(str(tiny_model), max_model_len=256, log_level="warning", log_requests=str(tmp_path / "no" / "log.jsonl"))
