@@ -12,6 +12,7 @@ from forkpoint.errors import InvalidPromptError
 Message: TypeAlias = Mapping[str, Any]
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
+SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without content
 SHOWN = 80  # characters of a wrong value, in an error message
 
 
@@ -30,6 +31,10 @@ def normalised(message: object, *, in_parts: bool = False) -> dict[str, Any]:
         raise InvalidPromptError(
             "function_call and messages of the role 'function' are not understood; send tool_calls, and their results "
             "in messages of the role 'tool'"
+        )
+    if "content" not in message and message["role"] in SPEAKERS:
+        raise InvalidPromptError(
+            f"a message of the role {message['role']!r} needs 'content'; given {message!r:.{SHOWN}}"
         )
     kept = {name: value for name, value in message.items() if value is not None}
     refusal = kept.pop("refusal", None)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.random_model import CHAT_TEMPLATE
+from forkpoint import LLM
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
@@ -126,12 +127,22 @@ def test_bad_conversations_are_refused_with_the_reason() -> None:
         render("user_last", messages=MESSAGES[:3])
     with pytest.raises(InvalidPromptError, match="'role' and 'content'"):
         render("chatml", messages=["hello"])
+    with pytest.raises(InvalidPromptError, match=r"role 'user' needs 'content'; given .*'contents'"):
+        render("chatml", messages=[{"role": "user", "contents": "hello"}])
     with pytest.raises(InvalidPromptError, match="only text parts"):
         render("chatml", messages=[{"role": "user", "content": [{"type": "image"}]}])
     with pytest.raises(InvalidPromptError, match="no chat template"):
         ChatTemplate(Tokenizer.wrap(TOKENIZERS["byte_level"].hf)).render(MESSAGES)
     with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):
         render("missing.jinja", messages=MESSAGES)
+
+
+def test_a_template_that_is_not_there_is_told_before_a_model_is_loaded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forkpoint.engine.build.build_worker", None)
+    with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):
+        LLM(str(tiny_model), max_model_len=256, log_level="warning", chat_template="missing.jinja")
 
 
 def test_a_template_that_is_none_is_refused_when_it_is_given() -> None:
