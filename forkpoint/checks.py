@@ -68,11 +68,11 @@ class Checker:
             self.refuse(name, value, f"{kind} of valid Unicode, at most {most} characters")
         return str(value)
 
-    def items(self, name: str, value: object, most: int) -> tuple[object, ...]:
+    def items(self, name: str, value: object, most: int, allowed: str = "") -> tuple[object, ...]:
         """The members of a list, a tuple, a set, an array or the like; none where `value` is None."""
         if value is None:
             return ()
-        allowed = f"a list of at most {most}"
+        allowed = allowed or f"a list of at most {most}"
         if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
             self.refuse(name, value, allowed)
         try:

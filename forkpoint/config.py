@@ -310,7 +310,7 @@ class EngineConfig:
             import difflib
 
             near = difflib.get_close_matches(unknown[0], known, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else "."
             raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
         for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig):
             if options.get(kind.option_name) is None:

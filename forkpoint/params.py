@@ -225,7 +225,9 @@ def _allowed(given: SamplingParams) -> tuple[int, ...] | None:
 
 def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, ...]:
     """One text, or a list of them, none of them empty."""
-    items = (value,) if isinstance(value, str) else _CHECK.items(name, value, most)
+    items = (
+        (value,) if isinstance(value, str) else _CHECK.items(name, value, most, f"a text or a list of at most {most}")
+    )
     texts = tuple(_CHECK.text(name, item, most_chars, empty=False) for item in items)
     total = sum(map(len, texts))
     _CHECK.require(total <= most_chars, name, f"{total} characters", f"at most {most_chars} in all")

@@ -48,6 +48,11 @@ def test_structured_outputs_are_of_their_own_type() -> None:
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
+def test_stop_may_be_a_text() -> None:
+    with pytest.raises(InvalidParamsError, match="stop=5 is not allowed; give a text or a list of at most 64"):
+        SamplingParams(stop=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["stop", "cache_salt"])
 def test_texts_that_have_no_bytes_are_refused(name: str) -> None:
     with pytest.raises(InvalidParamsError, match=rf"{name}=.*valid Unicode"):

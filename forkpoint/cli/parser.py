@@ -70,8 +70,8 @@ def build_parser() -> Parser:
     add_engine_options(demo)
 
     text = (
-        "Replay request traces through the engine's scheduler and cache, or through emulations of others, with a cost "
-        "model of a model and a device in place of both."
+        "Replay request traces through the engine's scheduler and cache, with a cost model of a model and a device in "
+        "place of both."
     )
     add("simulate", "simulate:simulate", "replay request traces without a model", text).fill = _fill_simulate
     add("collect-env", "env:collect_env", "print what a bug report needs")

@@ -49,8 +49,8 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--systems",
         default=ENGINE,
-        help=f"separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME, with drafts "
-        f"{ENGINE}:num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
+        help=f"separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
+        f"num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
     )
     where.add_argument("--replicas", type=int, default=1, metavar="INT", help="each with that memory (default: 1)")
     where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")

@@ -147,7 +147,8 @@ def _wrong_body(errors: Sequence[Mapping[str, Any]]) -> HTTPError:
     place = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or not KIND.fullmatch(part))
     if not place and error["input"] is None:
         return HTTPError(400, f"the body is empty; {JSON_HINT}")
-    return HTTPError(400, f"{place or 'the body'}: {error['msg']}; given {_shown(error['input'])}", param=place or None)
+    said = "Input should be an object" if error["type"] == "model_type" else error["msg"]  # else it names our class
+    return HTTPError(400, f"{place or 'the body'}: {said}; given {_shown(error['input'])}", param=place or None)
 
 
 def _wrong_json(error: Exception) -> HTTPError:

@@ -84,6 +84,7 @@ def test_wrong_values(http: httpx2.Client, fields: dict[str, Any], said: str) ->
         ("application/json", b'{"prompt": ["a", 3]}', "prompt.1: Input should be a valid string; given 3"),
         ("application/json", b'{"prompt": "a", "stop": 3}', "stop: Input should be a valid string; given 3"),
         ("application/json", b"{}", "prompt: Field required"),
+        ("application/json", b"[]", "the body: Input should be an object; given []"),
     ],
 )
 def test_what_is_wrong_with_a_body_is_said(http: httpx2.Client, content_type: str, body: bytes, said: str) -> None:
