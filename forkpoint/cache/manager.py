@@ -76,6 +76,13 @@ class CacheManager:
         """Whether an otherwise empty arena holds a request of that final length."""
         return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
 
+    def longest_answer(self, num_prompt_tokens: int, most: int) -> int:
+        """Of an answer of up to `most` tokens, those that an otherwise empty arena holds; at least one."""
+        if self.can_ever_fit(num_prompt_tokens + most):
+            return most
+        pages = self.arena.num_pages - 1 - self.layout.num_pages_for(0, 1)
+        return max(1, pages * self.layout.blocks_per_page * self.layout.block_size - num_prompt_tokens)
+
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
         """Whether a lookup could find the first `num_tokens` tokens, a multiple of the grid, reusable."""
         index, hashes = num_tokens // self.layout.block_size - 1, lease.chain.hashes

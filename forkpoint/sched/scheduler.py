@@ -98,7 +98,10 @@ class Scheduler:
         self._waiting.add(entry)
 
     def check(self, request: Request) -> None:
-        """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request at its end."""
+        """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request at its end, which comes
+        where the arena is full if nobody asked for a length."""
+        if request.params.max_tokens is None:
+            request.max_tokens = self.cache.longest_answer(request.num_prompt_tokens, request.max_tokens)
         total = request.num_prompt_tokens + request.max_tokens
         if not self.cache.can_ever_fit(total):
             need = self.layout.num_pages_for(total, 1) * self.layout.page_bytes

@@ -213,6 +213,16 @@ def test_a_request_that_can_never_fit_is_refused_by_name(tiny_model: Path) -> No
         assert generate(llm, "fits").finished
 
 
+def test_an_answer_of_no_asked_length_ends_where_the_arena_is_full(tiny_model: Path) -> None:
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    with LLM(str(tiny_model), kv_cache_memory_bytes=400_000, log_level="warning") as llm:
+        (output,) = llm.generate("short", endless, use_tqdm=False)
+        answer = output.outputs[0]
+        assert answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 443  # 7 blocks less the prompt
+        with pytest.raises(RequestTooLargeError, match="shorten it or raise"):
+            llm.generate("short", dataclasses.replace(endless, max_tokens=len(answer.token_ids) + 64), use_tqdm=False)
+
+
 def test_an_arena_without_room_for_one_request_says_what_it_needs(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs \d+ bytes"):
         LLM(str(tiny_model), kv_cache_memory_bytes=1000, log_level="warning")
