@@ -18,7 +18,8 @@ class PrefixHit:
     `path` are the nodes of the `num_tokens` reusable tokens, `checkpoint` the state to start from (None when
     nothing is reused, or for a layout without states). Keys and values alone reach `kv_num_tokens`. `miss`
     explains the tokens up to the longest possible hit (None: all of them are reused). `junctions` are
-    positions where this history is seen to part from others and no state is kept.
+    positions where this history is seen to part from others and no state is kept. Up to `once_num_tokens` it is known
+    to have been cached.
     """
 
     num_tokens: int
@@ -27,6 +28,7 @@ class PrefixHit:
     kv_num_tokens: int
     miss: MissReason | None
     junctions: frozenset[int] = frozenset()
+    once_num_tokens: int = 0
 
 
 NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
@@ -60,6 +62,7 @@ def find_prefix(
         kv_num_tokens=kv_num_tokens,
         miss=_explain(lost, num_tokens, usable, ghost_blocks > len(path), ghosts),
         junctions=frozenset(end for end in ends if num_tokens < end < usable) if layout.has_states else frozenset(),
+        once_num_tokens=ghost_blocks * size,
     )
 
 

@@ -361,7 +361,7 @@ class CacheManager:
         Returns the junctions that it showed; where a conversation had lost its end and goes on there is none.
         """
         size, counters = self.layout.block_size, self.store.counters
-        counters.count_query(num_tokens, hit.num_tokens, max((hit.kv_num_tokens, *hit.junctions)), hit.miss)
+        counters.count_query(num_tokens, hit.num_tokens, hit.once_num_tokens, hit.miss)
         gone = lease.chain.hashes[hit.num_tokens // size : self.layout.usable_prefix(num_tokens) // size]
         lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
         if ended is None:

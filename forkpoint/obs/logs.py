@@ -185,7 +185,7 @@ def load_line(before: Reading, now: Reading) -> str:
     parts.append(f"prefix cache hit rate {hit / queried:.1%}" if queried else "no prompts looked up")
     lost = sum(stats["lost_tokens"].get(reason, 0) - before.stats["lost_tokens"].get(reason, 0) for reason in MISSED)
     if lost > 0:
-        parts.append(f"lost to missing checkpoints {lost:,} tokens")
+        parts.append(f"computed {lost:,} tokens again that had been cached")
     drafted, accepted = _grown(before, now, "num_draft_tokens"), _grown(before, now, "num_accepted_tokens")
     if drafted:
         length = 1 + accepted / max(1, _grown(before, now, "num_drafts"))

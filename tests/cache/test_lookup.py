@@ -64,6 +64,7 @@ def test_evicted(name: str, policy: str) -> None:
         served.ask(f"other {index}", tokens(100 + index, 700))
     report = served.ask("again", tokens(1, 300)).cache
     assert report.miss is MissReason.EVICTED and report.num_cached_tokens < 256
+    assert served.sched.stats().cache.lost_tokens["evicted"] == 256 - report.num_cached_tokens
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

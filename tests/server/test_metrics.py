@@ -159,7 +159,7 @@ def test_a_log_line() -> None:
     before, now = Reading(0.0, 1000, 10, stats), Reading(10.0, 3000, 1010, later)
     assert load_line(before, now) == (
         "prompts 200.0 tokens/s, answers 100.0 tokens/s, running 2, waiting 1, arena 40.0% held by requests, "
-        "slots 2 running + 5 checkpoints, prefix cache hit rate 25.0%, lost to missing checkpoints 64 tokens, "
+        "slots 2 running + 5 checkpoints, prefix cache hit rate 25.0%, computed 64 tokens again that had been cached, "
         "drafts accepted 50.0% of 30, mean acceptance length 2.50, preempted 3"
     )
     assert not is_idle(before, now)
