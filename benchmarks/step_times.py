@@ -27,9 +27,10 @@ from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.request import RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
-from forkpoint.sim.cost import CostModel, MeasuredStep, StepLoad, calibrate, find_device
+from forkpoint.sim.cost import H200, CostModel, StepLoad
 from forkpoint.sim.engine_system import load_of
 from forkpoint.sim.shape import QWEN3_5_9B
+from studies.calibration import MeasuredStep, calibrate
 
 # (requests, prompt tokens, output tokens)
 WORK = (
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [{"load": asdict(step.load), "seconds": step.seconds} for step in steps]
     content = {"device": torch.cuda.get_device_name(), "model": "qwen3.5-9b", "steps": lines}
     args.out.write_text(json.dumps(content, indent=1) + "\n")
-    model_before = CostModel(QWEN3_5_9B, find_device("h200"))
+    model_before = CostModel(QWEN3_5_9B, H200)
     fitted = calibrate(model_before, steps)
     print(fitted.device)
     for step in steps:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from forkpoint.cli.result_file import ResultFile
-from forkpoint.cli.simulate import make_cases, read_device, read_scheduler, read_traces, run, show, show_progress
+from forkpoint.cli.simulate import make_cases, read_scheduler, read_traces, run, show, show_progress
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case, CaseResult
+from forkpoint.sim.cost import CostModel, Device, find_device
+from forkpoint.sim.shape import find_shape
 from forkpoint.sim.table import case_rows
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
+from studies.calibration import calibrate, read_steps
 from studies.report import ReportPlan, write_report
 from studies.systems import CLAIRVOYANT, PEERS, make_system
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of `forkpoint simulate`, and two more."""
+    """The options of `forkpoint simulate`, and three more."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.simulate",
         description="Replay request traces through forkpoint and through emulations of other engines. Systems are also "
         f"{', '.join(PEERS)}, and {CLAIRVOYANT}, which knows all requests beforehand.",
     )
     add_simulate_options(parser)
+    parser.add_argument("--steps", type=Path, metavar="FILE", help="fit the device to steps of benchmarks.step_times")
     parser.add_argument("--bound", action="store_true", help="add what no policy can exceed")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write tables and plots of all models there")
     return parser
@@ -34,19 +39,28 @@ def build_parser() -> argparse.ArgumentParser:
 def simulate(options: argparse.Namespace) -> int:
     """Replay traces and print a table; with --report write a folder of tables and plots."""
     file = None if options.json is None else ResultFile(options.json)
-    traces = read_traces(options)
+    device, traces = read_device(options), read_traces(options)
     if options.report is not None:
-        plan = ReportPlan(tuple(traces), read_device(options), read_scheduler(options), options.jobs)
+        plan = ReportPlan(tuple(traces), device, read_scheduler(options), options.jobs)
         with show_progress(plan.num_requests) as progress:
             write_report(plan, options.report, progress)
         return 0
-    cases = make_cases(options, traces, make_system)
+    cases = [replace(case, device=device) for case in make_cases(options, traces, make_system)]
     results = run(cases, options.jobs)
     rows = case_rows(results)
     if options.bound:
         rows = with_bounds(rows, results, bounds_of(cases))
     show(rows, results, file)
     return 0
+
+
+def read_device(options: argparse.Namespace) -> Device:
+    """The device that is named, fitted to measured steps if some are given."""
+    device = find_device(options.device)
+    if options.steps is None:
+        return device
+    model, steps = read_steps(options.steps)
+    return calibrate(CostModel(find_shape(model), device), steps).device
 
 
 def with_bounds(

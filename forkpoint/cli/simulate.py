@@ -16,7 +16,7 @@ from forkpoint.cli.result_file import ResultFile
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
-from forkpoint.sim.cost import CostModel, Device, calibrate, find_device, read_steps
+from forkpoint.sim.cost import find_device
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.shape import ModelShape, find_shape
 from forkpoint.sim.systems import make_system
@@ -44,7 +44,7 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
 
 def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: SystemFactory) -> list[Case]:
     """Every trace, amount of memory and system that is asked for."""
-    scheduler, device, shape = read_scheduler(options), read_device(options), _shape(options)
+    scheduler, device, shape = read_scheduler(options), find_device(options.device), _shape(options)
     return [
         Case(trace, shape, device, system, memory, scheduler, options.replicas, options.router, factory)
         for trace in traces
@@ -99,15 +99,6 @@ def _trace_options(name: str, options: argparse.Namespace) -> tuple[str, dict[st
                 f"trace option {part!r} is not understood; give {', '.join(kinds)} and a number"
             ) from None
     return name, given
-
-
-def read_device(options: argparse.Namespace) -> Device:
-    """The device that is named, fitted to measured steps if some are given."""
-    device = find_device(options.device)
-    if options.steps is None:
-        return device
-    model, steps = read_steps(options.steps)
-    return calibrate(CostModel(find_shape(model), device), steps).device
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:

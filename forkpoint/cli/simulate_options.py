@@ -42,9 +42,6 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "--quantization", choices=("fp8",), help="of the weights; that of a model folder is read from it"
     )
     where.add_argument("--device", default="h200", help="h200 (default) or h100")
-    where.add_argument(
-        "--steps", type=Path, metavar="FILE", help="fit the device to steps measured by benchmarks.step_times"
-    )
     where.add_argument("--memory", default="32", metavar="GIB", help="for keys, values and states; several: 8,16,32")
     where.add_argument(
         "--systems",

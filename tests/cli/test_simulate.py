@@ -70,7 +70,6 @@ def test_options_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
         ([CHAT, "--systems", "forkpoint:capture=none"], "no capture policy"),
         ([CHAT + "@users=3"], "trace option"),
         ([CHAT, "--memory", "0.01"], "bytes"),
-        ([CHAT, "--steps", "nothing.json"], "measured steps"),
         ([CHAT, "--jobs", "0"], "jobs=0"),
     ],
 )
