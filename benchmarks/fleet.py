@@ -19,7 +19,7 @@ import numpy.typing as npt
 from forkpoint.cli.model_shape import read_shape
 from forkpoint.config import SchedulerConfig
 from forkpoint.sim.cases import Case, run_case
-from forkpoint.sim.cost import find_device
+from forkpoint.sim.cost import H200
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
 
@@ -113,7 +113,7 @@ def main() -> None:
     shape, scheduler = read_shape(Path(args.model)), SchedulerConfig(max_num_batched_tokens=args.max_num_batched_tokens)
     for router in ROUTERS:
         memory = int(args.memory * 2**30)
-        case = Case(trace, shape, find_device("h200"), "forkpoint", memory, scheduler, args.replicas, router)
+        case = Case(trace, shape, H200, "forkpoint", memory, scheduler, args.replicas, router)
         result = run_case(case)
         print(f"simulated, {router:<13} {result.hit_rate:7.1%}  of {result.prompt_tokens:,} tokens", flush=True)
     if args.url is not None:

@@ -13,7 +13,7 @@ from forkpoint.cli.simulate import make_cases, read_scheduler, read_traces, run,
 from forkpoint.cli.simulate_options import add_simulate_options
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case, CaseResult
-from forkpoint.sim.cost import CostModel, Device, find_device
+from forkpoint.sim.cost import H200, CostModel, Device
 from forkpoint.sim.shape import find_shape
 from forkpoint.sim.table import case_rows
 from studies.bound import ReuseProblem, by_arrival, clairvoyant_bound, num_prompt_tokens
@@ -55,12 +55,11 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def read_device(options: argparse.Namespace) -> Device:
-    """The device that is named, fitted to measured steps if some are given."""
-    device = find_device(options.device)
+    """The H200, or what measured steps make of it if some are given."""
     if options.steps is None:
-        return device
+        return H200
     model, steps = read_steps(options.steps)
-    return calibrate(CostModel(find_shape(model), device), steps).device
+    return calibrate(CostModel(find_shape(model), H200), steps).device
 
 
 def with_bounds(

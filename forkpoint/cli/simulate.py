@@ -16,7 +16,7 @@ from forkpoint.cli.result_file import ResultFile
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
-from forkpoint.sim.cost import find_device
+from forkpoint.sim.cost import H200
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.shape import ModelShape, find_shape
 from forkpoint.sim.systems import make_system
@@ -44,9 +44,9 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
 
 def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: SystemFactory) -> list[Case]:
     """Every trace, amount of memory and system that is asked for."""
-    scheduler, device, shape = read_scheduler(options), find_device(options.device), _shape(options)
+    scheduler, shape = read_scheduler(options), _shape(options)
     return [
-        Case(trace, shape, device, system, memory, scheduler, options.replicas, options.router, factory)
+        Case(trace, shape, H200, system, memory, scheduler, options.replicas, options.router, factory)
         for trace in traces
         for memory in _memory_bytes(options.memory)
         for system in options.systems.split(";")
@@ -72,23 +72,23 @@ def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
 
 
 def _trace(name: str, options: argparse.Namespace) -> Trace:
-    name, given = _trace_options(name, options)
+    name, given = _trace_options(name)
     path = Path(name)
     made_up = name.partition(":")[0] in WORKLOADS and not path.exists()
-    trace = make_workload(name) if made_up else read_trace(path, given["limit"])
-    if given["max_tokens"] is not None:
+    trace = make_workload(name) if made_up else read_trace(path, given.get("limit"))
+    if "max_tokens" in given:
         trace = trace.within(given["max_tokens"])
-    if given["sessions"] < 1:
+    if given.get("sessions", 1) < 1:
         trace = trace.sample(given["sessions"])
     if not trace.requests:
         raise ConfigError(f"nothing is left of trace {name}; read more of it, or leave less out")
     return trace.scaled(options.arrival_scale, options.think_scale)
 
 
-def _trace_options(name: str, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """`FILE@limit=1000,sessions=0.5`: the file, and what the options say unless its name says otherwise."""
+def _trace_options(name: str) -> tuple[str, dict[str, Any]]:
+    """`FILE@limit=1000,sessions=0.5`: the file, and what is said of it."""
     kinds: dict[str, type] = {"limit": int, "sessions": float, "max_tokens": int}
-    given: dict[str, Any] = {key: getattr(options, key) for key in kinds}
+    given: dict[str, Any] = {}
     name, _, own = name.partition("@")
     for part in filter(None, own.split(",")):
         key, _, value = part.partition("=")

@@ -19,12 +19,10 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "traces",
         nargs="*",
         metavar="TRACE",
-        help=f"a file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)}); with options: "
-        "FILE@limit=1000,sessions=0.5,max_tokens=100000",
+        help=f"a file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)}); "
+        "FILE@limit=1000,sessions=0.5,max_tokens=100000 reads so many requests (or conversations) only, replays a "
+        "share of the sessions, and leaves out longer requests and what follows them",
     )
-    what.add_argument("--limit", type=int, metavar="INT", help="read so many requests (or conversations) only")
-    what.add_argument("--sessions", type=float, default=1.0, metavar="SHARE", help="replay a share of the sessions")
-    what.add_argument("--max-tokens", type=int, metavar="INT", help="leave out longer requests, and what follows them")
     what.add_argument("--arrival-scale", type=float, default=1.0, metavar="X", help="2: arrivals twice as far apart")
     what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="2: think times twice as long")
     where = parser.add_argument_group("what serves it")
@@ -41,7 +39,6 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--quantization", choices=("fp8",), help="of the weights; that of a model folder is read from it"
     )
-    where.add_argument("--device", default="h200", help="h200 (default) or h100")
     where.add_argument("--memory", default="32", metavar="GIB", help="for keys, values and states; several: 8,16,32")
     where.add_argument(
         "--systems",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from forkpoint.errors import ConfigError
@@ -75,16 +73,6 @@ class Device:
 
 
 H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12, memory_bytes=141e9)  # docs/benchmarks/gpu_ops.md
-H100: Final = Device("NVIDIA H100", flops=650e12, bandwidth=3.0e12, memory_bytes=80e9)
-DEVICES: Final[Mapping[str, Device]] = MappingProxyType({"h200": H200, "h100": H100})
-
-
-def find_device(name: str) -> Device:
-    """The device of that name. Raises ConfigError."""
-    device = DEVICES.get(name.lower())
-    if device is None:
-        raise ConfigError(f"no device {name!r}; give one of {', '.join(DEVICES)}")
-    return device
 
 
 class CostModel:

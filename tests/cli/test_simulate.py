@@ -64,7 +64,6 @@ def test_options_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
         (["nothing.jsonl"], "does not exist"),
         ([CHAT, "--model", "gpt"], "no model shape"),
         ([CHAT, "--model", "kimi-linear", "--kv-cache-dtype", "fp8"], "attention over latent"),
-        ([CHAT, "--device", "abacus"], "no device"),
         ([CHAT, "--memory", "much"], "GiB"),
         ([CHAT, "--systems", "other"], "no system"),
         ([CHAT, "--systems", "forkpoint:capture=none"], "no capture policy"),
