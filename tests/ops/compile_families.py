@@ -101,7 +101,7 @@ def main() -> None:
     sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16, "STAGES": 2}
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
-    compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64, FIRST=False, LAST=False)
+    compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}

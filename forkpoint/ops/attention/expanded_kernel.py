@@ -21,7 +21,7 @@ PIECE = 8192  # keys that are made at once
 QUERIES = 128  # of a program
 
 
-@triton.jit(do_not_specialize=["num_queries", "before", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "first_key", "before", "num_keys"])
 def _expanded_kernel(
     own_q,
     shared_q,
@@ -32,6 +32,7 @@ def _expanded_kernel(
     l_ptr,
     m_ptr,
     num_queries,
+    first_key,
     before,
     num_keys,
     own_token,
@@ -50,12 +51,10 @@ def _expanded_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
 ):
-    """BLOCK_M queries of one head over a piece of `num_keys` keys, which starts `before` tokens before the queries;
-    `up[., HEADS * (K + V)]` has keys and values, `latent` the part of the key that heads share. The sums go on from
-    the scratch unless it is the FIRST piece, and back to it unless it is the LAST.
+    """BLOCK_M queries of one head over a piece of `num_keys` keys from `first_key` on, which starts `before` tokens
+    before the queries; `up[., HEADS * (K + V)]` has keys and values, `latent` the part of the key that heads share.
+    The sums go on from the scratch unless it is the first piece, and back to it unless it is the last.
 
     Late tiles, which see the most keys, start first; programs of one head are neighbours.
     """
@@ -71,11 +70,10 @@ def _expanded_kernel(
     shared = tl.load(shared_at, mask=present[:, None] & (p < P)[None, :], other=0.0)
     entry = query.to(tl.int64) * HEADS + head
     sums_at, in_sums = acc_ptr + entry[:, None] * V + v[None, :], present[:, None] & (v < V)[None, :]
-    if FIRST:
-        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
-        m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    else:
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    if first_key > 0:
         acc = tl.load(sums_at, mask=in_sums, other=0.0)
         l_i = tl.load(l_ptr + entry, mask=present, other=0.0)
         m_i = tl.load(m_ptr + entry, mask=present, other=LOWEST)
@@ -114,7 +112,7 @@ def _expanded_kernel(
                 latent_row,
                 P,
             )
-    if LAST:
+    if num_keys == before + num_queries:
         out_at = out + entry[:, None] * V + v[None, :]
         tl.store(out_at, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=in_sums)
     else:
@@ -154,6 +152,7 @@ def latent_prefill(
         _expanded_kernel[(triton.cdiv(num_queries, block_m) * heads,)](
             *operands,
             num_queries,
+            start,
             kv_len - num_queries - start,
             end - start,
             *strides,
@@ -162,8 +161,6 @@ def latent_prefill(
             **wide,
             KEYS=64,
             BLOCK_M=block_m,
-            FIRST=start == 0,
-            LAST=end == kv_len,
             num_warps=8,
             num_stages=1 if is_wide else 2,
         )

@@ -128,7 +128,7 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
     `queries` queries to a program."""
     work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
     num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
-    parts = (work.part_ptr, work.lead, work.tiles if splits else None)
+    parts = (work.part_ptr, *((None, work.tiles) if splits else (work.lead, None)))
     form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries, "PARTS": JOINED_PARTS}
     operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
     join_kernel[(num_queries * heads,)](

@@ -124,5 +124,6 @@ def gated(answer, gate):
 
 def scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(acc, l_i, m_i) of parts: `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers for each."""
-    l_i, m_i = torch.empty(2, num_entries, dtype=torch.float32, device=device)
+    # Both begin at a multiple of 16 bytes, which kernels look at.
+    l_i, m_i = torch.empty(2, -(-num_entries // 4) * 4, dtype=torch.float32, device=device)
     return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i

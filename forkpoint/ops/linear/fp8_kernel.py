@@ -39,7 +39,7 @@ def store_narrowed(value, codes, scales, rows, pieces, inside, width, padded_row
     tl.store(scales + pieces.to(tl.int64) * padded_rows + rows, scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _narrow_kernel(
     x,
     codes,
@@ -119,11 +119,11 @@ class Activations:
 
     @classmethod
     def empty(cls, num_rows: int, width: int, like: Tensor, narrows: bool) -> Activations:
-        """Of `like`'s dtype, or FP8."""
+        """Of `like`'s dtype, or FP8; that with rows to spare, so that scales begin at a multiple of 16 bytes."""
         device = like.device
         if not narrows:
             return cls(torch.empty(num_rows, width, dtype=like.dtype, device=device), None)
-        return cls(*_empty(num_rows, width, BLOCK, 1, device))
+        return cls(*_empty(num_rows, width, BLOCK, NARROW_ROWS, device))
 
     @property
     def scale_step(self) -> int:

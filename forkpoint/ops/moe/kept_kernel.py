@@ -15,7 +15,7 @@ MOST_STEPS = 4  # scales of a row that is kept
 OUTPUTS, TURNS, NUM_WARPS, STAGES = 64, 8, 8, 3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _kept_kernel(
     x,
     weight,
