@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.runner import Loaded, ModelRunner
+from forkpoint.sched.plan import TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
 BESIDE, BESIDE_OUTPUTS = 16, 64  # tokens of a prompt whose row decodes beside those of others, and its outputs
-# Ways of sampling with kernels of their own.
+SHORTEST = 32  # tokens: graphs do not serve prompts whose log-probabilities are wanted
+# Ways of sampling with kernels of their own; with the last one ids are masked.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 1.0, "repetition_penalty": 1.1},
@@ -36,24 +39,29 @@ def run_full_step(loaded: Loaded) -> None:
 
 
 def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
-    """Run prompts longer than what graphs serve, from two full steps down, or what `most_pages` hold, each sampled in
-    another way and beside a row that decodes: no request has to wait for a compiler then."""
-    budget, limit = loaded.sched.max_num_batched_tokens, loaded.model.config.max_model_len
-    if limit < 3:
+    """Run prompts of ever fewer tokens, sampled in all ways beside a row that decodes: no request has to wait for a
+    compiler then. The first is a full step, or what `most_pages` hold; without them half of one, as `run_full_step` is
+    still to come."""
+    config, largest = loaded.model.config, max(shape.num_tokens for shape in loaded.shapes)
+    if config.max_model_len < 3:
         return
-    lengths, largest = [min(2 * budget, limit - 2)], max(shape.num_tokens for shape in loaded.shapes)
-    while lengths[0] > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, lengths[0])) > most_pages:
-        lengths[0] //= 2
-    while lengths[-1] // 2 > largest or len(lengths) < len(SAMPLINGS):
+    longest = max(1, min(loaded.sched.max_num_batched_tokens, config.max_model_len - 2) // (1 if most_pages else 2))
+    while longest > 1 and most_pages and _pages(loaded.layout, (BESIDE + BESIDE_OUTPUTS, longest)) > most_pages:
+        longest //= 2
+    lengths = [longest]
+    while lengths[-1] > SHORTEST or len(lengths) < len(SAMPLINGS):
         lengths.append(max(1, lengths[-1] // 2 - 1))  # odd ones too: kernels look at what 16 divides
-    runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, lengths[0]))
-    if limit > BESIDE + BESIDE_OUTPUTS:
+    lengths.append(min(longest, largest * 5 // 4))  # attention shares out the keys of so few tiles
+    runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
+    if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
+    every_id = TokenMasks(np.zeros(1, np.int32), np.full((1, -(-config.vocab_size // 32)), -1, np.int32))
     for number, length in enumerate(lengths):
-        request = _request(length, 2, number, **SAMPLINGS[number % len(SAMPLINGS)])
+        masks = None if number < len(SAMPLINGS) - 1 else every_id
+        request = _request(length, 1, number, **SAMPLINGS[min(number, len(SAMPLINGS) - 1)])
         planner.add(request)
-        while len(request.output_token_ids) < 2 and (plan := planner.schedule()) is not None:
-            planner.apply(runner.submit(plan).result())
+        while not request.output_token_ids and (plan := planner.schedule()) is not None:
+            planner.apply(runner.submit(replace(plan, masks=masks)).result())
     runner.close()
 
 

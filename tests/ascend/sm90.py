@@ -32,7 +32,7 @@ HOPPER = DeviceTraits(
 )
 
 
-class _Absent:
+class Absent:
     """What Triton asks of a driver before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
@@ -60,7 +60,7 @@ def instructions() -> dict[str, str]:
 
     CpuPlatform.traits = classmethod(lambda cls, device: HOPPER)  # type: ignore[assignment, method-assign]
     JITFunction.run = run
-    driver.set_active(_Absent())
+    driver.set_active(Absent())
     for shape in (DENSE, MIXTURE, ODD):
         for what, call in calls(shape):
             label = f"{shape.name} {what}"

@@ -115,11 +115,14 @@ def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(
     sched = SchedulerConfig(max_num_batched_tokens=200, max_num_seqs=4)
     loaded = Loaded(model, OPS, layout, sched, CpuPlatform(), [StepShape(0, 48, 1)])
     compile_ahead(loaded)
-    sizes = [plan.num_tokens for plan in steps]
-    assert max(sizes) == 200 and {int(count) for plan in steps for count in plan.rows.num_tokens} >= {199, 98, 48}
+    assert {int(count) for plan in steps for count in plan.rows.num_tokens} >= {100, 49, 23}
+    assert max(plan.num_tokens for plan in steps) < 200, "what measures memory runs a full step"
     assert any(0 < plan.num_decodes < len(plan.rows) for plan in steps), "a row decodes beside a prompt"
     assert any(params.temperature > 0 for params in sampled) and any(params.logit_bias for params in sampled)
     assert any(params.repetition_penalty != 1 for params in sampled)
+    assert any(plan.masks is not None for plan in steps)
+    compile_ahead(loaded, 100 * layout.num_pages_for(200, 1))
+    assert max(plan.num_tokens for plan in steps) > 128, "nothing measures memory"
     most = layout.num_pages_for(200, 1)
     steps.clear()
     compile_ahead(loaded, most)

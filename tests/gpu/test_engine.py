@@ -57,18 +57,18 @@ def oracle(model: Any, ids: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family_name", FEW)
+@pytest.mark.parametrize("family_name", [*FEW, "kimi_linear"])
 def test_no_request_waits_for_a_compiler(family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first prompts of all lengths, however they are sampled."""
-    write_checkpoint(tmp_path, family_name)
+    write_checkpoint(tmp_path, family_name, dtype=torch.bfloat16, max_position_embeddings=20000)
     compiled: list[str] = []
-    with start(tmp_path) as llm:
+    with start(tmp_path, max_model_len=20000, kv_cache_memory_bytes=1 << 30) as llm:
         monkeypatch.setattr(
             triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"].split("[")[0])
         )
-        for sampling in ({"temperature": 0.7, "top_k": 5, "min_p": 0.1}, *SAMPLINGS):
+        for sampling in ({"temperature": 0.7, "top_k": 5, "min_p": 0.1}, {"allowed_token_ids": [3, 5]}, *SAMPLINGS):
             for count in (1, 3, 16):
-                ask(llm, *(prompt(length, count) for length in (20, 333, 1700)[:count]), **sampling)
+                ask(llm, *(prompt(length, count) for length in (20, 333, 1100, 17000)[:count]), **sampling)
                 ask(llm, *(prompt(9, seed) for seed in range(count)), **sampling)
     assert not compiled
 

@@ -1,0 +1,67 @@
+"""Serve prompts on what passes for a Hopper GPU, whose launches are not compiled, and print the variants of kernels
+that they meet and nothing met at the start: `python -m tests.worker.untried FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from forkpoint.engine.llm import LLM
+from forkpoint.ops.sampling import choose_kernel, kernel
+from forkpoint.params import SamplingParams
+from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.worker.trial import SAMPLINGS
+from tests.ascend.sm90 import HOPPER, Absent
+
+LENGTHS = (20, 333, 1100, 17000)
+WAYS: tuple[dict[str, Any], ...] = ({"top_k": 5, "min_p": 0.1}, {"allowed_token_ids": [3, 5]}, *SAMPLINGS)
+COPIED = staticmethod(lambda array: torch.from_numpy(array.copy()))
+PRETENDED: dict[str, Any] = {
+    "traits": staticmethod(lambda device: replace(HOPPER, has_warpgroups=True, state_write_interval=8)),
+    "operators": lambda self, cpu_ops: "triton",
+    "arena_bytes": lambda self, utilization: 1 << 30,
+    "has_graphs": True,
+    "shares_memory": False,
+    "upload": COPIED,
+    "mirror": COPIED,
+}
+
+
+def settled(sample: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The same with answers that may be gone on with, though no launch wrote them."""
+    return lambda *args: (sample(*args)[0].fill_(5), sample(*args)[1].fill_(True))
+
+
+def main() -> None:
+    met: set[str] = set()
+
+    def bind(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        *_, binder = self.device_caches[0]
+        met.add(f"{self.fn.__name__}: {binder(*args, **options)[1:]}")
+
+    driver.set_active(Absent())
+    JITFunction.run = bind
+    for name, value in PRETENDED.items():
+        setattr(CpuPlatform, name, value)
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(len(x), len(weight))  # in no time
+    kernel.greedy, choose_kernel.sample_rows = settled(kernel.greedy), settled(choose_kernel.sample_rows)
+    common: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "log_level": "error", "max_num_seqs": 16}
+    with LLM(sys.argv[1], max_num_batched_tokens=8192, max_model_len=20000, **common) as llm:
+        at_start = frozenset(met)
+        for way in WAYS:
+            params = SamplingParams(**{"max_tokens": 3, "ignore_eos": True, **way})
+            for count in (1, 5):
+                prompts = [[2 + (count + i) % 99] * length for i, length in enumerate(count * LENGTHS)]
+                llm.generate(prompts, params, use_tqdm=False)
+    print(*sorted(met - at_start), sep="\n", end="")
+
+
+if __name__ == "__main__":
+    main()
