@@ -84,7 +84,7 @@ def of_tile(tile: Tile) -> dict[str, Any]:
     if not tile.narrows:
         flags["x_scales"] = None
     sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "WIDTH": tile.width}
-    return {**sizes, "TURNED": tile.turned, "TOGETHER": tile.together, **flags}
+    return {**sizes, "TURNED": tile.turned, **flags}
 
 
 def main() -> None:

@@ -35,9 +35,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 2.4e-2}
 TILES = [
     Tile(16, 32, 64, 4, 3),
-    Tile(16, 64, 128, 4, 3, turned=True, together=2),
+    Tile(16, 64, 128, 4, 3, turned=True),
     Tile(16, 64, 128, 4, 2, splits=2, turned=True),
-    Tile(32, 64, 128, 4, 3, turned=True, narrows=True, together=3),
+    Tile(32, 64, 128, 4, 3, turned=True, narrows=True),
     Tile(32, 128, 128, 4, 2, splits=2, narrows=True),
 ]
 

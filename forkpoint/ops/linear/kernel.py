@@ -59,7 +59,6 @@ def product_kernel(
     OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TURNED: tl.constexpr,
-    TOGETHER: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -122,25 +121,23 @@ def product_kernel(
     # The steps of K are the same whatever the tile; float32 is not cut to tf32.
     acc = tl.zeros((OUTPUTS, ROWS) if TURNED else (ROWS, OUTPUTS), tl.float32)
     up = acc
-    for before in range(start, end, WIDTH * TOGETHER):
-        for step in tl.static_range(TOGETHER):  # which are loaded as one
-            k = before + step * WIDTH
-            block = k // SCALE_WIDTH
-            left = (columns < end - k)[None, :]
-            scale = load_scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
-            x_scale = 0.0
-            if NARROW:
-                x_scale = tl.load(x_scales + rows + block * x_scale_step, mask=rows_inside, other=0.0)
-            x_tile = load_tile(x + x_at, rows_inside, left, True, MASK_WIDTH)
-            w_tile = load_tile(weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
-            acc = add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
-            if GATED:
-                u_tile = load_tile(up_weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
-                up_scale = load_scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
-                up = add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
-            x += WIDTH
-            weight += WIDTH
-            up_weight += WIDTH
+    for k in range(start, end, WIDTH):
+        block = k // SCALE_WIDTH
+        left = (columns < end - k)[None, :]
+        scale = load_scales(scales, scale_at + block, outputs_inside, BLOCKED, SHARED)
+        x_scale = 0.0
+        if NARROW:
+            x_scale = tl.load(x_scales + rows + block * x_scale_step, mask=rows_inside, other=0.0)
+        x_tile = load_tile(x + x_at, rows_inside, left, True, MASK_WIDTH)
+        w_tile = load_tile(weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
+        acc = add_product(acc, x_tile, x_scale, w_tile, scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+        if GATED:
+            u_tile = load_tile(up_weight + w_at, outputs_inside, left, MASK_OUTPUTS, MASK_WIDTH)
+            up_scale = load_scales(scales, up_scale_at + block, outputs_inside, BLOCKED, SHARED)
+            up = add_product(up, x_tile, x_scale, u_tile, up_scale, TURNED, BLOCKED, SHARED, NARROW, BITS)
+        x += WIDTH
+        weight += WIDTH
+        up_weight += WIDTH
     if TURNED:
         acc = tl.trans(acc)
         up = tl.trans(up) if GATED else acc
@@ -288,7 +285,6 @@ def launch_product(
         **tile.sizes,
         ROWS=tile.rows,
         TURNED=tile.turned,
-        TOGETHER=tile.steps_together(width, split_width),
         GATED=gated,
         SQUARED=squared,
         SPLIT=splits > 1,

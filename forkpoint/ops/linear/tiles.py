@@ -35,16 +35,11 @@ class Tile:
     group: int = 8
     overlaps: bool = False  # starts while the launch before ends; beyond a few rows that does not pay
     narrows: bool = False  # rounds x to FP8 first, where weights are in FP8
-    together: int = 1  # steps of K that are loaded as one
 
     @property
     def sizes(self) -> dict[str, Any]:
         """What every kernel that it cuts a product for is told."""
         return {"OUTPUTS": self.outputs, "WIDTH": self.width, "num_warps": self.num_warps}
-
-    def steps_together(self, *widths: int) -> int:
-        """1 where parts of K of these widths cannot be cut so."""
-        return 1 if any(width % (self.width * self.together) for width in widths) else self.together
 
 
 SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without the matrix units, is the fastest
