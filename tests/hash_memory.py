@@ -57,19 +57,18 @@ class HashMemory:
             require(not used, step, f"writes slot {index} in page {page}, whose blocks a row uses")
             self._block_position[page * blocks : (page + 1) * blocks] = GARBAGE
 
-    def move(self, step: int, kind: MoveKind, src: int, dst: int) -> int:
-        """Contents and users; gives the number of bytes. The source is garbage after it."""
+    def move(self, step: int, kind: MoveKind, src: int, dst: int) -> None:
+        """Contents and users. The source is garbage after it."""
         require(src != dst, step, f"moves {kind.value} {src} onto itself")
         self.claim(step, kind, dst)
         if kind is MoveKind.SLOT:
             self._slot_position[dst], self._slot_roll[dst] = self._slot_position[src], self._slot_roll[src]
             self._slot_position[src] = GARBAGE
-            return self.layout.slot_bytes
+            return
         require(not self._block_users[dst], step, f"moves block {src} onto {dst}, which a row uses")
         self._block_position[dst], self._block_roll[dst] = self._block_position[src], self._block_roll[src]
         self._block_position[src] = GARBAGE
         self._block_users[dst], self._block_users[src] = self._block_users[src], 0
-        return self.layout.block_bytes
 
     # -- blocks
 

@@ -64,7 +64,7 @@ class HashRunner:
         """Execute a plan at once. Raises PlanViolation where the plan is at fault."""
         if self.closed:
             raise PlanViolation(f"step {plan.step} was submitted to a closed runner")
-        moved_bytes = self._update_rows(plan)
+        self._update_rows(plan)
         works = self._works(plan)
         if not self._failed:
             self._check(plan, works)
@@ -90,8 +90,7 @@ class HashRunner:
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
-        num_tokens = plan.num_tokens
-        result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=num_tokens, moved_bytes=moved_bytes)
+        result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens)
         return PendingStep(result, None, self.failure_seen)
 
     def close(self) -> None:
@@ -129,7 +128,7 @@ class HashRunner:
 
     # -- rows and moves
 
-    def _update_rows(self, plan: StepPlan) -> int:
+    def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.removed:
             state = self._rows.pop(row, None)
             require(state is not None, plan.step, f"removes row {row}, which is empty")
@@ -139,14 +138,12 @@ class HashRunner:
             state = self._row(plan.step, replaced.row)
             self._memory.release(state.blocks[: state.num_blocks])
             state.num_blocks = 0
-        moved_bytes = 0
         for move in plan.moves:
-            moved_bytes += self._move(plan.step, move.kind, move.src, move.dst)
+            self._move(plan.step, move.kind, move.src, move.dst)
         for added in plan.added:
             self._add(plan.step, added)
         for replaced in plan.replaced:
             self._attach(self._row(plan.step, replaced.row), replaced.block_ids)
-        return moved_bytes
 
     def _add(self, step: int, added: AddedRow) -> None:
         require(added.row not in self._rows, step, f"adds row {added.row}, which is occupied")
@@ -167,12 +164,11 @@ class HashRunner:
         require(row in self._rows, step, f"names row {row}, which is empty")
         return self._rows[row]
 
-    def _move(self, step: int, kind: MoveKind, src: int, dst: int) -> int:
-        moved_bytes = self._memory.move(step, kind, src, dst)
+    def _move(self, step: int, kind: MoveKind, src: int, dst: int) -> None:
+        self._memory.move(step, kind, src, dst)
         for state in self._rows.values() if kind is MoveKind.BLOCK else ():
             used = state.blocks[: state.num_blocks]
             used[used == src] = dst
-        return moved_bytes
 
     # -- rows' work
 

@@ -39,9 +39,9 @@ class ArenaBuffer:
     def num_slots(self) -> int:
         return self.num_pages * self.layout.slots_per_page
 
-    def move(self, moves: Sequence[Move]) -> int:
-        """Copy whole blocks and slots, in order. Returns the bytes moved."""
-        moved_bytes, layout = 0, self.layout
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy whole blocks and slots, in order."""
+        layout = self.layout
         for move in moves:
             is_block = move.kind is MoveKind.BLOCK
             stride = layout.block_stride_bytes if is_block else layout.slot_stride_bytes
@@ -50,8 +50,6 @@ class ArenaBuffer:
                 size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
             src, dst = move.src * stride, move.dst * stride
             self.data[dst : dst + size].copy_(self.data[src : src + size])
-            moved_bytes += size
-        return moved_bytes
 
     def _views(self) -> Iterator[LayerCache]:
         layout, block_offset, slot_offset = self.layout, 0, 0

@@ -121,14 +121,14 @@ class ModelRunner:
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
         if self._records is not None:
             self._records.leave(plan.removed, plan.moves)
-        moved_bytes = self.arena.move(plan.moves) if plan.moves else 0
+        self.arena.move(plan.moves)
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")
             return FailedStep(error, self._failure_seen)
         try:
             with torch.inference_mode():
-                return self._run(plan, moved_bytes)
+                return self._run(plan)
         except Exception as error:
             self._failure = error
             return FailedStep(error, self._failure_seen)
@@ -143,9 +143,9 @@ class ModelRunner:
     def _failure_seen(self) -> None:
         self._failure = None
 
-    def _run(self, plan: StepPlan, moved_bytes: int) -> RunningStep:
+    def _run(self, plan: StepPlan) -> RunningStep:
         """Issue a step."""
-        known = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens, moved_bytes=moved_bytes)
+        known = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens)
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:

@@ -157,7 +157,6 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[tuple[int, TokenLogprobs], ...]] = field(default_factory=dict)
     num_tokens: int = 0
     slot_bytes_copied: int = 0
-    moved_bytes: int = 0
     replayed: bool = False  # a recorded graph served it
 
 

@@ -217,7 +217,6 @@ class Probe:
     logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     entered: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
-    moved_bytes: int = 0
     rows: dict[int, str] = field(default_factory=dict)
     before_step: Callable[[StepPlan], None] = lambda plan: None
     after_step: Callable[[StepPlan], None] = lambda plan: None

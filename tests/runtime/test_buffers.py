@@ -102,12 +102,16 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
     generator = torch.Generator().manual_seed(1)
     for view in own:
         view.copy_(torch.randn(view.shape, generator=generator))
-    before = [view.clone() for view in own]
-    layout, size = arena.layout, arena.layout.slot_bytes
+    before, data = [view.clone() for view in own], arena.data.clone()
+    layout, size, stride = arena.layout, arena.layout.slot_bytes, arena.layout.slot_stride_bytes
     if kind is MoveKind.BLOCK:  # up to the end of its last kernel block
-        size = layout.block_stride_bytes - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
+        stride = layout.block_stride_bytes
+        size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
         assert size == layout.block_bytes or layout.kernel_blocks > 1
-    assert arena.move([Move(kind, 1, 3), Move(kind, 2, 1)]) == 2 * size
+    arena.move([Move(kind, 1, 3), Move(kind, 2, 1)])
+    for start in (1 * stride, 3 * stride):
+        data[start : start + size] = arena.data[start : start + size]
+    assert torch.equal(arena.data, data), "more than the units was written"
     for old, view in zip(before, own, strict=True):
         assert torch.equal(view[3], old[1])
         assert torch.equal(view[1], old[2])

@@ -143,7 +143,6 @@ def test_moves_carry_contents(model: Model) -> None:
     arena = driver.runner.arena
     moves = (Move(MoveKind.BLOCK, block, target), Move(MoveKind.SLOT, slot, far_slot))
     driver.run([driver.decode(0, 150, far_slot, far_slot)], moves=moves)
-    assert driver.last.moved_bytes == arena.layout.block_bytes + arena.layout.slot_bytes
     for view in arena.block_views:
         view[block] = torch.nan
     for i in range(2):
