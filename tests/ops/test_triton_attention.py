@@ -11,8 +11,10 @@ from torch import Tensor
 
 from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
-from forkpoint.ops.attention.kernel import FEW, MANY, MAX_WAVES, DecodeLaunch, PagedAttention, num_splits
+from forkpoint.ops.attention import kernel
+from forkpoint.ops.attention.kernel import MAX_WAVES, PagedAttention, num_splits
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits, running_total
+from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
 
 OURS = triton_ops()
@@ -219,13 +221,13 @@ def test_cuts_on_the_grid_leave_the_bits_alone_in_deterministic_mode(heads: Head
         assert torch.equal(got, want[start:end])
 
 
-def test_decode_rows_do_not_see_their_neighbours() -> None:
+def test_decode_rows_do_not_see_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch([5, 600, 64], [1, 1, 1], 3, SMALL, torch.float32)
     want = batch.run(None)
-    few = PagedAttention(False, DecodeLaunch(num_programs=2))(
-        batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None
-    )
-    assert torch.equal(few, want)
+    with monkeypatch.context() as patch:  # of two programs, which take turns
+        patch.setattr(kernel, "WAVES_OF_PARTS", 2)
+        patch.setattr(kernel, "traits_of", lambda device: DeviceTraits(num_processors=1))
+        assert torch.equal(batch.run(None), want)
     for row, length in ((0, 5), (1, 600)):
         alone = batch.index_of([row], [1], [length], 1)
         assert torch.equal(batch.run(None, alone, batch.q[row : row + 1]), want[row : row + 1])
@@ -233,13 +235,14 @@ def test_decode_rows_do_not_see_their_neighbours() -> None:
 
 @pytest.mark.parametrize("heads", sized([SMALL], [Heads(16, 4, 256, 256)]))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_how_far_ahead_keys_are_loaded_leaves_the_bits_alone(heads: Heads, dtype: torch.dtype) -> None:
-    batch = Batch([70, 300], [1, 1], 2, heads, dtype)
-    few, many = (
-        PagedAttention(True, launch)(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None)
-        for launch in (FEW, MANY)
-    )
-    assert torch.equal(few, many)
+def test_how_far_ahead_keys_are_loaded_leaves_the_bits_alone(
+    heads: Heads, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, found = Batch([70, 300], [1, 1], 2, heads, dtype), []
+    for most in (2, 1):  # rows up to which keys are loaded far ahead
+        monkeypatch.setattr(kernel, "FEW_DECODES", most)
+        found.append(PagedAttention(True)(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None))
+    assert torch.equal(*found)
 
 
 def test_parts_of_several_blocks() -> None:

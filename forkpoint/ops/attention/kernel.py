@@ -37,7 +37,6 @@ MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 class DecodeLaunch:
     """How decode kernels are launched."""
 
-    num_programs: int | None = None  # at most; None: by the device
     keys: int = 64  # that a program takes at a time
     num_warps: int = 4
     num_stages: int = 3
@@ -156,14 +155,12 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
-    room for them. `decode` fixes the launch of decode kernels, for tests and measurements."""
+    room for them."""
 
-    def __init__(self, deterministic: bool, decode: DecodeLaunch | None = None) -> None:
-        self._deterministic, self._given = deterministic, decode
+    def __init__(self, deterministic: bool) -> None:
+        self._deterministic = deterministic
 
     def _decode_launch(self, num_rows: int) -> DecodeLaunch:
-        if self._given is not None:
-            return self._given
         if num_rows <= FEW_DECODES:
             return FEW
         if self._deterministic:
@@ -262,7 +259,7 @@ class PagedAttention:
         how, num_parts = self._decode_launch(index.num_decodes), work.parts.shape[0]
         sums = scratch(num_parts * work.folded * call.q.shape[1], sizes["DV"], call.q.device)
         if num_parts:
-            most = how.num_programs or WAVES_OF_PARTS * traits_of(call.q.device).num_processors
+            most = WAVES_OF_PARTS * traits_of(call.q.device).num_processors
             decode_kernel[(min(num_parts * sizes["HEADS"], most),)](
                 *call.tensors,
                 *sums,
