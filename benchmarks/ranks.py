@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -105,7 +104,7 @@ def kill_a_rank(llm: LLM) -> None:
     assert isinstance(ranks, RemoteRunner)
     next(stream)
     began = time.perf_counter()
-    os.kill(ranks.pids[-1], signal.SIGKILL)
+    ranks._ranks[-1].process.kill()
     try:
         list(stream)
     except EngineStoppedError as error:

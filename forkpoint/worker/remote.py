@@ -94,11 +94,6 @@ class RemoteRunner:
         self._why: str | None = None  # the ranks were ended
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # at the latest when this process ends
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [rank.process.pid or 0 for rank in self._ranks]
-
     def wait_until_built(self) -> WorkerFacts:
         """What the first rank says of itself. Raises what building a worker raised."""
         facts: WorkerFacts | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def test_a_worker_that_is_killed_ends_the_requests(tiny_model: Path) -> None:
         assert isinstance(runner, RemoteRunner)
         stream = llm.stream(LONG, GREEDY)
         next(stream)
-        os.kill(runner.pids[0], signal.SIGKILL)
+        runner._ranks[0].process.kill()
         with pytest.raises(EngineStoppedError, match="the worker process was killed by SIGKILL"):
             list(stream)
         with pytest.raises(EngineStoppedError):
