@@ -141,6 +141,12 @@ class LLM:
         finally:
             self._shared.leave(caller)
 
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer of the model; ConfigError where it was started without one."""
+        if self._engine.inputs.tokenizer is None:
+            raise ConfigError("there is no tokenizer; start without skip_tokenizer_init")
+        return self._engine.inputs.tokenizer.hf
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call that gives none: neutral but for what the model's generation_config.json asks for."""
         return SamplingParams(**self._defaults)

@@ -263,6 +263,13 @@ def test_without_a_tokenizer_ids_go_in_and_out(tiny_model: Path) -> None:
             generate(llm, [104], stop="x")
         with pytest.raises(ConfigError, match="skip_tokenizer_init"):
             llm.chat([{"role": "user", "content": "hi"}])
+        with pytest.raises(ConfigError, match="skip_tokenizer_init"):
+            llm.get_tokenizer()
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
+    ids = llm.get_tokenizer()("once upon a time")["input_ids"]
+    assert generate(llm, ids).prompt_token_ids == tuple(ids)
 
 
 def test_a_text_that_cannot_be_told_ends_its_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
