@@ -121,7 +121,8 @@ class ModelRunner:
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
         if self._records is not None:
             self._records.leave(plan.removed, plan.moves)
-        self.arena.move(plan.moves)
+        if plan.moves:
+            self.arena.move(plan.moves)
         self.batch.update(plan)
         if self._failure is not None:
             error = StepFailedError(f"step {plan.step} was not run: a step before it failed with {self._failure!r}")

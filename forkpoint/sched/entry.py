@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.lookup import PrefixHit
@@ -61,16 +60,12 @@ class Entry:
 @dataclass(slots=True, eq=False)
 class IssuedStep:
     """What has to be settled when a step's result arrives, or undone when it fails. `entries` are those of the plan's
-    rows, `made` is what it and the plans before it computed of what was filed since."""
+    rows, `sampled` those of which it samples, `made` is what it and the plans before it computed of what was filed
+    since."""
 
     plan: StepPlan
     entries: list[Entry]
+    sampled: list[Entry]
     readers: list[Checkpoint]
     made: list[Node | Checkpoint]
     started_s: float = 0.0  # when its planning had ended, where somebody drafts
-
-    @property
-    def sampled(self) -> list[Entry]:
-        """Those of which the step samples."""
-        everybody = len(self.plan.sampled_rows) == len(self.entries)
-        return self.entries if everybody else list(compress(self.entries, self.plan.rows.samples.tolist()))
