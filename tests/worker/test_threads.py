@@ -1,22 +1,32 @@
-"""OpenMP's threads sleep soon, unless the environment says how they wait."""
+"""How OpenMP's threads wait, which it reads when torch is loaded."""
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 
 import pytest
 
-from forkpoint.worker.threads import SPINS, wait_briefly
+PROGRAM = """
+import os, sys
+from forkpoint import LLM
+
+class Tells:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            raise SystemExit
+
+sys.meta_path.insert(0, Tells())
+LLM(".")
+"""
 
 
-@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_the_environment_says_goes_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for known in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(known, "")
-        monkeypatch.delenv(known)
-    wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == SPINS
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv(name, "7")
-    wait_briefly()
-    assert os.environ.get("GOMP_SPINCOUNT") == ("7" if name == "GOMP_SPINCOUNT" else None)
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_it_is_set_before_torch_is_loaded_unless_the_environment_says(given: dict[str, str], spins: str) -> None:
+    program = PROGRAM.replace("LLM(", f"os.environ.update({given!r})\nLLM(")
+    shown = subprocess.run(["env", "-u", "GOMP_SPINCOUNT", "-u", "OMP_WAIT_POLICY", sys.executable, "-c", program],
+        capture_output=True, text=True, check=True)  # fmt: skip
+    assert shown.stdout.strip() == spins
