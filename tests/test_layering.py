@@ -146,7 +146,7 @@ WRITERS = {
     "num_readers num_expected": "manager",
     "queue_entry": "eviction_queue",
     "note": "manager learnt",
-    "num_planned num_last num_told_blocks hit read_from": "manager",
+    "num_planned num_last num_told_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",
     "frozen": "filing scheduler",
     "has_duplicates": "manager filing",

@@ -14,8 +14,8 @@ class CaptureContext:
 
     `prompt_end` is the number of tokens that are known beforehand and prefilled; at `junctions` cached (or lately
     evicted) histories part from this one, at `waiting_junctions` waiting prompts do; `breakpoints` were declared by
-    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once. Periodic states
-    lie `interval` apart (0: none).
+    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once; where this one
+    had lost its end, `num_survived_tokens` were left. Periodic states lie `interval` apart (0: none).
     """
 
     start: int
@@ -26,6 +26,7 @@ class CaptureContext:
     junctions: frozenset[int] = frozenset()
     waiting_junctions: frozenset[int] = frozenset()
     fallback_step: int = 0
+    num_survived_tokens: int = 0
     interval: int = 0
 
 
@@ -87,6 +88,9 @@ class DefaultCapture(PromptEndCapture):
         if context.fallback_step:
             step = -(-context.fallback_step // grid) * grid
             last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
+            if context.num_survived_tokens >= step:  # there will be room for about as much the next time
+                last = min(last, context.num_survived_tokens)
+                yield Origin.FALLBACK, (context.num_survived_tokens,)
             yield Origin.FALLBACK, _every(step, context, last)
         if context.interval:
             yield Origin.INTERVAL, _every(-(-context.interval // grid) * grid, context, end)

@@ -83,8 +83,8 @@ class EvictionPolicy:
         and the block at which its conversation had ended, if it goes on with one that had lost its end."""
         return request_note, None
 
-    def saved(self, checkpoint: Checkpoint, request_note: object) -> None:
-        """A request left a checkpoint."""
+    def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
+        """A request left a checkpoint; `above` is the nearest one before it."""
 
     def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
         """There was no room for the state at the end of a request's prompt."""

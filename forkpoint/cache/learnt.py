@@ -56,6 +56,7 @@ class Turn(NamedTuple):
     number: int = 0  # how often the conversation had been continued before
     awaits_tool: bool = False  # its answer ended in a tool call: nobody reads it first
     stands_in_for: ReuseClass | None = None  # the end, evicted, of a conversation that goes on from here now
+    fallback_below: bool = False  # of a fallback: its conversation has another one below
 
     @property
     def end(self) -> ReuseClass:
@@ -98,7 +99,7 @@ class LearntPolicy(EvictionPolicy):
     def key(self, entry: EntryFacts) -> float:
         num_bytes = float(entry.num_bytes)
         if entry.inside and entry.kind is Origin.FALLBACK:  # they are held on its account once all below it is gone
-            num_bytes += self.lost.value * entry.kv_bytes
+            num_bytes += self._share_lost_below(entry) * entry.kv_bytes
         value = self.earnings(entry) * entry.saved / max(num_bytes, 1.0)
         return value * EXPECTED_FACTOR if entry.num_expected else value
 
@@ -137,9 +138,11 @@ class LearntPolicy(EvictionPolicy):
         used = self._note_return(self.hazards.use(gone[index], now), lost=index >= HARDLY_LOST)
         return (request_note, None) if used is None else (max(used.uses + 1, _number(request_note)), gone[index])
 
-    def saved(self, checkpoint: Checkpoint, request_note: object) -> None:
+    def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
         checkpoint.note = Turn(_number(request_note))
         self._track(checkpoint)
+        if above is not None and checkpoint.origin is above.origin is Origin.FALLBACK:
+            above.note = _turn(above.note)._replace(fallback_below=True)
 
     def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
         self.hazards.track(block_hash, ReuseClass(Origin.DECODE, _number(request_note)), now)
@@ -176,12 +179,16 @@ class LearntPolicy(EvictionPolicy):
         self.lost.note(lost)
         return used
 
+    def _share_lost_below(self, entry: EntryFacts) -> float:
+        """Of a conversation's returns, the share for which all checkpoints below a fallback are gone."""
+        return self.lost.value**2 if _turn(entry.note).fallback_below else self.lost.value
+
     def _share_served(self, entry: EntryFacts) -> float:
         """Of its conversation's returns, the share that a checkpoint serves: a fallback those for which all below it
         is gone; and where a fallback before it is counted on for that case, those for which it is not."""
         if entry.kind not in OF_CONVERSATION:
             return 1.0
-        share = self.lost.value if entry.inside and entry.kind is Origin.FALLBACK else 1.0
+        share = self._share_lost_below(entry) if entry.inside and entry.kind is Origin.FALLBACK else 1.0
         return share * (1 - self.lost.value) if entry.above is Origin.FALLBACK else share
 
     def _track(self, checkpoint: Checkpoint) -> None:

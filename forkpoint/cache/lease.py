@@ -54,6 +54,7 @@ class Lease:
     pending: list[PendingSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     note: object = None  # the eviction policy's
+    num_survived_tokens: int = 0  # where the conversation had lost its end: how far its keys and values reached
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
     made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request

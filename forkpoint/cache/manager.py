@@ -366,6 +366,7 @@ class CacheManager:
         lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
         if ended is None:
             return hit.junctions
+        lease.num_survived_tokens = hit.kv_num_tokens
         end = hit.num_tokens + (gone.index(ended) + 1) * size
         return frozenset(junction for junction in hit.junctions if junction < end)
 

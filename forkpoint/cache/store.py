@@ -238,7 +238,7 @@ class PrefixStore:
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
         self.ghosts.discard(node.hash)
-        self.policy.saved(checkpoint, note)
+        self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
         self._queue.push(checkpoint)
         return checkpoint
 

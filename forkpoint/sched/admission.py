@@ -145,6 +145,7 @@ class Admission:
             junctions=entry.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
             fallback_step=self._fallback_step,
+            num_survived_tokens=lease.num_survived_tokens,
             interval=self._interval,
         )
         self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))

@@ -108,3 +108,15 @@ def test_fallbacks_inside_prompts_that_fill_much_of_the_arena() -> None:
     assert fallbacks(20_000, 6000) == {6016, 12_032}  # 6,016 is on the grid; 18,048 is too near the end
     assert fallbacks(22_000, 6000) == {6016, 12_032, 18_048}
     assert fallbacks(5000, 6000) == set() and fallbacks(20_000, 0) == set()
+
+
+def test_no_fallback_beyond_what_survived_the_last_time() -> None:
+    """There, and at the multiples of the step before it; if less than one step survived it says nothing."""
+
+    def fallbacks(survived: int) -> set[int]:
+        chosen = found(end=30_000, prompt_end=30_000, fallback_step=6400, num_survived_tokens=survived)
+        return {position for position, origin in chosen.items() if origin is Origin.FALLBACK}
+
+    assert fallbacks(0) == fallbacks(5000) == {6400, 12_800, 19_200, 25_600}
+    assert fallbacks(14_400) == {6400, 12_800, 14_400}
+    assert fallbacks(28_992) == {6400, 12_800, 19_200, 25_600, 28_992}
