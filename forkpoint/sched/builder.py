@@ -91,8 +91,9 @@ class PlanBuilder:
             rows.row[rows.samples],
             TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([m for _, m in masks])) if masks else None,
         )
-        entries = [*self._steady, *(work.entry for work in self._decodes + self._prefills)]
-        sampled = entries if rows.samples.all() else list(itertools.compress(entries, rows.samples.tolist()))
+        entries = [*self._steady, *(work.entry for work in itertools.chain(self._decodes, self._prefills))]
+        everybody = len(plan.sampled_rows) == len(entries)
+        sampled = entries if everybody else list(itertools.compress(entries, rows.samples.tolist()))
         return IssuedStep(plan, entries, sampled, readers, made)
 
     def _make_row(self, entry: Entry) -> AddedRow:

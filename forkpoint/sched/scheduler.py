@@ -81,6 +81,7 @@ class Scheduler:
                 f"{num_waiting} requests are waiting, the limit is max_queue_len={limit}; try again later"
             )
         self.check(request)
+        request.max_tokens = self._longest_answer(request)
         lease = self.cache.new_lease(
             request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
         )
@@ -100,16 +101,19 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request at its end, which comes
         where the arena is full if nobody asked for a length."""
-        if request.params.max_tokens is None:
-            request.max_tokens = self.cache.longest_answer(request.num_prompt_tokens, request.max_tokens)
-        total = request.num_prompt_tokens + request.max_tokens
+        num_outputs = self._longest_answer(request)
+        total = request.num_prompt_tokens + num_outputs
         if not self.cache.can_ever_fit(total):
             need = self.layout.num_pages_for(total, 1) * self.layout.page_bytes
             have = (self.cache.arena.num_pages - 1) * self.layout.page_bytes
             raise RequestTooLargeError(
-                f"request {request.id}: {request.num_prompt_tokens} prompt + {request.max_tokens} output tokens need "
+                f"request {request.id}: {request.num_prompt_tokens} prompt + {num_outputs} output tokens need "
                 f"{need} bytes of cache and the arena has {have}; shorten it or raise kv_cache_memory_bytes"
             )
+
+    def _longest_answer(self, request: Request) -> int:
+        most, is_asked = request.max_tokens, request.params.max_tokens is not None
+        return most if is_asked else self.cache.longest_answer(request.num_prompt_tokens, most)
 
     def has_unfinished(self) -> bool:
         return bool(self._entries or self._running.leaving or self._issued)
