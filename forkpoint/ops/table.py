@@ -26,6 +26,8 @@ from forkpoint.ops.parameters import (
     ScanInputs,
     ScanParams,
 )
+from forkpoint.ops.rows.columns import IdColumns, LateColumns
+from forkpoint.ops.rows.reference import catch_up
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = (
@@ -292,6 +294,8 @@ class OpTable:
     # -inf for ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32, id `i`
     # at bit `i % 32` of word `i // 32`.
     apply_bitmasks: Callable[[Tensor, Tensor, Tensor], None]
+    # Put right, in place, what only the device knows of a step's rows, before the model runs.
+    catch_up: Callable[[IdColumns, LateColumns | None], None] = catch_up
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)

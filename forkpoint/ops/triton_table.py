@@ -19,6 +19,7 @@ from forkpoint.ops.moe import route_kernel
 from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
+from forkpoint.ops.rows import kernel as rows
 from forkpoint.ops.sampling import choose_kernel
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
@@ -63,6 +64,7 @@ def triton_table(base: OpTable) -> OpTable:
         "conv_record": record_kernel.conv_record,
         "linear_parts": partial(product.linear, parts=True),
         "experts_parts": partial(experts, parts=True),
+        "catch_up": rows.catch_up,
     }
     table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
     if base.deterministic:

@@ -72,5 +72,7 @@ def in_turns(table: OpTable) -> OpTable:
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
     most = dict.fromkeys(own, MOST_ROWS) | {"sample_rows": MOST_SAMPLED}
     cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, most[name]) for name, places in own.items()}
-    absent: dict[str, Any] = {field.name: None for field in fields(OpTable) if field.default is None}
-    return replace(table, **cut, **absent)
+    plain: dict[str, Any] = {
+        field.name: field.default for field in fields(OpTable) if field.default is None or callable(field.default)
+    }
+    return replace(table, **cut, **plain)

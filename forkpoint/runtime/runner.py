@@ -17,6 +17,7 @@ from forkpoint.errors import StepFailedError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
+from forkpoint.ops.rows.columns import IdColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
@@ -209,14 +210,11 @@ class ModelRunner:
     ) -> Tensor:
         caches = (self._records or self.arena).layers
         context = self._builder.context(tensors, shape, caches, self._states, host_lens)
-        ids, count = tensors["token_ids"], shape.num_decodes
-        if count:  # ids that only the device knows are taken from there
-            last = self.batch.last_sampled[tensors["token_rows"]]
-            own = ids[:count]
-            if self._drafts is not None and "draft_at" in tensors:
-                own = torch.where(own == TO_DRAFT, self._drafts.drafted.view(-1)[tensors["draft_at"]], own)
-            ids = torch.cat([torch.where(own < 0, last, own), ids[count:]])
-        return self._model.forward(ids, context)
+        if shape.num_decodes:  # what only the device knows is taken from there
+            drafts = (self._drafts.drafted, tensors["draft_at"]) if self._drafts and "draft_at" in tensors else ()
+            ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
+            self._ops.catch_up(ids, self._builder.late(tensors))
+        return self._model.forward(tensors["token_ids"], context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
         """Logits of the sampled rows, and, if `greedy`, the likeliest tokens, which the rows remember."""

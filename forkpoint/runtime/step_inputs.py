@@ -19,6 +19,7 @@ from forkpoint.ops.metadata import (
     running_total,
     tile_table,
 )
+from forkpoint.ops.rows.columns import LateColumns
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.staging import Arrays, Tensors
@@ -134,21 +135,18 @@ class StepBuilder:
             arrays["late"] = padded(np.repeat(own, lens), shape.num_decodes, spare)
         if self._most_drafts:
             at, row, number = draft_places(plan)
-            arrays["draft_at"] = np.zeros(shape.num_decodes, np.int64)
+            arrays["draft_at"] = np.full(shape.num_decodes, -1, np.int64)
             arrays["draft_at"][at] = row * self._most_drafts + number
         return arrays
 
     def context(
         self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
     ) -> ForwardContext:
-        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU. What
-        rows planned ahead turn out to have missed is taken off `t` in place: once for each filling."""
+        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU."""
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
             lead = t.get("lead")
             work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else self._folded)
-        if "late" in t:
-            self._catch_up(t)
         if shape.num_verified:
             verify = VerifyIndex(*(t[f"verify_{name}"] for name in VerifyIndex.__slots__))
         if self._records is not None and "record_line" in t:
@@ -167,20 +165,26 @@ class StepBuilder:
         decode, prefill = operators.indices(t, query_lens[shape.num_decodes :])
         return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
-    def _catch_up(self, t: Tensors) -> None:
-        """On the device: rows that were planned ahead are behind by the drafts that they turned out to miss."""
+    def late(self, t: Tensors) -> LateColumns | None:
+        """What the operators take from `t` and put right in place, once for each filling: rows that were planned ahead
+        are behind by the drafts that they turned out to miss. None where there are none."""
+        if "late" not in t:
+            return None
         assert self._records is not None
-        missed = self._records.missed[t["late"]]
-        positions, kv_lens, slots = (t[name][: len(missed)] for name in ("positions", "kv_lens", "slot_mapping"))
-        positions -= missed
-        kv_lens -= missed
-        if self._has_kv:
-            rows = t["table_rows"][: len(missed)].long()
-            slots.copy_(self._table.kv_slots_there(rows, positions, slots))
-        behind = self._records.missed[t["verify_late"]]
-        t["verify_pending"] -= behind
-        if "record_held" in t:
-            t["record_held"] -= behind
+        names = ("positions", "kv_lens", "slot_mapping", "table_rows")
+        positions, kv_lens, slots, rows = (t[name][: len(t["late"])] for name in names)
+        return LateColumns(
+            self._records.missed,
+            t["late"],
+            positions,
+            kv_lens,
+            slots if self._has_kv else None,
+            rows,
+            self._table.device,
+            self._table.kernel_block_size,
+            t["verify_late"],
+            tuple(t[name] for name in ("verify_pending", "record_held") if name in t),
+        )
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
         """What the state operators read and write; what decode rows save is for TokenRecords."""

@@ -14,6 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from forkpoint.engine.llm import LLM
+from forkpoint.ops.rows import kernel as rows
 from forkpoint.ops.sampling import choose_kernel, kernel
 from forkpoint.params import SamplingParams
 from forkpoint.platforms.cpu import CpuPlatform
@@ -39,6 +40,11 @@ def settled(sample: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple
     return lambda *args: (sample(*args)[0].fill_(5), sample(*args)[1].fill_(True))
 
 
+def caught_up(catch_up: Callable[..., None]) -> Callable[..., None]:
+    """The same with ids that may be gone on with."""
+    return lambda ids, *late: (catch_up(ids, *late), ids.ids.clamp_(min=0))[0]
+
+
 def main() -> None:
     met: set[str] = set()
 
@@ -52,6 +58,7 @@ def main() -> None:
         setattr(CpuPlatform, name, value)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(len(x), len(weight))  # in no time
     kernel.greedy, choose_kernel.sample_rows = settled(kernel.greedy), settled(choose_kernel.sample_rows)
+    rows.catch_up = caught_up(rows.catch_up)
     common: dict[str, Any] = {"device": "cpu", "skip_tokenizer_init": True, "log_level": "error", "max_num_seqs": 16}
     with LLM(sys.argv[1], max_num_batched_tokens=8192, max_model_len=20000, **common) as llm:
         at_start = frozenset(met)

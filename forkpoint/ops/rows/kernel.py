@@ -1,0 +1,128 @@
+"""The bookkeeping of a step's rows in Triton, each operator in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.config import MAX_DRAFTS
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
+
+TILE = 128  # tokens of a program
+WIDTH = 1024  # values
+FAILED = tl.constexpr(NOT_FINITE)
+
+
+@triton.jit
+def _take_back(counts, at, inside, missed):
+    tl.store(counts + at, tl.load(counts + at, mask=inside, other=0) - missed, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_records", "table_stride"])
+def _catch_up_kernel(
+    ids, rows, last_sampled, drafted, draft_at, missed, late, positions, kv_lens, slots, table_rows, table,
+    records_late, records, more_records, num_ids, num_tokens, num_records, table_stride,
+    BLOCK_SIZE: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    own = at < num_ids
+    token = tl.load(ids + at, mask=own, other=0)
+    if drafted is not None:
+        place = tl.load(draft_at + at, mask=own, other=-1)
+        token = tl.where(place < 0, token, tl.load(drafted + place, mask=place >= 0, other=0))
+    known = tl.load(last_sampled + tl.load(rows + at, mask=own, other=0), mask=own & (token < 0), other=0)
+    tl.store(ids + at, tl.where(token < 0, known, token), mask=own)
+    if missed is not None:
+        inside, row = at < num_tokens, at % num_ids
+        back = tl.load(missed + tl.load(late + row, mask=inside, other=0), mask=inside, other=0)
+        if slots is not None:
+            there = tl.load(positions + at, mask=inside, other=0) - back + AHEAD
+            kept = tl.load(slots + at, mask=inside, other=-1) >= 0
+            line = tl.load(table_rows + row, mask=kept, other=0).to(tl.int64) * table_stride
+            block = tl.load(table + line + there // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)
+            tl.store(slots + at, block * BLOCK_SIZE + there % BLOCK_SIZE, mask=kept)
+        _take_back(positions, at, inside, back)
+        _take_back(kv_lens, at, inside, back)
+        inside = at < num_records
+        back = tl.load(missed + tl.load(records_late + at, mask=inside, other=0), mask=inside, other=0)
+        _take_back(records, at, inside, back)
+        if more_records is not None:
+            _take_back(more_records, at, inside, back)
+
+
+def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
+    num_ids = num_tokens = len(ids.rows)
+    operands: list[Tensor | None] = [None] * 10
+    num_records, stride, sizes = 0, 0, {"BLOCK_SIZE": 1, "AHEAD": 0}
+    if late is not None:
+        num_tokens, num_records, stride = late.positions.numel(), len(late.records_late), late.table.stride(0)
+        assert num_records <= num_tokens and num_ids == len(late.late), "programs are for tokens"
+        operands = [late.missed, late.late, late.positions, late.kv_lens, late.slots, late.table_rows, late.table]
+        operands += [late.records_late, *late.records, *[None] * (2 - len(late.records))]
+        sizes = {"BLOCK_SIZE": late.block_size, "AHEAD": late.ahead}
+    operands = [ids.ids, ids.rows, ids.last_sampled, ids.drafted, ids.draft_at, *operands]
+    grid = (triton.cdiv(num_tokens, TILE),)
+    _catch_up_kernel[grid](*operands, num_ids, num_tokens, num_records, stride, **sizes, TILE=TILE, num_warps=4)
+
+
+@triton.jit
+def _newest_kernel(
+    windows, records, slots, lines, pending, out, slot_stride, line_stride, token_stride, width, WIDTH: tl.constexpr
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside, last = at < width, tl.load(pending + row) - 1
+    record = records + tl.load(lines + row) * line_stride + tl.maximum(last, 0) * token_stride
+    of_line = tl.load(record + at, mask=inside & (last >= 0), other=0.0)
+    of_slot = tl.load(windows + tl.load(slots + row) * slot_stride + at, mask=inside & (last < 0), other=0.0)
+    tl.store(out + row * width + at, tl.where(last >= 0, of_line, of_slot), mask=inside)
+
+
+def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
+    num_rows, width = len(slots), windows.shape[1]
+    out = torch.empty((num_rows, width), dtype=windows.dtype, device=windows.device)
+    strides = (windows.stride(0), records.stride(0), records.stride(1), width)
+    grid = (num_rows, triton.cdiv(width, WIDTH))
+    _newest_kernel[grid](windows, records, slots, lines, pending, out, *strides, WIDTH=WIDTH, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=("rows", "starts", "sizes", "draft_at"))
+def _accept_kernel(
+    token_ids, finite, drafts, rows, starts, sizes, draft_at, drafted, last_sampled, missed, told, num_positions,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0), tl.arange(0, MOST)
+    size, place = tl.load(sizes + row), tl.load(starts + row) + at
+    own = at < size
+    answer = tl.load(token_ids + place, mask=own, other=0)
+    answer = tl.where(tl.load(finite + place, mask=own, other=0) != 0, answer, FAILED)
+    draft = tl.load(drafts + place, mask=own, other=0)
+    if draft_at is not None:
+        there = tl.load(draft_at + place, mask=own, other=-1)
+        draft = tl.where(there < 0, draft, tl.load(drafted + there, mask=there >= 0, other=0))
+    last = tl.min(tl.where(own & (answer == draft), MOST, at))  # that counts: the first whose draft is wrong
+    tl.store(told + place, answer, mask=own)
+    tl.store(told + num_positions + row, (last + 1).to(tl.int64))
+    line = tl.load(rows + row)
+    newest_id = tl.sum(tl.where(at == last, answer, 0))
+    tl.store(last_sampled + line, tl.maximum(newest_id, 0))  # a row that failed has no id
+    tl.store(missed + line, size - 1 - last)
+
+
+def accept(
+    token_ids: Tensor,
+    finite: Tensor,
+    columns: WindowColumns,
+    drafted: Tensor | None,
+    last_sampled: Tensor,
+    missed: Tensor,
+) -> Tensor:
+    num_positions, num_rows = len(columns.drafts), len(columns.rows)
+    told = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
+    where = (columns.rows, columns.starts, columns.sizes, columns.draft_at)
+    operands = (token_ids, finite, columns.drafts, *where, drafted, last_sampled, missed, told)
+    most = triton.next_power_of_2(1 + MAX_DRAFTS)
+    _accept_kernel[(num_rows,)](*operands, num_positions, MOST=most, num_warps=1)
+    return told
