@@ -27,7 +27,7 @@ from forkpoint.ops.parameters import (
     ScanParams,
 )
 from forkpoint.ops.rows.columns import IdColumns, LateColumns
-from forkpoint.ops.rows.reference import catch_up
+from forkpoint.ops.rows.reference import catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = (
@@ -294,8 +294,11 @@ class OpTable:
     # -inf for ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32, id `i`
     # at bit `i % 32` of word `i // 32`.
     apply_bitmasks: Callable[[Tensor, Tensor, Tensor], None]
-    # Put right, in place, what only the device knows of a step's rows, before the model runs.
+    # Put right, in place, what only the device knows of a step's rows, or of those of drafts, before the model runs.
     catch_up: Callable[[IdColumns, LateColumns | None], None] = catch_up
+    # Of `windows[P, D]`, their `records[L, M, D]`, and slots, lines and numbers of pending tokens `[N]` int64: each
+    # row's newest pending token's record, or else its slot's window -> `[N, D]`.
+    newest: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = newest
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)

@@ -65,6 +65,7 @@ def triton_table(base: OpTable) -> OpTable:
         "linear_parts": partial(product.linear, parts=True),
         "experts_parts": partial(experts, parts=True),
         "catch_up": rows.catch_up,
+        "newest": rows.newest,
     }
     table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
     if base.deterministic:

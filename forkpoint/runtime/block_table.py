@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from forkpoint.errors import BlockTableError
 from forkpoint.ops.attention.dealt import ALL, Deal
@@ -128,11 +126,6 @@ class BlockTable:
             )
         slots: LongArray = self._table[rows, entries].astype(np.int64) * self.kernel_block_size + within
         return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
-
-    def kv_slots_there(self, rows: Tensor, positions: Tensor, upper: Tensor) -> Tensor:
-        """`kv_slots` on the device, for int64 tensors; no ranks are dealt tokens. NO_SLOT where `upper` has it."""
-        entries, within = positions // self.kernel_block_size, positions % self.kernel_block_size
-        return torch.where(upper < 0, upper, self.device[rows, entries].long() * self.kernel_block_size + within)
 
     def commit(self) -> None:
         """Bring all changes so far to the device. There entries past a row's blocks may be of any earlier time."""

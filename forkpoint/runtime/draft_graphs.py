@@ -12,6 +12,8 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.decoder import Model
 from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
+from forkpoint.ops.rows.columns import IdColumns, LateColumns
+from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.graphs import Graphs
@@ -19,6 +21,8 @@ from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.staging import Arrays, Tensors, upload_all
 from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
+
+_PUT_RIGHT = ("known", "positions", "kv_lens", "slot_mapping")  # on the device, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class DraftGraphs:
     def __init__(
         self,
         model: Model,
+        ops: OpTable,
         batch: Batch,
         records: TokenRecords,
         platform: Platform,
@@ -46,7 +51,7 @@ class DraftGraphs:
         steps: Sequence[StepShape],
     ) -> None:
         """For at most `most` drafts of a row; `steps` are those that verify them."""
-        self._model, self._batch, self._records, self._platform = model, batch, records, platform
+        self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
         num_rows, self.most = batch.table.num_rows, most
         self.drafted = torch.zeros((num_rows + 1, most), dtype=torch.int64, device=platform.device)  # last: padding's
@@ -137,11 +142,11 @@ class DraftGraphs:
 
     def _issue(self, tensors: Tensors, shape: _Shape) -> None:
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
-        missed, table = self._records.missed[t["late"]], self._batch.table
-        ids = torch.where(t["known"] < 0, self._batch.last_sampled[t["rows"]], t["known"])
-        hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"] - missed)
-        positions, kv_lens = t["positions"] - missed, t["kv_lens"] - missed.int()
-        slots = table.kv_slots_there(t["table_rows"].long(), positions + 1, t["slot_mapping"])
+        table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _PUT_RIGHT)
+        keys = (kv_lens, slots, t["table_rows"], table.device, table.kernel_block_size)
+        late = LateColumns(self._records.missed, t["late"], positions, *keys, t["late"], (t["pending"],), ahead=1)
+        self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), late)
+        hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"])
         for i in range(shape.num_drafts):
             index = AttentionIndex(
                 shape.num_rows,

@@ -150,9 +150,8 @@ class TokenRecords:
         """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
         that of the row's slot; from slots, lines and pending tokens on the device, `[N]` int64."""
         own = next(spec for spec in _tensors(self._specs[layer]) if spec.name == name)
-        kept, records = self.layers[layer][name], self.layers[layer][own.records[0].name]
-        of_line = records[lines, (pending - 1).clamp(min=0)]
-        return torch.where((pending > 0).unsqueeze(1), of_line, kept[slots, -1])
+        windows, records = self.layers[layer][name], self.layers[layer][own.records[0].name]
+        return self._ops.newest(windows[:, -1], records, slots, lines, pending)
 
     def late(self, rows: StepRows) -> IntArray:
         """Each row's place in `missed`: its own if it was planned ahead, else that of the 0."""

@@ -97,7 +97,7 @@ class ModelRunner:
             sizes = (num_rows, 1 + most, loaded.state_write_interval)
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
-                self._drafts = DraftGraphs(model, self.batch, self._records, platform, most, shapes)
+                self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
         kept = (self._states.copies, self._records, most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         self._shapes = ShapeTable(shapes)

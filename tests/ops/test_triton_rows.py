@@ -102,3 +102,13 @@ def test_catching_up(drafts: bool, has_kv: bool, most: int, padding: int) -> Non
         if given[1] is not None:
             assert tensors(given[1]) == tensors(late)
         assert (ids.ids[: len(ids.rows) - padding] >= 0).all()
+
+
+@pytest.mark.parametrize("width", [40, 1030])
+def test_newest_hidden_states(width: int) -> None:
+    """Of rows with pending tokens and without, bit for bit; windows lie apart."""
+    pool, records = torch.randn(5, 2, width + 8)[:, -1, :width].bfloat16(), torch.randn(4, MOST, width).bfloat16()
+    given = (pool, records, longs([4, 0, 2]), longs([1, 3, 0]), longs([0, 3, 1]))
+    want = reference.newest(*given)
+    assert torch.equal(want, torch.stack([pool[4], records[3, 2], records[0, 0]]))
+    assert torch.equal(kernel.newest(*(each.to(DEVICE) for each in given)).cpu(), want)
