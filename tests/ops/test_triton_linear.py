@@ -12,6 +12,7 @@ from torch import Tensor
 from forkpoint.ops.linear.reference import PackedLinear, linear, linear_silu_mul
 from forkpoint.ops.linear.tiles import (
     LARGEST,
+    SINGLE_OUTPUTS,
     Tile,
     fastest_gated_tile,
     fastest_tile,
@@ -103,11 +104,13 @@ def test_weights_in_fp32_keep_their_precision(rows: int) -> None:
         close((x @ weight.bfloat16().T).float(), exact, torch.float32)
 
 
-@pytest.mark.parametrize(("outputs", "width"), [(257, 2048), (4096, 4096), (4096, 12288), (12352, 4096), (151936, 64)])
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(64, 2048), (257, 2048), (4096, 4096), (4096, 12288), (12352, 4096), (151936, 64)]
+)
 def test_choices(outputs: int, width: int) -> None:
     for rows in (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 4096):
         fast, fixed = (choose(rows, outputs, width, torch.bfloat16) for choose in (fastest_tile, fixed_tile))
-        assert fast is None or rows <= fast.rows
+        assert fast is None or rows <= fast.rows or outputs <= SINGLE_OUTPUTS
         parts = fastest_tile(rows, outputs, width, torch.bfloat16, True)
         assert parts == fast or (parts is not None and outputs == 257 and fast is None and parts.splits == 4)
         assert fixed.splits == 1 and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)

@@ -80,6 +80,9 @@ _FEW: Final[Choices] = Choices(
     ),
     fast=32,
 )
+_SINGLE: Final[Choices] = Choices(
+    ((SINGLE_ROWS, Tile(1, 2, 1024, 2, 2, overlaps=True)), (512, Tile(16, 32, 256, 4, 6, overlaps=True))), fast=512
+)
 _FEWEST: Final[Choices] = Choices(
     (
         (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
@@ -137,8 +140,8 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
         return None
     if parts and SINGLE_OUTPUTS < num_outputs <= FEWEST_OUTPUTS and SINGLE_ROWS < num_rows <= PARTS_ROWS:
         return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)
-    if num_outputs <= SINGLE_OUTPUTS and num_rows <= SINGLE_ROWS:
-        return Tile(1, 2, 1024, 2, 2, overlaps=True)
+    if num_outputs <= SINGLE_OUTPUTS and num_rows <= _SINGLE.fast:
+        return _SINGLE.fastest(num_rows)
     return _choices(num_outputs, width).fastest(num_rows)
 
 
@@ -198,10 +201,11 @@ def scaled_tile(
         return None
     if gated:
         return Tile(64, 32, 128, 4, 4, narrows=True)
-    if num_rows > 64:
-        return Tile(LARGEST, 64, 128, 4, 4, splits=4, narrows=True)
-    splits = 8 if num_outputs <= WIDE_SCALED or width > FEW_OUTPUTS else 4
-    return Tile(32 if num_rows <= 32 else 64, 128, 128, 4, 4, splits=splits, turned=True, narrows=True)
+    if num_rows > 64 and num_outputs > WIDE_SCALED:
+        return Tile(LARGEST, 64, 128, 4, 4, splits=4, overlaps=True, narrows=True)
+    rows = 64 if num_rows > 32 and width > FEW_OUTPUTS else 32
+    splits = 8 if width > FEW_OUTPUTS or (num_outputs <= WIDE_SCALED and num_rows <= 64) else 4
+    return Tile(rows, 128, 128, 4, 4, splits=splits, turned=True, overlaps=True, narrows=True)
 
 
 def one_scaled_tile(num_outputs: int) -> Tile:
