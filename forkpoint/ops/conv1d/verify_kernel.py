@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import silu as silu_fp32
-from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described
-from forkpoint.ops.launch import await_inputs, overlap
+from forkpoint.ops.conv1d.kernel import UPDATE_CHANNELS, described, load_rows
+from forkpoint.ops.launch import await_inputs, overlap, straight
 from forkpoint.ops.metadata import VerifyIndex
 from forkpoint.ops.parameters import ConvTaps, Records
 
@@ -21,6 +21,20 @@ def _window(pool, source, line, position, channel, row_stride, seen, D: tl.const
     old = tl.load(pool + source + at * row_stride + shown, mask=(at < W - 1) & seen[None, :], other=0.0)
     fresh = (row < W - 1) & (at >= W - 1) & (channel < D)[None, :]
     return tl.where(at < W - 1, old, tl.load(line + (at - (W - 1)) * D + shown, mask=fresh, other=0.0).to(old.dtype))
+
+
+@triton.jit
+def _leave(out, record, last, total, newest, bias, channel, present, length, target, SILU: tl.constexpr):
+    """A token's answer, and its input: in the record, or in the window if it is the row's only one."""
+    if bias is not None:
+        total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
+    if SILU:
+        total = silu_fp32(total)
+    tl.store(out, total.to(out.dtype.element_ty), mask=present)
+    if length > 1:
+        tl.store(record, newest.to(record.dtype.element_ty), mask=present)
+    elif target >= 0:
+        tl.store(last, newest.to(last.dtype.element_ty), mask=present)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -53,6 +67,7 @@ def _verify_kernel(
     COMPUTES: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
+    STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """BLOCK channels of one row. Without COMPUTES there are no tokens."""
@@ -68,37 +83,50 @@ def _verify_kernel(
     marked = _window(pool, old, line, position, channel, row_stride, seen & (position > 0), D, W)
     behind = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
     in_slot, inside = behind * row_stride + channel[None, :], (behind < W - 1) & present[None, :]
-    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
-    tl.debug_barrier()  # what is stored may lie where the old window and its records were
-    if position > 0:
-        tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
     length = source * 0
     if COMPUTES:
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = tl.load(cu_tokens + row + 1).to(tl.int64) - first
-        x_at, taps_at = x + first * x_stride + channel, weight + channel * w_channel
+        taps_at = weight + channel * w_channel
+        if not STRAIGHT:
+            taps = load_rows(taps_at, w_tap, present, W)
+    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    tl.debug_barrier()  # what is stored may lie where the old window and its records were
+    if position > 0:
+        tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
+    if COMPUTES:
+        x_at = x + first * x_stride + channel
         write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
-        for t in range(length):
-            newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
-            total = tl.zeros((BLOCK,), tl.float32)
+        out_at, last = out + first * D + channel, pool + target * slot_stride + (W - 2) * row_stride + channel
+        if STRAIGHT:  # the compiler for NPUs knows no tuples
+            for t in range(length):
+                newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
+                total = tl.zeros((BLOCK,), tl.float32)
+                for j in tl.static_range(W - 1):
+                    at = t + j - (W - 1)  # of the row's tokens, or before them
+                    near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
+                    past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
+                    value = tl.where(at >= 0, near, past.to(x.dtype.element_ty)).to(tl.float32)
+                    total += value * tl.load(taps_at + j * w_tap, mask=present, other=0.0).to(tl.float32)
+                tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0)
+                total += newest.to(tl.float32) * tap.to(tl.float32)
+                own, record = out_at + t * D, write_at + t * D
+                _leave(own, record, last, total, newest, bias, channel, present, length, target, SILU)
+        else:
+            window_on = ()
             for j in tl.static_range(W - 1):
-                at = t + j - (W - 1)  # of the row's tokens, or before them
-                near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
-                past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
-                value = tl.where(at >= 0, near, past.to(x.dtype.element_ty)).to(tl.float32)
-                total += value * tl.load(taps_at + j * w_tap, mask=present, other=0.0).to(tl.float32)
-            tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0)
-            total += newest.to(tl.float32) * tap.to(tl.float32)
-            if bias is not None:
-                total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
-            if SILU:
-                total = silu_fp32(total)
-            tl.store(out + (first + t) * D + channel, total.to(out.dtype.element_ty), mask=present)
-            if length > 1:
-                tl.store(write_at + t * D, newest.to(inputs.dtype.element_ty), mask=present)
-            elif target >= 0:
-                last = pool + target * slot_stride + (W - 2) * row_stride + channel
-                tl.store(last, newest.to(pool.dtype.element_ty), mask=present)
+                past = tl.sum(tl.where(behind == j, window.to(tl.float32), 0.0), axis=0)
+                window_on += (past.to(x.dtype.element_ty),)  # type: ignore[assignment]
+            for t in tl.static_range(MOST):
+                there = present & (t < length)
+                window_on += (tl.load(x_at + t * x_stride, mask=there, other=0.0),)  # type: ignore[assignment]
+            for t in tl.static_range(MOST):
+                if t < length:
+                    total = tl.zeros((BLOCK,), tl.float32)
+                    for j in tl.static_range(W):
+                        total += window_on[t + j].to(tl.float32) * taps[j].to(tl.float32)
+                    own, record, newest = out_at + t * D, write_at + t * D, window_on[t + W - 1]
+                    _leave(own, record, last, total, newest, bias, channel, present, length, target, SILU)
         for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
             tl.store(out + token * D + channel, nothing, mask=present)
@@ -125,6 +153,7 @@ def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
 def _launch(x: Tensor, taps: ConvTaps, pool: Tensor, out: Tensor, index: VerifyIndex, records: Records) -> None:
     given, (lines,) = described(x, taps, pool, UPDATE_CHANNELS), records
     assert lines.is_contiguous(), "records must be dense"
-    given |= {"MOST": lines.shape[1], "COMPUTES": x.shape[0] > 0, **overlap(pool.device, x.shape[0])}
+    given |= {"MOST": lines.shape[1], "COMPUTES": x.shape[0] > 0}
+    given |= straight(pool.device) | overlap(pool.device, x.shape[0])
     places = (x, pool, out, lines, *index.single_columns, len(index), x.shape[0])
     _verify_kernel[(len(index) * given["PIECES"],)](*places, **given, num_warps=1)
