@@ -29,10 +29,11 @@ from benchmarks.gpu_9b.options import engine_options
 from benchmarks.gpu_9b.shape import SHAPE_9B, write_config
 from forkpoint.cache.lease import Lease
 from forkpoint.engine.llm import LLM
+from forkpoint.ops.rows.columns import WindowColumns
 from forkpoint.params import SamplingParams
 from forkpoint.runtime import runner
 from forkpoint.runtime.records import records_bytes
-from forkpoint.runtime.windows import Windows
+from forkpoint.runtime.windows import NO_DRAFT, Accept, Windows
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, IntArray, StepResult
 from forkpoint.sched.request import Request, RequestUpdate
@@ -76,12 +77,14 @@ class SyntheticWindows(Windows):
 
     rates: ClassVar[tuple[float, ...]] = RATES
 
-    def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
-        sizes = torch.diff(starts, append=torch.full_like(starts[:1], len(drafts)))
-        draws, counts = torch.rand(len(sizes), device=starts.device), torch.ones_like(starts)
-        for rate in self.rates:
-            counts += draws < rate
-        return torch.minimum(counts, sizes)
+    def confirm(self, accept: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+        chances = np.zeros(int(self.sizes.max()))
+        chances[: len(self.rates)] = self.rates[: len(chances)]
+        draws, number = torch.rand(len(self.sizes)).numpy(), self.spread(np.zeros_like(self.sizes))
+        right = (np.repeat(draws, self.sizes) < chances[number]) & (self.drafts != NO_DRAFT)
+        there = torch.from_numpy(right).to(token_ids.device, non_blocking=True)
+        drafts = torch.where(there, token_ids, NO_DRAFT)
+        return accept(token_ids, finite, columns._replace(drafts=drafts, draft_at=None))
 
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:

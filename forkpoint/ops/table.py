@@ -26,8 +26,8 @@ from forkpoint.ops.parameters import (
     ScanInputs,
     ScanParams,
 )
-from forkpoint.ops.rows.columns import IdColumns, LateColumns
-from forkpoint.ops.rows.reference import catch_up, newest
+from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
+from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
 STATE_OPERATORS = (
@@ -299,6 +299,9 @@ class OpTable:
     # Of `windows[P, D]`, their `records[L, M, D]`, and slots, lines and numbers of pending tokens `[N]` int64: each
     # row's newest pending token's record, or else its slot's window -> `[N, D]`.
     newest: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = newest
+    # From what was sampled at all positions, as greedy says it: the ids, -1 where not finite, and behind them how many
+    # positions of each row count, int64. One counts if all ids sampled before it in its row were the drafts there.
+    accept: Callable[[Tensor, Tensor, WindowColumns], Tensor] = accept
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)

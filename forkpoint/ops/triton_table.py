@@ -66,6 +66,7 @@ def triton_table(base: OpTable) -> OpTable:
         "experts_parts": partial(experts, parts=True),
         "catch_up": rows.catch_up,
         "newest": rows.newest,
+        "accept": rows.accept,
     }
     table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
     if base.deterministic:

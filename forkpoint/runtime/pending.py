@@ -9,12 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from forkpoint.ops.rows.columns import NOT_FINITE
 from forkpoint.platforms.platform import Mark
 from forkpoint.runtime.logprobs import Scores
 from forkpoint.runtime.windows import Windows
 from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
-
-NOT_FINITE = -1  # in place of a token id: the logits were not
 
 
 class Verified(NamedTuple):

@@ -17,7 +17,7 @@ from forkpoint.errors import StepFailedError
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
-from forkpoint.ops.rows.columns import IdColumns
+from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
@@ -26,15 +26,15 @@ from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
-from forkpoint.runtime.pending import NOT_FINITE, FailedStep, RunningStep, Verified
+from forkpoint.runtime.pending import FailedStep, RunningStep, Verified
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.staging import Tensors, upload_all
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
-from forkpoint.runtime.windows import Windows
-from forkpoint.sched.plan import TO_DRAFT, AddedRow, PendingStep, StepPlan, StepResult, StepRows
+from forkpoint.runtime.windows import NO_DRAFT, Windows
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, PendingStep, StepPlan, StepResult, StepRows
 
 MOST_QUERIES = 32  # of a key head, over the tokens of a row whose keys are read together
 
@@ -113,7 +113,15 @@ class ModelRunner:
                 self._drafts.record()
             if self._records is not None:
                 self._records.prepare()
+                if self._records.drafts:
+                    self._prepare_windows()
         self.platform.synchronize()
+
+    def _prepare_windows(self) -> None:
+        """Have the device compile what the windows of steps need, by one of the spare row."""
+        row = np.zeros(1, np.int32)
+        sampled = Sampled(self.platform.upload(row.astype(np.int64)), self.platform.upload(row == 0))
+        self._confirm(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
@@ -184,11 +192,10 @@ class ModelRunner:
         answers: Tensor | None = None
         verified: Verified | None = None
         if sampled is not None:
-            found = torch.where(sampled.finite, sampled.token_ids, NOT_FINITE)
             if windows is None:
-                answers = self.platform.to_host(found)
+                answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
-                answers, verified = self._accept(plan, windows, sampling, found)
+                answers, verified = self._accept(plan, windows, sampling, sampled)
         logprobs = None if sampled is None else sampled.logprobs
         return RunningStep(known, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
 
@@ -259,30 +266,36 @@ class ModelRunner:
         return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
 
     def _accept(
-        self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], answers: Tensor
+        self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], sampled: Sampled
     ) -> tuple[Tensor, Verified]:
         """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for. The
         answers and counts are on their way to the host in one copy."""
         assert self._records is not None
-        rows, columns = plan.sampled_rows, [windows.drafts, plan.sampled_rows, windows.starts, windows.sizes]
-        if self._drafts is not None:  # where they are
-            columns.append(np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows)))
-        packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
-        drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
-        if self._drafts is not None:
-            drafts = torch.where(drafts == TO_DRAFT, self._drafts.drafted.view(-1)[places[0]], drafts)
-        counts = windows.confirm(answers, drafts, starts)
-        newest = answers[starts + counts - 1].clamp(min=0)  # a row that failed has no id
-        self.batch.last_sampled.index_copy_(0, row, newest)
-        self._records.missed.index_copy_(0, row, sizes - counts)
-        self._sampler.count(sampling, answers.clamp(min=0), partial(windows.mask, counts, starts, sizes))
+        found, there = self._confirm(windows, plan.sampled_rows, sampled)
+        count = len(windows.drafts)
+        counted = partial(windows.mask, found[count:], there.starts, there.sizes)
+        self._sampler.count(sampling, sampled.token_ids, counted)
         confirm = partial(self._records.confirm, plan)
-        told = self.platform.to_host(torch.cat((answers, counts)))
-        on_host, known = told[: len(answers)], told[len(answers) :]
+        told = self.platform.to_host(found)
+        on_host, known = told[:count], told[count:]
         if not self.platform.shares_memory:
             return on_host, Verified(windows, known, confirm)
         confirm(known.numpy())
         return on_host, Verified(windows, known)
+
+    def _confirm(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
+        """Which positions of those rows count, as the operator says it."""
+        assert self._records is not None
+        columns, drafted = [windows.drafts, rows, windows.starts, windows.sizes], None
+        if self._drafts is not None:  # where they are
+            drafted = self._drafts.drafted
+            at = np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows))
+            columns.append(np.where(windows.drafts == TO_DRAFT, at, -1))
+        packed = self.platform.upload(np.concatenate(columns).astype(np.int64))
+        drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
+        kept = (self.batch.last_sampled, self._records.missed, drafted, places[0] if places else None)
+        there = WindowColumns(drafts, row, starts, sizes, *kept, int(windows.sizes.max()))
+        return windows.confirm(self._ops.accept, sampled.token_ids, sampled.finite, there), there
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the

@@ -173,18 +173,9 @@ class StepBuilder:
         assert self._records is not None
         names = ("positions", "kv_lens", "slot_mapping", "table_rows")
         positions, kv_lens, slots, rows = (t[name][: len(t["late"])] for name in names)
-        return LateColumns(
-            self._records.missed,
-            t["late"],
-            positions,
-            kv_lens,
-            slots if self._has_kv else None,
-            rows,
-            self._table.device,
-            self._table.kernel_block_size,
-            t["verify_late"],
-            tuple(t[name] for name in ("verify_pending", "record_held") if name in t),
-        )
+        keys = (slots if self._has_kv else None, rows, self._table.device, self._table.kernel_block_size)
+        records = (t["verify_late"], t["verify_pending"], t.get("record_held"))
+        return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
         """What the state operators read and write; what decode rows save is for TokenRecords."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forkpoint.ops.rows.columns import WindowColumns
 from forkpoint.runtime.step_inputs import ranges, sampled_tokens
 from forkpoint.sched.plan import IntArray, StepRows
+
+Accept: TypeAlias = Callable[[Tensor, Tensor, WindowColumns], Tensor]
 
 NO_DRAFT = -3  # behind a row's last draft: equal to no id, and not what stands for logits that are not finite
 
@@ -40,12 +45,9 @@ class Windows:
         """A value of each row, one more for each of its positions after the first: so do outputs count on."""
         return ranges(values, self.sizes)
 
-    def confirm(self, token_ids: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
-        """From the ids sampled at all positions `[P]`, and the drafts and starts on their device, int64: how many
-        positions of each row count `[R]`. Nothing is waited for."""
-        steps = torch.arange(int(self.sizes.max()), device=starts.device)
-        places = (starts[:, None] + steps).clamp(max=len(self.drafts) - 1)
-        return (token_ids == drafts)[places].cumprod(1).sum(1) + 1
+    def confirm(self, accept: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+        """What the operator says of these windows. Nothing is waited for."""
+        return accept(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
         """Whether each position counts `[P]`, where so many of each row do; all on the device."""

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.gpu_9b import lines, measures
 from benchmarks.gpu_9b.__main__ import main
 from benchmarks.gpu_9b.copies import CopySizes, Load, loads
+from benchmarks.gpu_9b.drafts import SyntheticWindows
 from benchmarks.gpu_9b.first_token import ChildFailedError, measure_first_token
 from benchmarks.gpu_9b.floor import Floor, decode_work, prefill_work
 from benchmarks.gpu_9b.measures import Client, ProtocolError, Sizes
@@ -32,7 +34,9 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.engine.llm import LLM
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.registry import load_config, load_model
+from forkpoint.ops.rows.columns import WindowColumns
 from forkpoint.ops.select import torch_table
+from forkpoint.runtime.windows import NO_DRAFT
 
 SHAPE = HybridShape(
     vocab_size=512,
@@ -244,3 +248,18 @@ def test_rates_are_measured_on_this_device() -> None:
     floor = measure_floor(SHAPE, torch.device("cpu"), {1, 64}, {1})
     assert floor.copy_rate > 1e8 and floor.matrix_rate > 1e7
     assert floor.products_s[64] > 0 and floor.head_s[1] > 0
+
+
+def test_drafts_count_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was sampled, up to a row's last position."""
+    sizes = np.asarray([4, 1, 2, 4], np.int32)
+    starts, found = np.cumsum(sizes, dtype=np.int32) - sizes, torch.arange(11)
+    drafts = np.full(11, 99, np.int32)
+    drafts[np.cumsum(sizes) - 1] = NO_DRAFT
+    where = (torch.from_numpy(x).long() for x in (drafts, np.arange(4), starts, sizes, np.zeros(5), np.zeros(5)))
+    columns = WindowColumns(*where)
+    for rates, counts in (((1.0, 1.0, 0.0), [3, 1, 2, 3]), ((), [1, 1, 1, 1]), ((1.0,) * 5, [4, 1, 2, 4])):
+        monkeypatch.setattr(SyntheticWindows, "rates", rates)
+        windows = SyntheticWindows(sizes, starts, drafts)
+        told = windows.confirm(torch_table().accept, found, torch.ones(11) > 0, columns)
+        assert told[:11].tolist() == found.tolist() and told[11:].tolist() == counts

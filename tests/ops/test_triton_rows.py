@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.rows import kernel, reference
-from forkpoint.ops.rows.columns import IdColumns, LateColumns
+from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
 from tests.ops.triton_cases import DEVICE
 
 ROWS, MOST, ENTRIES = 6, 3, 8
@@ -22,26 +21,16 @@ def longs(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.as_tensor(np.asarray(values)).to(dtype)
 
 
-def copied(columns: Any) -> Any:
+def copied(given: Any) -> Any:
     """On the device."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(copy, value))
-        return value.to(DEVICE, copy=True) if isinstance(value, Tensor) else value
-
-    return (
-        None
-        if columns is None
-        else replace(columns, **{f.name: copy(getattr(columns, f.name)) for f in fields(columns)})
-    )
+    if isinstance(given, tuple):
+        values = map(copied, given)
+        return type(given)(*values) if hasattr(given, "_fields") else tuple(values)
+    return given.to(DEVICE, copy=True) if isinstance(given, Tensor) else given
 
 
-def tensors(columns: Any) -> list[list[int]]:
-    """All that columns hold."""
-    values = [getattr(columns, field.name) for field in fields(columns)]
-    return [each.tolist() for value in values for each in (value if isinstance(value, tuple) else (value,))
-            if isinstance(each, Tensor)]  # fmt: skip
+def told(columns: Any) -> list[Any]:
+    return [value.tolist() if isinstance(value, Tensor) else value for value in columns]
 
 
 def step(
@@ -79,8 +68,9 @@ def step(
         longs(rng.integers(0, 50, (ROWS, ENTRIES)), torch.int32),
         2,
         longs([*ahead[row], *[ROWS] * min(padding, 1)]),
-        tuple(longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32) for _ in range(1 + drafts)),
-        most > 1,
+        longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32),
+        longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32) if drafts else None,
+        int(most > 1),
     )
     return columns, late
 
@@ -95,12 +85,12 @@ def test_catching_up(drafts: bool, has_kv: bool, most: int, padding: int) -> Non
     for is_late in (True, False):
         ids, late = step(rng, drafts, has_kv, most, padding)
         given = copied(ids), copied(late if is_late else None)
-        before = tensors(ids)
+        before = told(ids)
         reference.catch_up(ids, late if is_late else None)
         kernel.catch_up(*given)
-        assert tensors(given[0]) == tensors(ids) != before
+        assert told(given[0]) == told(ids) != before
         if given[1] is not None:
-            assert tensors(given[1]) == tensors(late)
+            assert told(given[1]) == told(late)
         assert (ids.ids[: len(ids.rows) - padding] >= 0).all()
 
 
@@ -112,3 +102,38 @@ def test_newest_hidden_states(width: int) -> None:
     want = reference.newest(*given)
     assert torch.equal(want, torch.stack([pool[4], records[3, 2], records[0, 0]]))
     assert torch.equal(kernel.newest(*(each.to(DEVICE) for each in given)).cpu(), want)
+
+
+def windows(rng: np.random.Generator, drafts: bool) -> tuple[Any, ...]:
+    """Rows of 1 to 1 + MOST positions, with drafts that are right up to any of them, by host and by device, and ids
+    that are none."""
+    rows = rng.permutation(ROWS)[:5]
+    sizes = np.array([1 + MOST, *rng.integers(1, 2 + MOST, 4)])
+    ends = np.cumsum(sizes)
+    found = rng.integers(0, 99, ends[-1])
+    guesses = np.where(rng.random(len(found)) < 0.7, found, found + 1)
+    guesses[ends - 1] = NO_DRAFT
+    drafted = rng.integers(0, 99, (ROWS + 1, MOST))
+    at = np.repeat(rows, sizes) * MOST + np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    at = np.where((rng.random(len(found)) < 0.5) & (guesses != NO_DRAFT), at, -1)
+    if drafts:
+        drafted.flat[at[at >= 0]] = guesses[at >= 0]
+        guesses[at >= 0] = TO_DRAFT
+    columns = (longs(guesses), longs(rows), longs(ends - sizes), longs(sizes), longs(rng.integers(0, 99, ROWS + 1)))
+    by_device = (longs(drafted), longs(at)) if drafts else (None, None)
+    finite = torch.from_numpy(rng.random(len(found)) < 0.9)
+    return longs(found), finite, WindowColumns(*columns, longs([5] * ROWS + [0]), *by_device, int(sizes.max()))
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_accepting(drafts: bool) -> None:
+    rng, counts = np.random.default_rng(1), set()
+    for _ in range(5):
+        given = windows(rng, drafts)
+        there = copied(given)
+        found, want = kernel.accept(*there), reference.accept(*given)
+        assert found.tolist() == want.tolist()
+        assert told(there[2]) == told(given[2])
+        counts |= set(want[len(given[0]) :].tolist())
+        assert int(given[2].missed.max()) <= 5 and int(given[2].last_sampled.min()) >= 0
+    assert counts == set(range(1, 2 + MOST))

@@ -12,6 +12,7 @@ from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, Windo
 
 TILE = 128  # tokens of a program
 WIDTH = 1024  # values
+COLUMNS = ("token_ids", "finite", "drafts", "rows", "starts", "sizes", "draft_at")
 FAILED = tl.constexpr(NOT_FINITE)
 
 
@@ -23,8 +24,8 @@ def _take_back(counts, at, inside, missed):
 @triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_records", "table_stride"])
 def _catch_up_kernel(
     ids, rows, last_sampled, drafted, draft_at, missed, late, positions, kv_lens, slots, table_rows, table,
-    records_late, records, more_records, num_ids, num_tokens, num_records, table_stride,
-    BLOCK_SIZE: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, records_late, pending, held, AHEAD: tl.constexpr,
+    num_ids, num_tokens, num_records, table_stride, TILE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     own = at < num_ids
@@ -47,24 +48,19 @@ def _catch_up_kernel(
         _take_back(kv_lens, at, inside, back)
         inside = at < num_records
         back = tl.load(missed + tl.load(records_late + at, mask=inside, other=0), mask=inside, other=0)
-        _take_back(records, at, inside, back)
-        if more_records is not None:
-            _take_back(more_records, at, inside, back)
+        _take_back(pending, at, inside, back)
+        if held is not None:
+            _take_back(held, at, inside, back)
 
 
 def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
     num_ids = num_tokens = len(ids.rows)
-    operands: list[Tensor | None] = [None] * 10
-    num_records, stride, sizes = 0, 0, {"BLOCK_SIZE": 1, "AHEAD": 0}
+    num_records = stride = 0
     if late is not None:
         num_tokens, num_records, stride = late.positions.numel(), len(late.records_late), late.table.stride(0)
         assert num_records <= num_tokens and num_ids == len(late.late), "programs are for tokens"
-        operands = [late.missed, late.late, late.positions, late.kv_lens, late.slots, late.table_rows, late.table]
-        operands += [late.records_late, *late.records, *[None] * (2 - len(late.records))]
-        sizes = {"BLOCK_SIZE": late.block_size, "AHEAD": late.ahead}
-    operands = [ids.ids, ids.rows, ids.last_sampled, ids.drafted, ids.draft_at, *operands]
-    grid = (triton.cdiv(num_tokens, TILE),)
-    _catch_up_kernel[grid](*operands, num_ids, num_tokens, num_records, stride, **sizes, TILE=TILE, num_warps=4)
+    operands = (*ids, *(late or [None] * len(LateColumns._fields)), num_ids, num_tokens, num_records, stride)
+    _catch_up_kernel[(triton.cdiv(num_tokens, TILE),)](*operands, TILE=TILE, num_warps=4)
 
 
 @triton.jit
@@ -88,9 +84,9 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
     return out
 
 
-@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=("rows", "starts", "sizes", "draft_at"))
+@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=COLUMNS)
 def _accept_kernel(
-    token_ids, finite, drafts, rows, starts, sizes, draft_at, drafted, last_sampled, missed, told, num_positions,
+    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, told, num_positions,
     MOST: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0), tl.arange(0, MOST)
@@ -111,18 +107,9 @@ def _accept_kernel(
     tl.store(missed + line, size - 1 - last)
 
 
-def accept(
-    token_ids: Tensor,
-    finite: Tensor,
-    columns: WindowColumns,
-    drafted: Tensor | None,
-    last_sampled: Tensor,
-    missed: Tensor,
-) -> Tensor:
+def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
     num_positions, num_rows = len(columns.drafts), len(columns.rows)
     told = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
-    where = (columns.rows, columns.starts, columns.sizes, columns.draft_at)
-    operands = (token_ids, finite, columns.drafts, *where, drafted, last_sampled, missed, told)
-    most = triton.next_power_of_2(1 + MAX_DRAFTS)
-    _accept_kernel[(num_rows,)](*operands, num_positions, MOST=most, num_warps=1)
+    operands = (token_ids, finite, *columns[:-1], told, num_positions)
+    _accept_kernel[(num_rows,)](*operands, MOST=triton.next_power_of_2(1 + MAX_DRAFTS), num_warps=1)
     return told

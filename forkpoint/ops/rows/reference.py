@@ -21,8 +21,9 @@ def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
         at, size = late.positions + late.ahead, late.block_size
         blocks = late.table[late.table_rows.long(), at // size].long()
         late.slots.copy_(torch.where(late.slots < 0, late.slots, blocks * size + at % size))
-    for counts in late.records:
-        counts.sub_(late.missed[late.records_late])
+    for counts in (late.pending, late.held):
+        if counts is not None:
+            counts.sub_(late.missed[late.records_late])
 
 
 def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
@@ -30,21 +31,14 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
     return torch.where((pending > 0).unsqueeze(1), of_line, windows[slots])
 
 
-def accept(
-    token_ids: Tensor,
-    finite: Tensor,
-    columns: WindowColumns,
-    drafted: Tensor | None,
-    last_sampled: Tensor,
-    missed: Tensor,
-) -> Tensor:
-    starts, sizes = columns.starts, columns.sizes
+def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+    _, rows, starts, sizes, last_sampled, missed, drafted, draft_at, most = columns
     answers = torch.where(finite, token_ids, NOT_FINITE)
-    right = answers == _drafted(columns.drafts, drafted, columns.draft_at)
-    places = starts[:, None] + torch.arange(columns.most, device=starts.device)
+    right = answers == _drafted(columns.drafts, drafted, draft_at)
+    places = starts[:, None] + torch.arange(most, device=starts.device)
     counts = right[places.clamp(max=len(answers) - 1)].cumprod(1).sum(1) + 1
-    last_sampled.index_copy_(0, columns.rows, answers[starts + counts - 1].clamp(min=0))  # a row that failed has no id
-    missed.index_copy_(0, columns.rows, sizes - counts)
+    last_sampled.index_copy_(0, rows, answers[starts + counts - 1].clamp(min=0))  # a row that failed has no id
+    missed.index_copy_(0, rows, sizes - counts)
     return torch.cat((answers, counts))
 
 
