@@ -21,9 +21,10 @@ def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
         at, size = late.positions + late.ahead, late.block_size
         blocks = late.table[late.table_rows.long(), at // size].long()
         late.slots.copy_(torch.where(late.slots < 0, late.slots, blocks * size + at % size))
+    behind = late.missed[late.records_late]
     for counts in (late.pending, late.held):
         if counts is not None:
-            counts.sub_(late.missed[late.records_late])
+            counts.sub_(behind)
 
 
 def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
