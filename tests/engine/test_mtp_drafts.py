@@ -281,4 +281,5 @@ def test_ids_and_log_probabilities_are_those_of_plain_decoding(tmp_path: Path) -
             found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
             metrics = llm.get_metrics()
     assert found[0] == found[1]
-    assert metrics["num_accepted_tokens"] > 40 and metrics["num_steps"] < 130
+    # How many there are depends on how long steps take; that most are right does not.
+    assert metrics["num_accepted_tokens"] > metrics["num_draft_tokens"] / 2 > 0
