@@ -55,7 +55,7 @@ class EvictionQueue(Generic[Queued]):
 
         Entries that cannot go now leave the queue; push them again when they can.
         """
-        self._file_due(now)
+        self.file_due(now)
         while self._heap:
             key, ticket, entry = self._heap[0]
             if entry.queue_entry != ticket or entry.dropped or not entry.is_evictable:
@@ -67,9 +67,11 @@ class EvictionQueue(Generic[Queued]):
             heapq.heapreplace(self._heap, (current, ticket, entry))
         return None
 
-    def _file_due(self, now: float) -> None:
-        due = []
-        while self._dues and self._dues[0][0] <= now:
+    def file_due(self, now: float, most: float = math.inf) -> None:
+        """File anew entries whose keys may have fallen by `now`, `most` of them. `lowest` does all that are left: what
+        takes room calls this while there is some, or else the first who finds none would wait for every entry."""
+        due = list[Queued]()
+        while self._dues and self._dues[0][0] <= now and len(due) < most:
             _, ticket, entry = heapq.heappop(self._dues)
             if entry.queue_entry == ticket and not entry.dropped and entry.is_evictable:
                 due.append(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from forkpoint.cache.arena import Arena, UnitOwner
 from forkpoint.cache.events import CacheCounters, CacheStats
@@ -26,6 +26,7 @@ from forkpoint.cache.tree import (
 )
 
 _INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
+FILED_AT_ONCE: Final = 8  # entries for each unit that is taken; one is due some five times before an arena has gone by
 Above: TypeAlias = Checkpoint | PendingSave  # a state before another one of the same history
 
 
@@ -62,6 +63,7 @@ class PrefixStore:
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
         """Up to `count` blocks, evicting whatever it takes; fewer if all that is left is in use."""
         taken = self.arena.take_blocks(owner, count)
+        self._queue.file_due(self.arena.turnover, FILED_AT_ONCE * count)
         while len(taken) < count:
             if dead := self._evict_dead(count - len(taken)):
                 blocks = [node.block for node in dead]
@@ -75,6 +77,7 @@ class PrefixStore:
 
     def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
         """A slot, evicting what it takes; with `below`, only entries whose key is smaller than that."""
+        self._queue.file_due(self.arena.turnover, FILED_AT_ONCE)
         while (slot := self.arena.take_slot(owner)) is None:
             most = self.arena.num_blocks_until_slot if self.layout.has_kv else len(self._dead)
             if dead := self._evict_dead(most):

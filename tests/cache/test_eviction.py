@@ -110,7 +110,7 @@ def make_queue(clock: Clock) -> EvictionQueue[Item]:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "raise", "lower", "drop", "pin", "unpin", "wait", "will_change", "take"]),
+            st.sampled_from(["push", "raise", "lower", "drop", "pin", "unpin", "wait", "will_change", "file", "take"]),
             st.integers(0, 7),
             st.integers(0, 99),
         ),
@@ -143,6 +143,8 @@ def test_the_lowest_evictable_entry_comes_first(ops: list[tuple[str, int, int]])
             filed.add(index)
         elif op == "wait":
             clock.now += value / 25
+        elif op == "file":
+            queue.file_due(clock.now, value % 3)
         elif op == "drop":
             entry.dropped = True
         elif op == "pin":
