@@ -16,7 +16,7 @@ from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 
 MIDDLE_EVERY = 64  # steps between collections of the middle generation of objects
-FULL_EVERY = 8192  # and of everything; there are few cycles to find
+FULL_EVERY = 1 << 16  # and of everything, which finds hardly a cycle and takes a tenth of a second
 CLOSED = "the engine is closed; make a new one"
 LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, one is planned
 

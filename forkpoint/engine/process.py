@@ -42,6 +42,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
                 inputs.grammars.prepare()
                 gc.collect()
                 gc.freeze()  # else every full collection would go through all that was imported: a tenth of a second
+                gc.disable()  # the core collects between steps
                 outbox.send(encode(messages.Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
                 EngineLoop(core, inputs.grammars, inbox, outbox).run()
             finally:
