@@ -139,7 +139,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming what is off where pages, blocks, slots or checkpoints do not add up."""
-        check_integrity(self.cache, [entry.lease for entry in self.entries_holding])
+        holding = itertools.chain(self._running.entries, self._running.leaving)
+        check_integrity(self.cache, [entry.lease for entry in holding])
 
     # --- planning
 
@@ -445,8 +446,3 @@ class Scheduler:
         self._settle_all_leaving()
         self.cache.condemn(made)
         return updates
-
-    @property
-    def entries_holding(self) -> Iterable[Entry]:
-        """Every entry that holds blocks or slots (for integrity checks)."""
-        return [*self._running.entries, *self._running.leaving]

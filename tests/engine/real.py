@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
@@ -297,7 +296,7 @@ class RealEngine:
     def step(self) -> None:
         for output in self.engine.step():
             self.outputs[output.request_id] = output
-        check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+        self.sched.check_integrity()
         if self.scrub:
             self._scrub()
 

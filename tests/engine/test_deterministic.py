@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
@@ -87,7 +86,7 @@ class Serving:
             self._in_flight.append(self.runner.submit(plan))
         while len(self._in_flight) > (1 if self._async_scheduling and plan is not None else 0):
             self.sched.apply(self._in_flight.pop(0).result())
-        check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+        self.sched.check_integrity()
         return plan is not None or bool(self._in_flight)
 
     def run(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tree import Checkpoint
 from forkpoint.config import CacheConfig, SchedulerConfig
@@ -106,7 +105,7 @@ class Harness:
         while len(self.in_flight) > depth:
             self._take_result()
         if self.check:
-            check_integrity(self.sched.cache, [entry.lease for entry in self.sched.entries_holding])
+            self.sched.check_integrity()
         return plan is not None or bool(self.in_flight) or self.sched.has_unfinished()
 
     def _take_result(self) -> None:

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forkpoint.cache.integrity import check_integrity
 from forkpoint.config import CacheConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.params import FinishReason
@@ -184,7 +183,7 @@ class Serving(RuleBasedStateMachine):
     def sound(self) -> None:
         if hasattr(self, "harness"):
             sched = self.harness.sched
-            check_integrity(sched.cache, [entry.lease for entry in sched.entries_holding])
+            sched.check_integrity()
             histories = [request.all_token_ids() for request in list(self.harness.requests.values())[-2:]]
             cuts = [history[: len(history) * 2 // 3] for history in histories]
             self.listener.check([TRUNK[:700], *histories, *cuts])
