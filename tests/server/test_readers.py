@@ -59,10 +59,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def leave(server: RunningServer, padding: int = 0) -> int:
+def leave(server: RunningServer, padding: int = 0, after_s: float = 0.7) -> int:
     """Give up waiting for an answer; the status if there was one."""
     try:
-        return chat(server, 0.7, padding).status_code
+        return chat(server, after_s, padding).status_code
     except httpx2.ReadTimeout:
         return 0
 
@@ -106,17 +106,23 @@ def test_one_that_leaves_leaves_nothing_behind(slow: RunningServer) -> None:
         wait_for(http, "forkpoint_num_requests_open{", 0)
 
 
-def test_large_requests_keep_no_small_ones_waiting_and_are_counted(slow: RunningServer) -> None:
+def refusals(server: RunningServer, wait_s: float) -> int:
+    """How many small requests are refused while six large ones, as many as may be open, wait for so long."""
+    refused = 0
     with ThreadPoolExecutor(6) as pool:
-        large = [pool.submit(leave, slow, PADDING) for _ in range(6)]
-        until(lambda: len(slow.reader_pids) >= 2)
-        refused = 0
+        large = [pool.submit(leave, server, PADDING, wait_s) for _ in range(6)]
+        until(lambda: len(server.reader_pids) >= 2 or all(one.done() for one in large))
         while not all(one.done() for one in large):
-            reply = small(slow)
+            reply = small(server)
             assert reply.status_code == 200 or "max_open_requests=6" in reply.json()["error"]["message"]
             refused += reply.status_code == 429
         assert {one.result() for one in large} <= {0, 429}
-    assert refused and small(slow).status_code == 200
+    return refused
+
+
+def test_large_requests_keep_no_small_ones_waiting_and_are_counted(slow: RunningServer) -> None:
+    # On a busy machine large ones may have left before a small one comes; then they wait for longer.
+    assert any(refusals(slow, wait_s) for wait_s in (0.7, 3, 10)) and small(slow).status_code == 200
 
 
 def test_a_reader_that_dies_ends_its_request_alone(slow: RunningServer) -> None:
