@@ -90,8 +90,9 @@ def ours(product: Product, table: OpTable) -> Callable[[Tensor, PackedLinear], o
 def chosen(product: Product, rows: int) -> list[Tile | None]:
     """The tiles of the default and of the deterministic mode."""
     if product.gated:
-        gated = rows, product.num_outputs // 2, torch.bfloat16
-        return [fastest_gated_tile(*gated), fixed_gated_tile(*gated)]
+        half = product.num_outputs // 2
+        fixed = fixed_gated_tile(rows, half, product.width, torch.bfloat16)
+        return [fastest_gated_tile(rows, half, torch.bfloat16), fixed]
     shape = rows, product.num_outputs, product.width, torch.bfloat16
     return [fastest_tile(*shape), fixed_tile(*shape)]
 

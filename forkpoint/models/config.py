@@ -158,7 +158,7 @@ class Build:
     def leaves_parts(self) -> bool:
         """Whether such a sum may be left as `unmade.Parts`."""
         alone = self.ranks.size == 1
-        return self.defers and (alone or self.ranks.norms_sums(self.config.hidden_size, self.weights.dtype))
+        return self.defers and (alone or self.ranks.takes_parts(self.config.hidden_size, self.weights.dtype))
 
 
 @dataclass(frozen=True, slots=True)

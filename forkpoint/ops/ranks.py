@@ -64,9 +64,13 @@ class Ranks:
         dist.all_reduce(x)
         return x
 
+    def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether rows of this width that ranks add up or gather may be `Parts`."""
+        return self._peers is not None and self._peers.takes_parts(width, dtype)
+
     def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
-        """Whether one kernel makes sums of rows of this width, also of `Parts`, and the norms behind them."""
-        return self.defers and self._peers is not None and self._peers.norms_sums(width, dtype)
+        """Whether one kernel makes sums of rows of this width, and the norms behind them."""
+        return self.defers and self.takes_parts(width, dtype)
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool) -> Tensor:
         """The norm of `residual + sum(x)`, after `residual += sum(x)` in place, where `norms_sums` holds; in FP8 too if

@@ -271,7 +271,7 @@ def _products(s: Shape, ops: Any, deterministic: bool) -> Iterator[tuple[str, Ca
                 x, weight, tile = s.empty(rows, width), s.empty(outputs, width), within(tile, HOST)
                 yield f"linear {rows} {tile}", lambda x=x, w=weight, t=tile: multiply(x, w, None, t)
         fast = fastest_gated_tile(rows, s.inner, s.dtype)
-        gated = fixed_gated_tile(rows, s.inner, s.dtype) if deterministic else fast
+        gated = fixed_gated_tile(rows, s.inner, s.hidden, s.dtype) if deterministic else fast
         x, weight = s.empty(rows, s.hidden), s.empty(2 * s.inner, s.hidden)
         if gated is not None and gated.rows <= FEW_GATED:  # NPUs take the halves together beyond
             gated = within(gated, HOST)

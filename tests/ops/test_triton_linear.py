@@ -17,6 +17,7 @@ from forkpoint.ops.linear.tiles import (
     fastest_gated_tile,
     fastest_tile,
     fixed_gated_tile,
+    fixed_splits,
     fixed_tile,
 )
 from forkpoint.ops.select import torch_table
@@ -104,6 +105,15 @@ def test_weights_in_fp32_keep_their_precision(rows: int) -> None:
         close((x @ weight.bfloat16().T).float(), exact, torch.float32)
 
 
+def test_splits_of_many_rows_come_one_piece_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forkpoint.ops.linear import kernel
+
+    x, packed = operands(37, 40, 96, torch.float32, True)
+    whole = multiply(x, packed, TILES[2])
+    monkeypatch.setattr(kernel, "SPLIT_ROWS", 16)
+    assert torch.equal(multiply(x, packed, TILES[2]), whole)
+
+
 @pytest.mark.parametrize(
     ("outputs", "width"), [(64, 2048), (257, 2048), (4096, 4096), (4096, 12288), (12352, 4096), (151936, 64)]
 )
@@ -113,11 +123,11 @@ def test_choices(outputs: int, width: int) -> None:
         assert fast is None or rows <= fast.rows or outputs <= SINGLE_OUTPUTS
         parts = fastest_tile(rows, outputs, width, torch.bfloat16, True)
         assert parts == fast or (parts is not None and outputs == 257 and fast is None and parts.splits == 4)
-        assert fixed.splits == 1 and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)
+        assert fixed.splits == fixed_splits(width) and fixed.rows > 1 and (rows <= 4 * fixed.rows or rows > LARGEST)
         gated = fastest_gated_tile(rows, outputs, torch.bfloat16)
-        fixed_gated = fixed_gated_tile(rows, outputs, torch.bfloat16)
+        fixed_gated = fixed_gated_tile(rows, outputs, width, torch.bfloat16)
         assert gated is None or rows <= gated.rows
-        assert (fixed_gated is None) == (rows > LARGEST)
+        assert (fixed_gated is None) == (rows > LARGEST or fixed_splits(width) > 1)
         assert fixed_gated is None or fixed_gated.rows > 1
     assert fastest_tile(1, outputs, width, torch.float32) is fastest_gated_tile(1, outputs, torch.float32) is None
 

@@ -14,6 +14,7 @@ from forkpoint.ops.exchange import rows_kernel as rows
 from forkpoint.ops.exchange.kernel import PROGRAMS, WORDS, Inboxes, Own, exchange, sum_add_rmsnorm, takes
 from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
 from forkpoint.ops.linear.fp8_kernel import Rounded
+from forkpoint.ops.unmade import Parts
 
 FEW_BYTES = 1 << 19  # of a rank, which go word by word
 
@@ -54,21 +55,22 @@ class Peers:
 
     def gathers(self, x: Tensor) -> bool:
         """Whether `gather` can be asked for."""
-        return takes(x) or rows.takes(x)
+        return isinstance(x, Parts) or takes(x) or rows.takes(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Of all ranks' `x`, bfloat16, rounded once."""
         return exchange(x, x.new_empty(x.shape), self._few, sums=True)
 
     def gather(self, x: Tensor) -> Tensor:
-        """`x[..., K] -> [..., size * K]`: the ranks' rows side by side."""
-        out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
-        if takes(x) and (_is_few(x) or not rows.takes(x)):
+        """`x[..., K] -> [..., size * K]`: the ranks' rows side by side; x may be `Parts`."""
+        own, dtype = (x.own[:, 0], torch.bfloat16) if isinstance(x, Parts) else (x, x.dtype)
+        out = own.new_empty(*own.shape[:-1], self.size * own.shape[-1], dtype=dtype)
+        if own is x and takes(x) and (_is_few(x) or not rows.takes(x)):
             return exchange(x, out, self._few, sums=False)
-        return rows.gather(x, out, self._many)
+        return rows.gather(Own.of(x), out, self._many)
 
-    def norms_sums(self, width: int, dtype: torch.dtype) -> bool:
-        """Whether `sum_add_rmsnorm` can be asked for rows of this width."""
+    def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
+        """Whether `sum_add_rmsnorm` and `gather` can be asked for rows of this width, and for `Parts` of them."""
         return dtype == torch.bfloat16 and rows.takes_row(width * dtype.itemsize)
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:

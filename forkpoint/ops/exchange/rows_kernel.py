@@ -7,12 +7,15 @@ a row's flag leaves only when its data have arrived.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.exchange.kernel import Inboxes, Own, _halves, _joined, own_words, store_norm
+from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import Rounded, written_beside
 
 MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
@@ -82,12 +85,14 @@ def _sum_norm_kernel(
     MOST_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     ROUNDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows of WIDTH words, of two bfloat16, one after the other: `residual` plus the sum over ranks, and its norm."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
     weight_low = tl.load(weight + 2 * at, mask=inside, other=0.0)
     weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
+    await_before(OVERLAP)
     number = tl.load(numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
@@ -110,11 +115,15 @@ def _sum_norm_kernel(
         )  # fmt: skip
     tl.debug_barrier()  # all threads have read the number
     tl.store(numbers + program, number)
+    start_next(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gather_kernel(
     x,
+    shares,
+    x_row,
+    x_part,
     out,
     inboxes,
     numbers,
@@ -125,14 +134,17 @@ def _gather_kernel(
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows of WIDTH words, one after the other: those of all ranks side by side."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
+    await_before(OVERLAP)
     number = tl.load(numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
-        own = tl.load(x + index, mask=inside, other=0)
+        own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
         _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
         for rank in tl.static_range(SIZE):
             found = own
@@ -141,6 +153,7 @@ def _gather_kernel(
             tl.store(out + index + (row * (SIZE - 1) + rank) * WIDTH, found, mask=inside)
     tl.debug_barrier()
     tl.store(numbers + program, number)
+    start_next(OVERLAP)
 
 
 def inbox_words(size: int) -> int:
@@ -172,12 +185,13 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
     return out
 
 
-def gather(x: Tensor, out: Tensor, inboxes: Inboxes) -> Tensor:
-    """Write to `out[T, size * D]` the ranks' `x[T, D]` side by side."""
-    for part in _parts(x):
-        own, to = (tensor[part].view(torch.int32) for tensor in (x.contiguous(), out))
-        operands = (own, to, inboxes.addresses, inboxes.numbers, len(own))
-        _gather_kernel[(min(len(own), PROGRAMS),)](*operands, **_sizes(own, inboxes))
+def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
+    """Write to `out[T, size * D]`, bfloat16, the ranks' rows `[T, D]` side by side."""
+    for part in _parts(out):
+        given, to = own.part(part), out[part].view(torch.int32)
+        operands = (*given[:4], to, inboxes.addresses, inboxes.numbers, len(to))
+        form = {"PARTS": given.num_parts, **_sizes(to, inboxes, len(inboxes.addresses))}
+        _gather_kernel[(min(len(to), PROGRAMS),)](*operands, **form)
     return out
 
 
@@ -186,7 +200,7 @@ def _parts(x: Tensor) -> list[slice]:
     return [slice(first, first + MOST_ROWS) for first in range(0, len(x), MOST_ROWS)]
 
 
-def _sizes(words: Tensor, inboxes: Inboxes) -> dict[str, int]:
-    width = words.shape[1]
-    most = {"PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS, "num_warps": 8}
+def _sizes(words: Tensor, inboxes: Inboxes, ranks: int = 1) -> dict[str, Any]:
+    num_rows, width = len(words), words.shape[1] // ranks
+    most = {"PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS, "num_warps": 8, **overlap(words.device, num_rows)}
     return {**inboxes.sizes, "WIDTH": width, "COUNT": triton.next_power_of_2(width), **most}

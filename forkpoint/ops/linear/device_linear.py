@@ -93,9 +93,9 @@ class DeviceLinear:
             if scaled_tile is None:
                 return self.silu_mul(self.linear(x, packed))
             return multiply(x, packed.weight, None, scaled_tile, gated=True)
-        num_rows, num_outputs = x.shape[0], packed.weight.shape[0] // 2
+        num_rows, num_outputs, width = x.shape[0], packed.weight.shape[0] // 2, packed.weight.shape[1]
         fastest = fastest_gated_tile(num_rows, num_outputs, x.dtype)
-        tile = fixed_gated_tile(num_rows, num_outputs, x.dtype) if self.deterministic else fastest
+        tile = fixed_gated_tile(num_rows, num_outputs, width, x.dtype) if self.deterministic else fastest
         if tile is None and not self.deterministic:
             return self.silu_mul(F.linear(x, packed.weight))
         if tile is None or (tile.rows > FEW_GATED and not traits_of(x.device).masks_gathers):

@@ -30,6 +30,7 @@ from forkpoint.ops.linear.sums_kernel import (
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.unmade import Parts
 
+SPLIT_ROWS = 1024  # whose sums of splits are in memory together, at most
 BESIDE_OUTPUTS = 2
 BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(1024), tl.constexpr(2)
 
@@ -233,14 +234,25 @@ def multiply(
     In FP8 a tile's width divides 128, or, where it has 1 row, is a multiple, and `weight.by_one_row(gated)` holds.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, width = x.shape
-    num_outputs = weight.shape[0] // (2 if gated else 1)
+    num_rows, num_outputs = len(x), weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_rows, num_outputs, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     if not num_rows:
         return out
     if tile.rows == 1:
         launch_rows(x, weight, out, tile, _options(x, tile, weight), bias=bias, gated=gated)
         return out
+    if tile.splits > 1 and num_rows > SPLIT_ROWS:
+        for rows, answers in zip(x.split(SPLIT_ROWS), out.split(SPLIT_ROWS), strict=True):
+            _multiply(rows, weight, bias, tile, gated, False, answers)
+        return out
+    return _multiply(x, weight, bias, tile, gated, parts, out)
+
+
+def _multiply(
+    x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool, parts: bool, out: Tensor
+) -> Tensor:
+    """The same into `out`, by tiles of several rows; all splits of K are in memory at once."""
+    (num_rows, width), num_outputs = x.shape, out.shape[1]
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
     sums = out

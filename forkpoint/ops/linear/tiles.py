@@ -46,8 +46,9 @@ SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without t
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
-NARROW = 2048  # up to here tiles of 32 rows are faster for 65 to 128 rows
+NARROW, MEDIUM = 2048, 4224  # of 65 to 128 rows, up to here tiles of 32 rows, and of 64 by 64, are one for a processor
 PARTS_ROWS = 384  # up to here K is cut for as few outputs where nothing has to add the splits up
+FIXED_SPLITS, FIXED_UNIT = 4, 256  # of wide K where bits are fixed, each of whole steps of any tile
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 MANY_OUTPUTS = 65536  # above, as of output heads in FP8, there are enough programs for all rows in one tile
@@ -76,7 +77,7 @@ _FEW: Final[Choices] = Choices(
         (16, Tile(16, 32, 256, 4, 6)),
         (32, Tile(32, 64, 128, 4, 6, turned=True)),
         (64, Tile(64, 32, 256, 4, 4)),
-        (128, Tile(64, 64, 64, 4, 6)),
+        (128, Tile(64, 64, 128, 4, 6, turned=True)),
     ),
     fast=32,
 )
@@ -96,8 +97,7 @@ _FEW_WIDE: Final[Choices] = Choices(
     (
         *_FEW.tiles[:3],
         (32, Tile(32, 64, 128, 4, 5, splits=2, turned=True)),
-        (64, Tile(64, 32, 256, 4, 4)),
-        (128, Tile(128, 32, 128, 8, 5)),
+        *_FEW.tiles[-2:],
     ),
     fast=64,
 )
@@ -108,7 +108,7 @@ _MANY: Final[Choices] = Choices(
         (16, Tile(16, 64, 128, 4, 4, turned=True)),
         (32, Tile(32, 128, 128, 8, 4, turned=True)),
         (64, Tile(64, 128, 128, 4, 4)),
-        (128, Tile(128, 128, 64, 8, 5)),
+        (128, Tile(128, 128, 64, 8, 6)),
     ),
     fast=64,
 )
@@ -119,7 +119,7 @@ _GATED: Final[Choices] = Choices(
         (16, Tile(16, 32, 128, 4, 3)),
         (32, Tile(32, 64, 128, 4, 3)),
         (64, Tile(64, 64, 64, 4, 4)),
-        (128, Tile(128, 64, 64, 8, 3)),
+        (128, Tile(128, 128, 64, 8, 4, turned=True)),
     ),
     fast=64,
 )
@@ -152,26 +152,37 @@ def fastest_gated_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> T
     return _GATED.fastest(num_rows)
 
 
+def fixed_splits(width: int) -> int:
+    """Of K, whatever the number of rows."""
+    return FIXED_SPLITS if width > FEW_OUTPUTS and width % (FIXED_SPLITS * FIXED_UNIT) == 0 else 1
+
+
 def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
     """A tile that gives a row the same bits, whatever the number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
-    few = num_outputs <= NARROW and 64 < num_rows <= LARGEST
+    splits = fixed_splits(width)
     # A single row goes through the matrix units, as others do.
-    tile = _FEW.up_to(32) if few else _choices(num_outputs, width).up_to(max(num_rows, 2))
+    tile = _choices(num_outputs, width).up_to(max(num_rows, 2))
+    if 64 < num_rows <= LARGEST and splits > 1:
+        tile = Tile(128, 64, 128, 4, 4, turned=True)
+    elif 64 < num_rows <= LARGEST and num_outputs <= NARROW:
+        tile = _FEW.up_to(32)
+    elif 64 < num_rows <= LARGEST and MEDIUM < num_outputs <= FEW_OUTPUTS:
+        tile = Tile(64, 128, 128, 4, 4)
     if tile is not None:
-        return replace(tile, splits=1)
+        return replace(tile, splits=splits)
     if num_rows <= 512:
-        return Tile(128, 128, 64, 8, 4)
-    return Tile(256, 128, 64, 8, 3, turned=True, group=4)
+        return Tile(128, 128, 64, 8, 4, splits)
+    return Tile(256, 128, 64, 8, 3, splits, turned=True, group=4)
 
 
-def fixed_gated_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile | None:
+def fixed_gated_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
     """The same for a gated product; None: take the halves together by `fixed_tile`."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or fixed_splits(width) > 1:
         return None
     if num_outputs <= FEW_OUTPUTS and 64 < num_rows <= LARGEST:  # else half of the processors would be idle
-        return Tile(64, 64, 64, 4, 5)
+        return Tile(128, 64, 64, 4, 6, turned=True)
     return _GATED.up_to(max(num_rows, 2))
 
 
