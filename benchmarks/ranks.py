@@ -1,8 +1,9 @@
 """One model on several devices beside one: `python -m benchmarks.ranks PART`.
 
 bits: with --deterministic, ids and log-probabilities of a trained model on one device and on several, compared; then a
-rank is killed under load. speed: the 9B shape, or another, with dummy weights, by the protocol of `benchmarks.gpu_9b`.
-agents: the same with two drafts of the model's MTP layer, of which a set share is right, and conversations that hit.
+rank is killed under load; with --config, those of that shape with dummy weights. speed: the 9B shape, or another, with
+dummy weights, by the protocol of `benchmarks.gpu_9b`. agents: the same with two drafts of the model's MTP layer, of
+which a set share is right, and conversations that hit.
 """
 
 from __future__ import annotations
@@ -56,20 +57,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batches", default="1,32,128", help="speed, agents: rows that decode together, separated by commas"
     )
-    parser.add_argument("--config", type=Path, help="speed, agents: the config.json of another shape")
+    parser.add_argument("--config", type=Path, help="the config.json of a shape with dummy weights")
     parser.add_argument("--repeats", type=int, default=3)
     return parser
 
 
-def answers(llm: LLM) -> list[Any]:
-    """Ids and log-probabilities of prompts that hit, half of them sampled, twice over."""
-    found = []
+def answers(llm: LLM, dummy: bool) -> list[Any]:
+    """Ids and log-probabilities of prompts that hit, half of them sampled, twice over; `dummy`: no texts."""
+    found, client = [], Client(llm, NUM_IDS)
     params = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=48, logprobs=2, ignore_eos=True)
         for i in range(NUM_PROMPTS)
     ]
+    shared = client.ids(600)
     for turn in range(2):
-        prompts = [SHARED + f"In turn {turn} " + "and then again " * (5 * i) for i in range(NUM_PROMPTS)]
+        prompts: list[Any] = [SHARED + f"In turn {turn} " + "and then again " * (5 * i) for i in range(NUM_PROMPTS)]
+        if dummy:
+            prompts = [shared + client.ids(20 + 5 * i) for i in range(NUM_PROMPTS)]
         for output in llm.generate(prompts, params, use_tqdm=False):
             (completion,) = output.outputs
             scores = [{k: entry.logprob for k, entry in place.items()} for place in completion.logprobs or ()]
@@ -77,15 +81,19 @@ def answers(llm: LLM) -> list[Any]:
     return found
 
 
-def compare_bits(args: argparse.Namespace) -> None:
+def compare_bits(args: argparse.Namespace, folder: Path) -> None:
     """Print whether they are the same, in how many prompts, and how long a killed rank keeps a request waiting."""
     common: dict[str, Any] = {"device": args.device, "log_level": "warning", "max_num_seqs": 32}
+    model, dummy = args.model, args.config is not None
+    if dummy:
+        model = str(shape_folder(args, folder))
+        common |= {"load_format": "dummy", "skip_tokenizer_init": True}
     for deterministic in (True,) if args.deterministic else (True, False):
         options = {**common, "deterministic": deterministic, "quantization": args.quantization}
-        with LLM(args.model, **options) as llm:
-            alone = answers(llm)
-        with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, **options) as llm:
-            several, metrics = answers(llm), llm.get_metrics()
+        with LLM(model, **options) as llm:
+            alone = answers(llm, dummy)
+        with LLM(model, tensor_parallel_size=args.tensor_parallel_size, **options) as llm:
+            several, metrics = answers(llm, dummy), llm.get_metrics()
             same = sum(one[0] == other[0] for one, other in zip(alone, several, strict=True))
             exact = sum(one == other for one, other in zip(alone, several, strict=True))
             print(
@@ -94,13 +102,12 @@ def compare_bits(args: argparse.Namespace) -> None:
                 f"{metrics['num_replayed_steps']} steps were graphs",
                 flush=True,
             )
-            if deterministic:
-                continue
-            kill_a_rank(llm)
+            if not deterministic:
+                kill_a_rank(llm, Client(llm, NUM_IDS).ids(600) if dummy else SHARED)
 
 
-def kill_a_rank(llm: LLM) -> None:
-    ranks, stream = llm._engine.core._runner, llm.stream(SHARED, SamplingParams(max_tokens=1000, ignore_eos=True))
+def kill_a_rank(llm: LLM, prompt: Any) -> None:
+    ranks, stream = llm._engine.core._runner, llm.stream(prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
     assert isinstance(ranks, RemoteRunner)
     next(stream)
     began = time.perf_counter()
@@ -109,6 +116,14 @@ def kill_a_rank(llm: LLM) -> None:
         list(stream)
     except EngineStoppedError as error:
         print(f"a rank was killed: {time.perf_counter() - began:.2f} s later: {error}", flush=True)
+
+
+def shape_folder(args: argparse.Namespace, folder: Path) -> Path:
+    """What dummy weights need of a model: a config.json."""
+    model = write_config(folder, SHAPE_9B)
+    if args.config is not None:
+        shutil.copy(args.config, model / "config.json")
+    return model
 
 
 def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
@@ -122,10 +137,7 @@ def started(args: argparse.Namespace, folder: Path, **more: Any) -> LLM:
         **more,
     }
     began = time.perf_counter()
-    model = write_config(folder, SHAPE_9B)
-    if args.config is not None:
-        shutil.copy(args.config, model / "config.json")
-    llm = LLM(str(model), **options)
+    llm = LLM(str(shape_folder(args, folder)), **options)
     print(f"{args.tensor_parallel_size} devices, started in {time.perf_counter() - began:.1f} s", flush=True)
     return llm
 
@@ -213,12 +225,9 @@ def _all(values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    if args.part == "bits":
-        compare_bits(args)
-        return
+    part = {"bits": compare_bits, "speed": measure_speed, "agents": measure_agents}[args.part]
     with tempfile.TemporaryDirectory() as folder:
-        measure = measure_agents if args.part == "agents" else measure_speed
-        measure(args, Path(folder) / "model")
+        part(args, Path(folder) / "model")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Ranks:
         return self._peers is not None and self._peers.gathers(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side."""
+        """`x[..., K] -> [..., size * K]`: the ranks' tensors side by side; `Parts` only where `takes_parts` holds."""
         if self.size == 1:
             return x
         if self._peers is not None and self.gathers_at_once(x):
