@@ -71,10 +71,9 @@ def answers(llm: LLM, dummy: bool) -> list[Any]:
     ]
     shared = client.ids(600)
     for turn in range(2):
-        prompts: list[Any] = [SHARED + f"In turn {turn} " + "and then again " * (5 * i) for i in range(NUM_PROMPTS)]
-        if dummy:
-            prompts = [shared + client.ids(20 + 5 * i) for i in range(NUM_PROMPTS)]
-        for output in llm.generate(prompts, params, use_tqdm=False):
+        texts = [SHARED + f"In turn {turn} " + "and then again " * (5 * i) for i in range(NUM_PROMPTS)]
+        ids = [shared + client.ids(20 + 5 * i) for i in range(NUM_PROMPTS)]
+        for output in llm.generate(ids if dummy else texts, params, use_tqdm=False):
             (completion,) = output.outputs
             scores = [{k: entry.logprob for k, entry in place.items()} for place in completion.logprobs or ()]
             found.append((list(completion.token_ids), scores))
@@ -106,7 +105,7 @@ def compare_bits(args: argparse.Namespace, folder: Path) -> None:
                 kill_a_rank(llm, Client(llm, NUM_IDS).ids(600) if dummy else SHARED)
 
 
-def kill_a_rank(llm: LLM, prompt: Any) -> None:
+def kill_a_rank(llm: LLM, prompt: str | list[int]) -> None:
     ranks, stream = llm._engine.core._runner, llm.stream(prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
     assert isinstance(ranks, RemoteRunner)
     next(stream)

@@ -307,10 +307,9 @@ class OpTable:
     backends: dict[str, str] = field(default_factory=dict)
     latent_prefill: LatentPrefill | None = None  # what is cheaper than paged_attention for many tokens of a row
     wide_linear: Linear | None = None  # `linear` with weights in fp32 of an x in bfloat16, in fp32
-    linear_parts: Linear | None = (
-        None  # the same, whose answers may be `unmade.Parts`: for add_rmsnorm, route and ranks alone
-    )
-    experts_parts: Experts | None = None  # the same, for add_rmsnorm alone
+    # linear and experts whose answers may be `unmade.Parts`: for add_rmsnorm, ranks and, of linear, route alone
+    linear_parts: Linear | None = None
+    experts_parts: Experts | None = None
     # linear by each of two packed matrices; None where that is no faster in one
     linear_both: Callable[[Tensor, Any, Any], tuple[Tensor, Tensor] | None] | None = None
     conv_record: ConvRecord | None = None

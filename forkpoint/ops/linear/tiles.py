@@ -46,7 +46,7 @@ SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without t
 FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
-NARROW, MEDIUM = 2048, 4224  # of 65 to 128 rows, up to here tiles of 32 rows, and of 64 by 64, are one for a processor
+NARROW, MEDIUM = 2048, 4224  # outputs up to which tiles of 32 by 64, and of 64 by 64, of 128 rows fit side by side
 PARTS_ROWS = 384  # up to here K is cut for as few outputs where nothing has to add the splits up
 FIXED_SPLITS, FIXED_UNIT = 4, 256  # of wide K where bits are fixed, each of whole steps of any tile
 LARGEST = 128  # rows; above, the vendor's library is faster on every shape
@@ -164,17 +164,15 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
     splits = fixed_splits(width)
     # A single row goes through the matrix units, as others do.
     tile = _choices(num_outputs, width).up_to(max(num_rows, 2))
-    if 64 < num_rows <= LARGEST and splits > 1:
+    if tile is None:
+        tile = Tile(128, 128, 64, 8, 4) if num_rows <= 512 else Tile(256, 128, 64, 8, 3, turned=True, group=4)
+    elif num_rows > 64 and splits > 1:
         tile = Tile(128, 64, 128, 4, 4, turned=True)
-    elif 64 < num_rows <= LARGEST and num_outputs <= NARROW:
-        tile = _FEW.up_to(32)
-    elif 64 < num_rows <= LARGEST and MEDIUM < num_outputs <= FEW_OUTPUTS:
+    elif num_rows > 64 and num_outputs <= NARROW:
+        tile = Tile(32, 64, 128, 4, 6, turned=True)
+    elif num_rows > 64 and MEDIUM < num_outputs <= FEW_OUTPUTS:
         tile = Tile(64, 128, 128, 4, 4)
-    if tile is not None:
-        return replace(tile, splits=splits)
-    if num_rows <= 512:
-        return Tile(128, 128, 64, 8, 4, splits)
-    return Tile(256, 128, 64, 8, 3, splits, turned=True, group=4)
+    return replace(tile, splits=splits)
 
 
 def fixed_gated_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
