@@ -4,13 +4,15 @@ Dummy weights cannot be guessed, so acceptance is set: at each position of a win
 whatever was sampled there, as vLLM's `synthetic` rejection does. All work is done; the text means nothing. Ids are
 compared apart from that: with `--deterministic`, drafts that are right with those probabilities, and plain decoding in
 the same run. Decode rates are batch x 128 over t(257 tokens) - t(129 tokens), medians: with drafts rows end one after
-the other, the later the longer answers are; and those of the steps between the first and the last of all rows. With a
-chance of 0, drafts are as many as the engine thinks worth it.
+the other, the later the longer answers are; and those of the steps of all rows behind their 128th tokens. With a chance
+of 0, drafts are as many as the engine thinks worth it. Small batches are asked several times as often: chance makes
+their rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import tempfile
 import time
@@ -42,6 +44,7 @@ RATES = (0.8, 0.64, 0.512)  # of drafts 1, 2 and 3 being right
 PROMPT, TOKENS, REPEATS = 256, 128, 3
 LONG = 16_384  # tokens of a prompt whose first token is timed
 NUM_IDS = 32_000  # of which prompts are made; every vocabulary has as many
+SMALL, MOST_TIMES = 32, 4  # rows below which a batch is asked more often, up to so many times
 COMPARED = 8  # rows whose ids are compared
 MIB = 1 << 20
 
@@ -96,7 +99,8 @@ def set_drafter(llm: LLM, drafter: Drafter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second of a batch over whole answers, and as long as all rows run, and tokens of a row in a step."""
+    """Tokens a second of a batch over whole answers, and as long as all rows run behind their 128th tokens in the mean,
+    and tokens of a row in a step."""
 
     tokens_per_s: float
     full_per_s: float
@@ -138,14 +142,14 @@ def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
     rng, rates, full_rates = np.random.default_rng(batch), [], []
     ask(llm, ids(rng, batch), 9)  # to warm up
     before = llm.get_metrics()
-    for _ in range(repeats):
+    for _ in range(repeats * max(1, min(MOST_TIMES, SMALL // batch))):
         short = ask(llm, ids(rng, batch), TOKENS + 1)[0]
         with step_times(llm) as steps:
             long = ask(llm, ids(rng, batch), 2 * TOKENS + 1)[0]
         rates.append(batch * TOKENS / (long - short))
-        first, *_, last = (i for i, (_, rows, _) in enumerate(steps) if rows == batch)
-        confirmed = sum(tokens for *_, tokens in steps[first + 1 : last + 1])
-        full_rates.append(confirmed / (steps[last][0] - steps[first][0]))
+        told = list(itertools.accumulate(tokens for *_, tokens in steps))
+        first, *_, last = (i for i, (_, rows, _) in enumerate(steps) if rows == batch and told[i] >= batch * TOKENS)
+        full_rates.append((told[last] - told[first]) / (steps[last][0] - steps[first][0]))
     after = llm.get_metrics()
     drafts, accepted = (after[name] - before[name] for name in ("num_drafts", "num_accepted_tokens"))
     return Rate(float(np.median(rates)), float(np.median(full_rates)), 1 + accepted / max(1, drafts))
