@@ -21,10 +21,13 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize("turns", [0, 1, 4])
+@pytest.mark.parametrize(("turns", "most"), [(0, 1), (1, 1), (4, 1), (0, 6), (4, 6)])
 @pytest.mark.parametrize("spec", SHAPES, ids=str)
-def test_it_leaves_what_two_operators_leave(spec: Recurrence, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows and keys bit for bit; from one write of states to the next, with rows that move and a padded one."""
+def test_it_leaves_what_two_operators_leave(
+    spec: Recurrence, turns: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and keys bit for bit; from one write of states to the next, with rows that move and a padded one. Where
+    rows may have `most` tokens a step, a step of so many comes first, more than are recorded between two writes."""
     torch.manual_seed(0)
     if turns:
         monkeypatch.setattr(record_kernel, "FEW_ROWS", 0)
@@ -35,16 +38,25 @@ def test_it_leaves_what_two_operators_leave(spec: Recurrence, turns: int, monkey
     params = RecurrenceParams(spec, torch.rand(heads).to(DEVICE) * -3, torch.rand(heads).to(DEVICE) - 2)
     taps = torch.randn(width, spec.mixed_dim).to(DEVICE, dtype).t()
     shapes = ((heads, spec.value_dim), (spec.num_k_heads, spec.key_dim), (spec.num_k_heads,), (heads,))
-    kept = [torch.full((rows, interval + (i > 0), *s), torch.nan).to(DEVICE) for i, s in enumerate(shapes)]
+    lines = [interval - 1 + (1 + (i > 0)) * most for i in range(len(shapes))]
+    kept = [torch.full((rows, n, *s), torch.nan).to(DEVICE) for n, s in zip(lines, shapes, strict=True)]
     kept[1] = kept[1].to(dtype)
     given = [torch.randn(2 * rows, width - 1, spec.mixed_dim).to(DEVICE, dtype)]
     given += [torch.randn(2 * rows, heads, spec.value_dim, spec.key_dim).to(DEVICE), *kept]
     ours, theirs = ([tensor.clone() for tensor in given] for _ in range(2))
+    before = most if most > 1 else 0
+    if before:
+        mixed, a, b = (torch.randn(3 * before, size).to(DEVICE, dtype) for size in (spec.mixed_dim, heads, heads))
+        columns = [[-1, 1, 2, -1], [0, 1, 2, -1], [0, before, 2 * before, *[3 * before] * 2], [3, 1, 0, 2]]
+        index = RecordIndex(interval, *(ints(column).to(DEVICE) for column in [*columns, *[[0] * 4] * 3, [-1] * 4]))
+        for _, states, *records in (ours, theirs):
+            OURS.recurrence_record(RecurrenceInputs(mixed, a, b), params, states, index, records)
     for t in range(interval + 2):
         mixed, a, b = (torch.randn(rows, size).to(DEVICE, dtype) for size in (spec.mixed_dim, heads, heads))
         slots = [[-1 if t == 0 else 0, 1, 2 if t < 5 else 6, -1], [0, 1, 2 if t < 4 else 6, -1]]
         src, dst = (ints(row).to(DEVICE) for row in slots)
-        written, held = [0, 0, t // interval * interval, 0], [t, t, t % interval, 0]
+        count = min(before + t, lines[0])
+        written, held = [0, 0, t // interval * interval, 0], [count, count, t % interval, 0]
         marks = [0, 2 if t == 4 else 0, 0, 0], [-1, 5, -1, -1]
         columns = [[0, 1, 2, 3, 3], [3, 1, 0, 2], written, held, *marks]
         index = RecordIndex(interval, src, dst, *(ints(column).to(DEVICE) for column in columns))

@@ -1,6 +1,6 @@
-"""What a recorded step does before it reads states, in Triton: see record_kernel.py. For each token and key head normed
-keys and queries, gates, and what a key and a query find in the records and in the tokens of the row before it. Of rows
-of one token each the short convolution may be in the same launch."""
+"""What a recorded step does before it reads states, in Triton: see record_kernel.py. For each token and key head a
+record, gates, and what its key and query find in the records and in the tokens of the row before it. Of rows of one
+token each the short convolution may be in the same launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from forkpoint.ops.conv1d.kernel import check_layout, load_rows
 from forkpoint.ops.launch import await_inputs, capped_registers, straight
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Records, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.decode_kernel import normed
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
 from forkpoint.ops.recurrence.state_rows import SIDE, product, state_tile
@@ -42,12 +41,11 @@ def _heads_kernel(
     mixed,
     taps,
     windows,
-    values,
+    convolved,
     a,
     b,
     a_log,
     dt_bias,
-    vectors,
     gates,
     keys,
     scales,
@@ -86,7 +84,7 @@ def _heads_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Of one key head of a row, with the value heads that share it; also records keys and decays. With a convolution of
-    W taps rows have one token or none, and the value heads' channels go to `values`."""
+    W taps rows have one token or none, and what it makes of them goes to `convolved`."""
     pid = tl.program_id(0)
     key_head, row = pid % H, pid // H
     first = tl.load(cu_tokens + row).to(tl.int64)
@@ -131,7 +129,10 @@ def _heads_kernel(
         raw_q = _convolved(q_at, q_old, q_taps, new_q, row_stride, present, present & moves, W)
         v_at, new_v = mixed + first * mixed_stride + v_channel, new + v_channel
         value = _convolved(v_at, v_old, v_taps, new_v, row_stride, is_value, is_value & moves, W)
-        tl.store(values + first * (HV * V) + key_head * (HV // H) * V + at, value, mask=is_value)
+        out_at = convolved + first * (2 * H * K + HV * V)
+        tl.store(out_at + v_channel, value, mask=is_value)
+        tl.store(out_at + channel, raw, mask=present)
+        tl.store(out_at + channel - H * K, raw_q, mask=present)
         others = others.to(tl.float32)
     else:
         raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
@@ -158,10 +159,12 @@ def _heads_kernel(
             own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
             raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
             raw_b = tl.load(own_b, mask=shared, other=0.0)
-        key, q, k = raw, raw_q.to(tl.float32), raw.to(tl.float32)
+        key, q, k, k_scale, q_scale = raw, raw_q.to(tl.float32), raw.to(tl.float32), 1.0, 1.0
         token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
         if DELTA:
-            q, k = normed(q, k, scale)
+            k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+            q_scale = tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
+            q, k = q * q_scale, k * k_scale
             beta = weight(raw_b, DOUBLE_BETA)
         else:
             beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
@@ -173,13 +176,11 @@ def _heads_kernel(
         total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
         left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
         tl.store(keys + (ring * H + key_head) * K + col, key, mask=present)
-        vector_at = vectors + (token * H + key_head) * 2 * K + col
-        tl.store(vector_at, k, mask=col < K)
-        tl.store(vector_at + K, q, mask=col < K)
         gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-        tl.store(gate_at, tl.exp(total), mask=shared)
+        tl.store(gate_at, tl.exp(total) * k_scale, mask=shared)
         tl.store(gate_at + 1, beta, mask=shared)
         tl.store(gate_at + 2, tl.sum(k * q, axis=0), mask=shared)
+        tl.store(gate_at + 3, tl.exp(total) * q_scale, mask=shared)
         found_at = gate_at[None, :] + GATES + past[:, None]
         tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
         tl.store(found_at + PAST, left * by_query[:, None], mask=shared[None, :])
@@ -192,26 +193,25 @@ def launch_heads(
     kept: Records,
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None,
     sizes: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, vectors, gates); `kept` are the records of keys, scales and decays, `convolution` its taps, windows and
-    their rows."""
+) -> tuple[Tensor, Tensor]:
+    """(mixed, gates), convolved if they are to be; `kept` are the records of keys, scales and decays, `convolution` its
+    taps, windows and their rows."""
     ((mixed, *gated), options), spec, form = described(inputs, params), params.spec, straight(inputs.mixed.device)
     num_tokens, group = mixed.shape[0], spec.num_v_heads // spec.num_k_heads
-    vectors = kept[1].new_empty(num_tokens, spec.num_k_heads, 2, spec.key_dim)
     gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * sizes["PAST"])
-    values, taps, windows = mixed[:, 2 * spec.num_k_heads * spec.key_dim :], mixed, mixed
+    convolved = taps = windows = mixed
     slots: list[Tensor | None] = [None, None]
     options |= dict.fromkeys(("slot_stride", "row_stride", "tap_channel", "tap_stride", "W"), 0)
     if convolution is not None:
         taps, windows, rows = convolution
         check_layout(mixed, windows)
-        values, slots = mixed.new_empty(num_tokens, spec.num_v_heads * spec.value_dim), [*rows.columns]
+        convolved, slots = mixed.new_empty(mixed.shape), [*rows.columns]
         options |= {"slot_stride": windows.stride(0), "row_stride": windows.stride(1), "W": taps.shape[1]}
         options |= {"tap_channel": taps.stride(0), "tap_stride": taps.stride(1)}
         options |= capped_registers(mixed.device, MOST_REGISTERS)
     options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
     options |= {"SIDE": sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value, **form, **sizes}
-    given = (mixed, taps, windows, values, *gated, vectors, gates, *kept, *slots)
+    given = (mixed, taps, windows, convolved, *gated, gates, *kept, *slots)
     places = (index.cu_tokens, index.line, index.written, index.held)
     _heads_kernel[(len(index) * spec.num_k_heads,)](*given, *places, **options)
-    return values, vectors, gates
+    return convolved, gates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GATES = tl.constexpr(4)  # of a token: decay since the state, beta, key by query, nothing
+GATES = tl.constexpr(4)  # of a token: what a key finds in the state grows by, beta, key by query, what a query finds
 
 
 @triton.jit

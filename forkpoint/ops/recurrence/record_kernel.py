@@ -33,15 +33,21 @@ PARTS: dict[str, Any] = {"SIDE": 64, "TURNS": 2, "STAGES": 3}
 
 
 @triton.jit
+def _value_of(mixed, stride, token, head, S: tl.constexpr):
+    """Where a token's value of a head lies, behind its queries and keys."""
+    return mixed + token * stride + 2 * S.H * S.K + head * S.V
+
+
+@triton.jit
 def _tokens(
     state, kept, low, high, length, first, begin, rest, head, at, line_at, given, S: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Tokens `[low, high)` of a row, CHUNK at a time. -> `kept`, with their updates if more tokens come."""
-    values, stride, skip, vectors, gates, out = given
+    mixed, stride, skip, gates, out = given
     past = tl.arange(0, S.PAST)
     for t in range(low, high, CHUNK):
-        found, token = found_before(first, t, rest, head, vectors, gates, S, CHUNK), first + t
-        value_at, out_at = values + token * stride + head * S.V + at, out + (token * S.HV + head) * S.V + at
+        found, token = found_before(first, t, rest, head, mixed, stride, gates, S, CHUNK), first + t
+        value_at, out_at = _value_of(mixed, stride, token, head, S) + at, out + (token * S.HV + head) * S.V + at
         where = value_at, stride, out_at, line_at + at
         fresh = advance(state, kept, found, skip, head, where, begin + t, at < S.V, S, CHUNK)
         if t + CHUNK < length:
@@ -52,11 +58,10 @@ def _tokens(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _record_kernel(
-    values,
+    mixed,
     skip,
     pool,
     out,
-    vectors,
     gates,
     updates,
     keys,
@@ -72,7 +77,7 @@ def _record_kernel(
     mark_dst,
     num_rows,
     num_tokens,
-    value_stride,
+    mixed_stride,
     slot_stride,
     S: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -102,15 +107,15 @@ def _record_kernel(
     kept = tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
     position = tl.where(position <= folded, position, 0)
     middle, marked = tl.where(position > 0, position, folded), tl.load(mark_dst + row).to(tl.int64)
-    records, given = (updates, keys, scales, decays), (values, value_stride, skip, vectors, gates, out)
+    records, given = (updates, keys, scales, decays), (mixed, mixed_stride, skip, gates, out)
     stores = (target >= 0) & ((folded > 0) | (source != target))
     if TURNS > 1:
         await_inputs(OVERLAP)
     begin = start + folded + rest
     if TURNS > 1:
         token = tl.minimum(first, num_tokens - 1)
-        alone = found_before(token, 0, rest, head, vectors, gates, S, 1)
-        value_at, out_at = values + token * value_stride + head * S.V, out + (token * S.HV + head) * S.V
+        alone = found_before(token, 0, rest, head, mixed, mixed_stride, gates, S, 1)
+        value_at, out_at = _value_of(mixed, mixed_stride, token, head, S), out + (token * S.HV + head) * S.V
     if (folded > 0) | stores | (TURNS == 1):
         for turn in range(TURNS):
             if turn > 0:
@@ -134,7 +139,7 @@ def _record_kernel(
             if COMPUTES:
                 tl.debug_barrier()  # what is read of the line above is written over
                 if TURNS > 1:
-                    where = value_at + at, value_stride, out_at + at, line_at + at
+                    where = value_at + at, mixed_stride, out_at + at, line_at + at
                     advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
                 else:
                     whole = length - length % CHUNK
@@ -145,7 +150,7 @@ def _record_kernel(
                         )
     else:
         if TURNS > 1:  # nothing but reads, which the compiler starts ahead
-            wide, where = state.to(tl.float32), (value_at + at, value_stride, out_at + at, line_at + at)
+            wide, where = state.to(tl.float32), (value_at + at, mixed_stride, out_at + at, line_at + at)
             advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
             for turn in tl.range(1, TURNS, num_stages=STAGES):
                 later = at + turn * BLOCK_V
@@ -153,7 +158,7 @@ def _record_kernel(
                 place, inside = state_tile(heads + source * slot_stride, later * S.K, there, S.K, S.BLOCK_K, S.SIDE)
                 state = tl.load(place, mask=inside, other=0.0)
                 kept = tl.load(line_at + ring + later[None, :], mask=here & (later < S.V)[None, :], other=0.0)
-                wide, where = state.to(tl.float32), (value_at + later, value_stride, out_at + later, line_at + later)
+                wide, where = state.to(tl.float32), (value_at + later, mixed_stride, out_at + later, line_at + later)
                 advance(wide, kept, alone, skip, head, where, begin, (later < S.V) & (length > 0), S, 1)
     if COMPUTES:
         part = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V * TURNS)
@@ -213,11 +218,12 @@ def _launch(
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_tokens, num_rows = inputs.mixed.shape[0], len(index)
     shapes: dict[str, Any] = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1]}
-    shapes |= {"BLOCK_K": key_block(spec), "PAST": triton.next_power_of_2(updates.shape[1])}
+    most = 1 if convolution is not None else updates.shape[1] + 1 - index.interval  # tokens of a row
+    shapes |= {"BLOCK_K": key_block(spec), "PAST": triton.next_power_of_2(index.interval - 1 + most)}
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
-    values = vectors = gates = inputs.mixed
+    mixed = gates = inputs.mixed
     if num_tokens:
-        values, vectors, gates = launch_heads(inputs, params, index, kept, convolution, {**shapes, **options})
+        mixed, gates = launch_heads(inputs, params, index, kept, convolution, {**shapes, **options})
     one_by_one, form, chunk, rows = straight(pool.device)["STRAIGHT"], ONE_PART, 1, 1
     if num_tokens > num_rows and not one_by_one:
         chunk = rows = WINDOW
@@ -227,8 +233,8 @@ def _launch(
         rows = 2
     block_v = min(launch_table(pool.device).state_values * rows, triton.next_power_of_2(spec.value_dim))
     grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * form["TURNS"]),)
-    given = (values, params.D, pool, out, vectors, gates, *records, *index.columns, num_rows, num_tokens)
-    own: dict[str, Any] = {"value_stride": values.stride(0), "slot_stride": pool.stride(0)}
+    given = (mixed, params.D, pool, out, gates, *records, *index.columns, num_rows, num_tokens)
+    own: dict[str, Any] = {"mixed_stride": mixed.stride(0), "slot_stride": pool.stride(0)}
     own |= {"BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
     shapes |= {"LINE": updates.shape[1], "DELTA": spec.delta}
     if one_by_one:
@@ -237,5 +243,6 @@ def _launch(
     if rows > 1 or form is PARTS:
         options |= capped_registers(pool.device, MOST_REGISTERS)
     own |= {"TURNS": form["TURNS"], "STAGES": form["STAGES"], "CHUNK": chunk, **options}
-    _record_kernel[grid](*given, **own, S=Sizes(**shapes, SIDE=form["SIDE"], FOLDS=FOLDS))
+    shapes |= {"SIDE": form["SIDE"], "FOLDS": FOLDS, "MOST": triton.next_power_of_2(updates.shape[1])}
+    _record_kernel[grid](*given, **own, S=Sizes(**shapes))
     return out

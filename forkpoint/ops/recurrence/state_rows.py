@@ -22,11 +22,12 @@ class Sizes(NamedTuple):
     INTERVAL: int
     LENGTH: int  # of a line of keys, scales and decays
     BLOCK_K: int
-    PAST: int  # records in a block
+    PAST: int  # records and tokens in a block, behind those that are folded
     LINE: int  # of updates
     DELTA: bool
     SIDE: int  # keys of a value row that lie side by side
     FOLDS: int  # records that are folded together
+    MOST: int  # records that are folded, in a block
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def fold(state, begin, end, start, own, head, at, records, S: tl.constexpr):
     """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
     updates, keys, scales, decays = records
     FOLDS: tl.constexpr = S.FOLDS
-    key_head, col, past = head // (S.HV // S.H), tl.arange(0, S.BLOCK_K), tl.arange(0, S.PAST)
+    key_head, col, past = head // (S.HV // S.H), tl.arange(0, S.BLOCK_K), tl.arange(0, S.MOST)
     there, entry = (past >= begin) & (past < end), own * S.LENGTH + (start + past) % S.LENGTH
     since = tl.cumsum(tl.load(decays + entry * S.HV + head, mask=there, other=0.0), axis=0)
     total = tl.sum(tl.where(past == end - 1, since, 0.0), axis=0)
@@ -79,18 +80,18 @@ def fold(state, begin, end, start, own, head, at, records, S: tl.constexpr):
 
 
 @triton.jit
-def found_before(first, t, rest, head, vectors, gates, S: tl.constexpr, CHUNK: tl.constexpr):
-    """What the first kernel has left of a row's tokens `t` to `t + CHUNK`: keys, queries, gates, and what these find in
-    the records and in each other."""
+def found_before(first, t, rest, head, mixed, stride, gates, S: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a row's tokens `t` to `t + CHUNK` keys, queries, and what the first kernel has left: gates, and what both find
+    in the records and in each other."""
     key_head, col, past = head // (S.HV // S.H), tl.arange(0, S.BLOCK_K), tl.arange(0, S.PAST)
     ks, qs, gated, by_keys, by_queries, by_others = (), (), (), (), (), ()
     for j in tl.static_range(CHUNK):  # all is on its way before any of it is waited for
         token = first + t + j
-        vector_at = vectors + (token * S.H + key_head) * 2 * S.K + col
-        ks += (tl.load(vector_at, mask=col < S.K, other=0.0),)  # type: ignore[assignment]
-        qs += (tl.load(vector_at + S.K, mask=col < S.K, other=0.0),)  # type: ignore[assignment]
+        q_at = mixed + token * stride + key_head * S.K + col
+        ks += (tl.load(q_at + S.H * S.K, mask=col < S.K, other=0.0),)  # type: ignore[assignment]
+        qs += (tl.load(q_at, mask=col < S.K, other=0.0),)  # type: ignore[assignment]
         gate_at = gates + (token * S.HV + head) * (GATES + 2 * S.PAST)
-        gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2))  # type: ignore[assignment]
+        gated += (tl.load(gate_at), tl.load(gate_at + 1), tl.load(gate_at + 2), tl.load(gate_at + 3))  # type: ignore[assignment]
         by_keys += (tl.load(gate_at + GATES + past),)  # type: ignore[assignment]
         by_queries += (tl.load(gate_at + GATES + S.PAST + past),)  # type: ignore[assignment]
         before_at = gate_at + GATES + rest + t
@@ -110,22 +111,21 @@ def advance(state, kept, given, skip, head, where, place, present, S: tl.constex
         value = tl.load(value_at + j * stride, mask=present, other=0.0)
         values += (value.to(tl.float32),)  # type: ignore[assignment]
     for j in tl.static_range(CHUNK):  # what they find in the state and the records
-        grown = gated[3 * j]
         if S.DELTA:
-            by = grown * product(state, ks[j], S.SIDE) + tl.sum(by_keys[j][:, None] * kept, axis=0)
-            found += (by,)  # type: ignore[assignment]
-        by = grown * product(state, qs[j], S.SIDE) + tl.sum(by_queries[j][:, None] * kept, axis=0)
-        answers += (by,)  # type: ignore[assignment]
+            by = gated[4 * j] * product(state, ks[j].to(tl.float32), S.SIDE)
+            found += (by + tl.sum(by_keys[j][:, None] * kept, axis=0),)  # type: ignore[assignment]
+        by = gated[4 * j + 3] * product(state, qs[j].to(tl.float32), S.SIDE)
+        answers += (by + tl.sum(by_queries[j][:, None] * kept, axis=0),)  # type: ignore[assignment]
     for j in tl.static_range(CHUNK):  # and in each other
         answer, update = answers[j], values[j]  # type: ignore[var-annotated]
         if S.DELTA:
             update -= found[j]
             for i in tl.static_range(j):
                 update -= by_others[j * (j - 1) + 2 * i] * fresh[i]
-        update *= gated[3 * j + 1]
+        update *= gated[4 * j + 1]
         for i in tl.static_range(j):
             answer += by_others[j * (j - 1) + 2 * i + 1] * fresh[i]
-        answer += gated[3 * j + 2] * update
+        answer += gated[4 * j + 2] * update
         if skip is not None:
             answer += tl.load(skip + head) * values[j]
         fresh += (update,)  # type: ignore[assignment]

@@ -11,11 +11,10 @@ from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, r
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def straight_record_kernel(
-    values,
+    mixed,
     skip,
     pool,
     out,
-    vectors,
     gates,
     updates,
     keys,
@@ -31,7 +30,7 @@ def straight_record_kernel(
     mark_dst,
     num_rows,
     num_tokens,
-    value_stride,
+    mixed_stride,
     slot_stride,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -82,18 +81,19 @@ def straight_record_kernel(
         length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
         for t in range(length):
             token = first + t
-            vector_at = vectors + (token * H + key_head) * 2 * K + col
-            k, q = tl.load(vector_at, mask=col < K, other=0.0), tl.load(vector_at + K, mask=col < K, other=0.0)
-            value = tl.load(values + token * value_stride + head * V + at, mask=at < V, other=0.0)
-            value = value.to(tl.float32)
+            mixed_at = mixed + token * mixed_stride
+            q = tl.load(mixed_at + key_head * K + col, mask=col < K, other=0.0).to(tl.float32)
+            k = tl.load(mixed_at + (H + key_head) * K + col, mask=col < K, other=0.0).to(tl.float32)
+            value = tl.load(mixed_at + 2 * H * K + head * V + at, mask=at < V, other=0.0).to(tl.float32)
             gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-            grown, update = tl.load(gate_at), value
+            update = value
             if DELTA:
                 by_key = tl.load(gate_at + GATES + past)
-                update -= grown * tl.sum(state * k[None, :], axis=1) + tl.sum(by_key[:, None] * kept, axis=0)
+                update -= tl.load(gate_at) * tl.sum(state * k[None, :], axis=1) + tl.sum(by_key[:, None] * kept, axis=0)
             update *= tl.load(gate_at + 1)
             by_query = tl.load(gate_at + GATES + PAST + past)
-            answer = grown * tl.sum(state * q[None, :], axis=1) + tl.sum(by_query[:, None] * kept, axis=0)
+            answer = tl.load(gate_at + 3) * tl.sum(state * q[None, :], axis=1)
+            answer += tl.sum(by_query[:, None] * kept, axis=0)
             answer += tl.load(gate_at + 2) * update
             if skip is not None:
                 answer += tl.load(skip + head) * value
