@@ -33,10 +33,10 @@ def draft_layer(
 class MTPHead:
     """From a token and the hidden state before it: `fc([norm(embedding), norm(hidden)])`, a layer, a norm.
 
-    Entry `i` of its keys and values is of token `i` and the hidden state of token `i - 1`, at rotary position `i - 1`:
-    what a block holds depends on its own tokens and earlier ones alone. Entry 0 is never looked at. The hidden state
-    of the newest token is a convolution's window of one. It is kept, as the keys and values are, as layer
-    `len(config.layers)`.
+    Entry `i` of its keys and values is of token `i` and the hidden state of token `i - 1`: what a block holds depends
+    on its own tokens and earlier ones alone. It was trained at rotary position `i - 1`; all are one further here, which
+    no distance shows. Entry 0 is never looked at. The hidden state of the newest token is a convolution's window of
+    one. It is kept, as the keys and values are, as layer `len(config.layers)`.
     """
 
     def __init__(self, build: Build) -> None:
@@ -63,7 +63,7 @@ class MTPHead:
         """Keys and values of a step's tokens, and the hidden state of each row's last, from their embeddings and the
         model's answers `[T, H]`."""
         x = self._before_attention(self._joined(embedded, self._previous(hidden, ctx)))
-        self._attention.keep(x, replace(ctx, positions=(ctx.positions - 1).clamp(min=0)))
+        self._attention.keep(x, ctx)
 
     def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """The whole layer, from the newest token of each row and the hidden state before it `[B, H]` to one that the

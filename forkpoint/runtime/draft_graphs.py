@@ -130,7 +130,7 @@ class DraftGraphs:
             "line": padded(line, 0),
             "pending": padded(pending, 0),
             "late": padded(late, table.num_rows),
-            "positions": padded(np.maximum(positions - 1, 0), 0),
+            "positions": padded(positions, 0),
             "slot_mapping": padded(np.where(number < counts, places, NO_SLOT), NO_SLOT),
             "kv_lens": padded(positions + 1, 0, np.int32),
             "table_rows": padded(row, 0, np.int32),
@@ -144,7 +144,7 @@ class DraftGraphs:
         t, work = tensors, AttentionWork(tensors["tiles"], tensors["parts"], tensors["part_ptr"])
         table, ids, positions, kv_lens, slots = self._batch.table, *(t[name] for name in _PUT_RIGHT)
         keys = (kv_lens, slots, t["table_rows"], table.device, table.kernel_block_size)
-        late = LateColumns(self._records.missed, t["late"], positions, *keys, t["late"], t["pending"], ahead=1)
+        late = LateColumns(self._records.missed, t["late"], positions, *keys, t["late"], t["pending"])
         self._ops.catch_up(IdColumns(ids, t["rows"], self._batch.last_sampled), late)
         hidden = self._records.newest_of(self._layer, "conv", t["slots"], t["line"], t["pending"])
         for i in range(shape.num_drafts):

@@ -66,7 +66,7 @@ def drafted(driver: Driver, row: Row, tokens: Sequence[int]) -> list[Tensor]:
     for at in range(known, known + DEPTH):
         place = torch.tensor([row.blocks[at // BLOCK] * BLOCK + at % BLOCK])
         index = attention_index([1], [at + 1], table, place, 1, first_key=FIRST_KEY)
-        ctx = ForwardContext(torch.tensor([at - 1]), 1, index, {}, {}, driver.caches)
+        ctx = ForwardContext(torch.tensor([at]), 1, index, {}, {}, driver.caches)
         hidden = model.draft(torch.tensor(tokens[at : at + 1]), hidden, ctx)
         found.append(model.logits(hidden)[0].float())
     return found

@@ -70,7 +70,6 @@ def step(
         longs([*ahead[row], *[ROWS] * min(padding, 1)]),
         longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32),
         longs(rng.integers(0, 9, 4 + min(padding, 1)), torch.int32) if drafts else None,
-        int(most > 1),
     )
     return columns, late
 
@@ -80,7 +79,7 @@ def step(
     [(True, True, 1, 3), (False, False, 1, 0), (True, True, 1, 140), (False, True, MOST, 2)],
 )
 def test_catching_up(drafts: bool, has_kv: bool, most: int, padding: int) -> None:
-    """Also of the layer that drafts, whose keys lie a token further, for several tokens of each row."""
+    """Also of the layer that drafts, for several tokens of each row."""
     rng = np.random.default_rng(padding)
     for is_late in (True, False):
         ids, late = step(rng, drafts, has_kv, most, padding)

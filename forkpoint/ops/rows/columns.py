@@ -31,14 +31,13 @@ class LateColumns(NamedTuple):
     late: Tensor  # [N] int64
     positions: Tensor  # [.., N] int64
     kv_lens: Tensor  # [.., N] int32
-    slots: Tensor | None  # [.., N] int64: those of tokens `ahead` of the positions, by table; -1 stays
+    slots: Tensor | None  # [.., N] int64: those of the positions, by table; -1 stays
     table_rows: Tensor  # [N] int32
     table: Tensor  # [lines, blocks] int32, of block_size tokens
     block_size: int
     records_late: Tensor  # [B] int64
     pending: Tensor  # [B]
     held: Tensor | None = None  # [B]
-    ahead: int = 0
 
 
 class WindowColumns(NamedTuple):

@@ -24,7 +24,7 @@ def _take_back(counts, at, inside, missed):
 @triton.jit(do_not_specialize=["num_ids", "num_tokens", "num_records", "table_stride"])
 def _catch_up_kernel(
     ids, rows, last_sampled, drafted, draft_at, missed, late, positions, kv_lens, slots, table_rows, table,
-    BLOCK_SIZE: tl.constexpr, records_late, pending, held, AHEAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, records_late, pending, held,
     num_ids, num_tokens, num_records, table_stride, TILE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -39,7 +39,7 @@ def _catch_up_kernel(
         inside, row = at < num_tokens, at % num_ids
         back = tl.load(missed + tl.load(late + row, mask=inside, other=0), mask=inside, other=0)
         if slots is not None:
-            there = tl.load(positions + at, mask=inside, other=0) - back + AHEAD
+            there = tl.load(positions + at, mask=inside, other=0) - back
             kept = tl.load(slots + at, mask=inside, other=-1) >= 0
             line = tl.load(table_rows + row, mask=kept, other=0).to(tl.int64) * table_stride
             block = tl.load(table + line + there // BLOCK_SIZE, mask=kept, other=0).to(tl.int64)

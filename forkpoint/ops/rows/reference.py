@@ -18,7 +18,7 @@ def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
     late.positions.sub_(missed)
     late.kv_lens.sub_(missed)
     if late.slots is not None:
-        at, size = late.positions + late.ahead, late.block_size
+        at, size = late.positions, late.block_size
         blocks = late.table[late.table_rows.long(), at // size].long()
         late.slots.copy_(torch.where(late.slots < 0, late.slots, blocks * size + at % size))
     behind = late.missed[late.records_late]
