@@ -47,9 +47,9 @@ FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, 
 FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
 MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
 NARROW, MEDIUM = 2048, 4224  # outputs up to which tiles of 32 by 64, and of 64 by 64, of 128 rows fit side by side
-PARTS_ROWS = 384  # up to here K is cut for as few outputs where nothing has to add the splits up
+PARTS_ROWS = 640  # up to here K is cut for as few outputs where nothing has to add the splits up
 FIXED_SPLITS, FIXED_UNIT = 4, 256  # of wide K where bits are fixed, each of whole steps of any tile
-LARGEST = 128  # rows; above, the vendor's library is faster on every shape
+LARGEST = 128  # rows; above, the vendor's library is faster but for few outputs
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
 MANY_OUTPUTS = 65536  # above, as of output heads in FP8, there are enough programs for all rows in one tile
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
@@ -139,7 +139,8 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
     if dtype != torch.bfloat16:
         return None
     if parts and SINGLE_OUTPUTS < num_outputs <= FEWEST_OUTPUTS and SINGLE_ROWS < num_rows <= PARTS_ROWS:
-        return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=4, turned=True, overlaps=True)
+        splits = 4 if num_rows <= 2 * LARGEST else 2
+        return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=splits, turned=True, overlaps=True)
     if num_outputs <= SINGLE_OUTPUTS and num_rows <= _SINGLE.fast:
         return _SINGLE.fastest(num_rows)
     return _choices(num_outputs, width).fastest(num_rows)
@@ -195,14 +196,14 @@ def scaled_tile(
 ) -> Tile | None:
     """The tile for weights in FP8; None for the vendor's library. `alone`: one row can do without the matrix units;
     `narrows`: activations can be rounded to FP8 too."""
-    if num_rows > LARGEST:
+    few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
+    if num_rows > (2 * LARGEST if few and narrows and num_outputs <= WIDE_SCALED else LARGEST):
         return None
     if num_rows == 1 and alone and dtype == torch.bfloat16:
         return one_scaled_tile(num_outputs)
     if num_outputs > MANY_OUTPUTS and num_rows <= 64 and narrows and not gated:
         rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
         return Tile(rows, 128, 128, 4, 3, turned=True, narrows=True)
-    few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
     if num_rows <= FEW_SCALED or not narrows:
         tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
         return replace(tile, splits=4) if few else tile
@@ -210,7 +211,7 @@ def scaled_tile(
         return None
     if gated:
         return Tile(64, 32, 128, 4, 4, narrows=True)
-    if num_rows > 64 and num_outputs > WIDE_SCALED:
+    if num_rows > (LARGEST if num_outputs <= WIDE_SCALED else 64):
         return Tile(LARGEST, 64, 128, 4, 4, splits=4, overlaps=True, narrows=True)
     rows = 64 if num_rows > 32 and width > FEW_OUTPUTS else 32
     splits = 8 if width > FEW_OUTPUTS or (num_outputs <= WIDE_SCALED and num_rows <= 64) else 4
