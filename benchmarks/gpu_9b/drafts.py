@@ -142,6 +142,7 @@ def decode_rate(llm: LLM, batch: int, repeats: int) -> Rate:
     rng, rates, full_rates = np.random.default_rng(batch), [], []
     ask(llm, ids(rng, batch), 9)  # to warm up
     before = llm.get_metrics()
+    torch.manual_seed(batch)  # so that two commits have the same luck
     for _ in range(repeats * max(1, min(MOST_TIMES, SMALL // batch))):
         short = ask(llm, ids(rng, batch), TOKENS + 1)[0]
         with step_times(llm) as steps:
