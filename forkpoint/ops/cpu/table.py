@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
@@ -28,30 +29,24 @@ from forkpoint.ops.parameters import (
 from forkpoint.ops.table import OpTable
 
 
-class _Constants:
-    """What a layer's constants look like on the C++ side, made when the layer first runs.
-
-    Keyed by the identity of the layer's own tensor, which is kept, so that the key stays taken.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}
-
-    def get(self, key: Any, make: Any) -> Any:
-        found = self._made.get(id(key))
-        if found is None:
-            found = self._made[id(key)] = (key, make())
-        return found[1]
-
-
-class _StateOperators:
-    """Convolutions, recurrences and scans: the calls that unpack an index or a layer's constants."""
+class _Operators:
+    """Those whose arguments the C++ side is given otherwise: an index, a layer's constants, scales and matrices."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._made = module, _Constants()
+        self._module = module
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def _kept(self, own: Any, make: Callable[[], Any]) -> Any:
+        """What a layer's constants look like on the C++ side, made when the layer first runs.
+
+        Keyed by the identity of the layer's own, which are kept, so that the key stays taken.
+        """
+        if id(own) not in self._made:
+            self._made[id(own)] = own, make()
+        return self._made[id(own)][1]
 
     def _taps(self, taps: ConvTaps) -> Any:
-        return self._made.get(taps.weight, lambda: self._module.ConvTaps(taps.weight, taps.bias))
+        return self._kept(taps.weight, lambda: self._module.ConvTaps(taps.weight, taps.bias))
 
     def _layer(self, params: RecurrenceParams) -> Any:
         s = params.spec
@@ -61,10 +56,10 @@ class _StateOperators:
             constants = (params.A_log, params.dt_bias, params.D)
             return self._module.RecurrenceLayer(*spec, *constants, s.per_key, s.bound or 0.0)
 
-        return self._made.get(params, make)
+        return self._kept(params, make)
 
     def _scan(self, params: ScanParams) -> Any:
-        return self._made.get(params, lambda: self._module.ScanLayer(params.A, params.dt_bias, params.skip))
+        return self._kept(params, lambda: self._module.ScanLayer(params.A, params.dt_bias, params.skip))
 
     def conv_prefill(self, x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Any:
         return self._module.conv_prefill(x, self._taps(taps), pool, taps.silu, *index.columns)
@@ -122,28 +117,13 @@ class _StateOperators:
         *lines, rates, dt_bias = records
         self._module.scan_fold(pool, index.columns, index.line, lines, rates, dt_bias)
 
-
-def _into(out: Out, found: Tensor) -> Tensor:
-    return found if out is None else out.copy_(found)
-
-
-def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if scales is None else (scales.k, scales.v)
-
-
-def _kv_write(module: ModuleType) -> Any:
     def kv_write(
-        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None
     ) -> None:
-        module.kv_write(k, v, k_cache, v_cache, slot_mapping, *_both(scales))
-
-    return kv_write
-
-
-def _paged_attention(module: ModuleType) -> Any:
-    attend = module.paged_attention
+        self._module.kv_write(k, v, k_cache, v_cache, slot_mapping, *_both(scales))
 
     def paged_attention(
+        self,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -154,29 +134,31 @@ def _paged_attention(module: ModuleType) -> Any:
         scales: KVScales | None = None,
     ) -> Tensor:
         rows = (index.num_decodes, index.cu_queries, index.kv_lens, index.block_table, index.table_rows)
-        out: Tensor = attend(q, k_cache, v_cache, *rows, scale, window, index.first_key, *_both(scales))
+        places = (*rows, scale, window, index.first_key, *_both(scales))
+        out: Tensor = self._module.paged_attention(q, k_cache, v_cache, *places)
         if gate is not None:
-            out = module.sigmoid_mul(out.flatten(1), gate).view(out.shape)
+            out = self._module.sigmoid_mul(out.flatten(1), gate).view(out.shape)
         return out
 
-    return paged_attention
-
-
-class _Packing:
-    """Weights as the C++ side reads them. FP8 stays, which decodes faster than bf16 does in batches of a few rows."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def linear(self, weight: Matrix, bias: Tensor | None) -> Any:
+    def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> Any:
+        """FP8 stays, which decodes faster than bf16 does in batches of a few rows."""
         if not isinstance(weight, ScaledMatrix):
             return self._module.prepare_linear(weight, bias)
         return self._module.prepare_scaled_linear(*_codes(weight), weight.by_block, bias)
 
-    def experts(self, gate_up: Matrix, down: Matrix) -> Any:
+    def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
+        """As `prepare_linear` does."""
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             return self._module.prepare_scaled_experts(*_codes(gate_up), *_codes(down), gate_up.by_block)
         return self._module.prepare_experts(dense(gate_up), dense(down))
+
+
+def _into(out: Out, found: Tensor) -> Tensor:
+    return found if out is None else out.copy_(found)
+
+
+def _both(scales: KVScales | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if scales is None else (scales.k, scales.v)
 
 
 def _codes(matrix: ScaledMatrix) -> tuple[Tensor, Tensor, int]:
@@ -192,14 +174,11 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     `base`'s linear layers.
     """
     module.keep_freed_memory()
-    replaced: dict[str, Any] = {}
-    for own in (module, _StateOperators(module)):
+    cpp, replaced = _Operators(module), dict[str, Any]()
+    for own in (module, cpp):
         replaced |= {each.name: getattr(own, each.name) for each in fields(base) if hasattr(own, each.name)}
-    packing = _Packing(module)
-    replaced |= {"prepare_linear": packing.linear, "prepare_experts": packing.experts}
-    replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, _kv_write(module))
+    replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, cpp.kv_write)
     replaced["latent_write"] = partial(inputs.latent_write, module.rmsnorm, module.rope, module.store_rows)
-    replaced["paged_attention"] = _paged_attention(module)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
     if has_matrix_tiles() if tiles is None else tiles:
@@ -210,11 +189,10 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             both = TileLinear(replaced["prepare_linear"], module.linear, base.prepare_linear, base.linear)
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
-    product, activation = replaced.get("linear", base.linear), replaced["silu_mul"]
-    prepare = replaced.get("prepare_linear", base.prepare_linear)
-    replaced["prepare_linear_heads"] = partial(linear.prepare_linear_heads, prepare)
-    replaced["linear_heads"] = partial(linear.linear_heads, product)
-    backends["prepare_linear_heads"] = backends["linear_heads"] = backends["linear"]
-    replaced["linear_silu_mul"] = partial(linear.linear_silu_mul, product, activation)
-    backends["linear_silu_mul"] = backends["linear"]
-    return replace(base, **replaced, backends=backends)
+    table = replace(base, **replaced)
+    by_linear: dict[str, Any] = {
+        "prepare_linear_heads": partial(linear.prepare_linear_heads, table.prepare_linear),
+        "linear_heads": partial(linear.linear_heads, table.linear),
+        "linear_silu_mul": partial(linear.linear_silu_mul, table.linear, table.silu_mul),
+    }
+    return replace(table, **by_linear, backends=backends | dict.fromkeys(by_linear, backends["linear"]))
