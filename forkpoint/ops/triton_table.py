@@ -43,18 +43,13 @@ def triton_table(base: OpTable) -> OpTable:
     """
     product, experts = DeviceLinear(base.deterministic, activation.silu_mul), DeviceExperts(base.deterministic)
     replaced: dict[str, Any] = {
-        "prepare_linear": product.prepare,
-        "linear": product.linear,
-        "linear_silu_mul": product.linear_silu_mul,
-        "prepare_linear_heads": product.prepare_heads,
-        "linear_heads": product.linear_heads,
         "prepare_experts": experts.prepare,
         "experts": experts,
         "paged_attention": PagedAttention(base.deterministic),
         "state_copy": StateCopy(),
     }
     names = operator_names()
-    replaced |= {name: getattr(own, name) for own in _OPERATORS for name in names if hasattr(own, name)}
+    replaced |= {name: getattr(own, name) for own in (*_OPERATORS, product) for name in names if hasattr(own, name)}
     backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
     # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
     long_latents = None if base.deterministic else latent_prefill

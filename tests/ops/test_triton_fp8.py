@@ -183,7 +183,7 @@ def test_choices() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_do_not_see_their_neighbours(layout: str) -> None:
     fixed, x = DeviceLinear(True, OURS.silu_mul), torch.randn(70, 264).to(DEVICE, torch.bfloat16)
-    packed = fixed.prepare(scaled(64, 264, layout=layout, dtype=torch.bfloat16), None)
+    packed = fixed.prepare_linear(scaled(64, 264, layout=layout, dtype=torch.bfloat16), None)
     whole, gated = fixed.linear(x, packed), fixed.linear_silu_mul(x, packed)
     for rows in (33, 1):
         order = torch.randperm(70)[:rows].to(DEVICE)

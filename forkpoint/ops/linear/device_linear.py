@@ -41,13 +41,14 @@ def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLinear:
-    """`linear` and `linear_silu_mul`; with `deterministic` a row's bits do not depend on the number of rows."""
+    """Linear layers, by the names of their operators; with `deterministic` a row's bits do not depend on the number of
+    rows."""
 
     deterministic: bool
     silu_mul: SiluMul
 
     @staticmethod
-    def prepare(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
+    def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
         """Both as loaded."""
         if not isinstance(weight, ScaledMatrix):
             return PackedLinear(weight, bias)
@@ -102,7 +103,7 @@ class DeviceLinear:
             return self.silu_mul(self.linear(x, packed))
         return multiply(x, packed.weight, None, within(tile, x.device), gated=True)
 
-    def prepare_heads(self, weight: Tensor) -> Tensor:
+    def prepare_linear_heads(self, weight: Tensor) -> Tensor:
         """Keep `[H, N, K]` as it is."""
         return weight.contiguous()
 
