@@ -94,15 +94,13 @@ class EngineSystem:
         plan = self._plan
         assert plan is not None
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
-        first = [self._row_ids[row] for row in prefills.tolist()]
+        sampled = [self._row_ids[row] for row in prefills.tolist()]
         tokens, counts = self._sample(plan)
         updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
-        finished = [update.request.id for update in updates if update.finish_reason is not None]
-        requests = self._requests
-        return StepNews(
-            tuple(name for name in first if requests[name].num_preemptions == 0 or _has_one_token(requests[name])),
-            tuple(finished),
-        )
+        finished = tuple(update.request.id for update in updates if update.finish_reason is not None)
+        # A prompt that is computed again after a preemption may have put out tokens before.
+        first = tuple(name for name in sampled if len(self._requests[name].output_token_ids) == 1)
+        return StepNews(first, finished)
 
     def _sample(self, plan: StepPlan) -> tuple[IntArray, IntArray | None]:
         """The next tokens of the sampled rows, row after row, and how many each gets; None: one each."""
@@ -158,7 +156,3 @@ def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
         copied_bytes=num_moved_slots * layout.slot_bytes + (num_moves - num_moved_slots) * layout.block_bytes,
         num_drafts=num_drafts,
     )
-
-
-def _has_one_token(request: Request) -> bool:
-    return len(request.output_token_ids) == 1

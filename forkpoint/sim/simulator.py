@@ -82,6 +82,8 @@ class Simulator:
             else:
                 now, replica = heapq.heappop(self._steps)
                 self._finish_step(now, replica)
+            if not self._arrivals or self._arrivals[0][0] > now:  # what arrives at the same moment is to share steps
+                self._wake_all(now)
         counters = tuple(replica.counters() for replica in self._replicas)
         return SimulationResult(tuple(self._records.values()), counters, now, self._busy_s, self._num_steps)
 
@@ -93,27 +95,17 @@ class Simulator:
         self._records[request.id] = RequestRecord(request, now, replica)
         if not self._replicas[replica].add(request):
             self._follow_up(now, request)
-        if not self._more_arrive(now):
-            self._wake_all(now)
-
-    def _more_arrive(self, now: float) -> bool:
-        """Whether more requests arrive at this moment; they are to share the step."""
-        return bool(self._arrivals) and self._arrivals[0][0] == now
 
     def _wake_all(self, now: float) -> None:
-        for replica in range(len(self._replicas)):
-            if replica not in self._stepping and self._replicas[replica].num_unfinished():
-                self._start_step(now, replica)
-
-    def _start_step(self, now: float, replica: int) -> None:
-        load = self._replicas[replica].plan(now)
-        if load is None:
-            return
-        seconds = self._cost.step_s(load)
-        self._busy_s += seconds
-        self._num_steps += 1
-        self._stepping.add(replica)
-        heapq.heappush(self._steps, (now + seconds, replica))
+        for replica, system in enumerate(self._replicas):
+            idle = replica not in self._stepping and system.num_unfinished()
+            load = system.plan(now) if idle else None
+            if load is not None:
+                seconds = self._cost.step_s(load)
+                self._busy_s += seconds
+                self._num_steps += 1
+                self._stepping.add(replica)
+                heapq.heappush(self._steps, (now + seconds, replica))
 
     def _finish_step(self, now: float, replica: int) -> None:
         system = self._replicas[replica]
@@ -129,8 +121,6 @@ class Simulator:
             self._follow_up(now, record.request)
         if news.finished:
             self._on_finish(len(news.finished))
-        if not self._more_arrive(now):
-            self._wake_all(now)
 
     def _follow_up(self, now: float, request: TraceRequest) -> None:
         for follower in self._followers.pop(request.id, ()):
