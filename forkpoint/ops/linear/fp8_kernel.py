@@ -75,17 +75,16 @@ class Rounded(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def empty(cls, *shape: int, like: Tensor) -> Rounded:
-        """Of `[M, K]`, or of the same with heads apart `[M, heads, K / heads]`."""
-        num_rows, width = shape[0], math.prod(shape[1:])
-        found = like.new_empty(shape).as_subclass(cls)
-        found.codes, found.scales = _empty(num_rows, width, BLOCK, ROWS, like.device)
-        return found
-
-    @classmethod
     def room(cls, *shape: int, like: Tensor, rounded: bool) -> Tensor:
-        """The same, or plain: unless `rounded`, and where products do not take rows of this width in FP8."""
-        return cls.empty(*shape, like=like) if rounded and takes_rounded(like, shape[-1]) else like.new_empty(shape)
+        """For `[M, K]`, or for the same with heads apart `[M, heads, K / heads]`; plain unless `rounded`, and where
+        the device of `like` does not multiply FP8 by FP8, or not with rows of this width."""
+        fits = shape[-1] % BLOCK == 0 and len(like) > FEW_SCALED and like.dtype == torch.bfloat16
+        found = like.new_empty(shape)
+        if not rounded or not fits or not traits_of(like.device).multiplies_fp8:
+            return found
+        own = found.as_subclass(cls)
+        own.codes, own.scales = _empty(shape[0], math.prod(shape[1:]), BLOCK, ROWS, like.device)
+        return own
 
     def flatten(self, *args: Any, **options: Any) -> Tensor:
         """With heads side by side."""
@@ -97,12 +96,6 @@ class Rounded(Tensor):
 def written_beside(out: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
     """What kernels write beside a matrix: codes, scales and the rows that those have room for."""
     return (out.codes, out.scales, out.codes.shape[0]) if isinstance(out, Rounded) else (None, None, 0)
-
-
-def takes_rounded(x: Tensor, width: int) -> bool:
-    """Whether x's device multiplies FP8 by FP8 where rows of this width are made of those of x."""
-    fits = width % BLOCK == 0 and len(x) > FEW_SCALED and x.dtype == torch.bfloat16
-    return fits and traits_of(x.device).multiplies_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +113,9 @@ class Activations:
     @classmethod
     def empty(cls, num_rows: int, width: int, like: Tensor, narrows: bool) -> Activations:
         """Of `like`'s dtype, or FP8; that with rows to spare, so that scales begin at a multiple of 16 bytes."""
-        device = like.device
         if not narrows:
-            return cls(torch.empty(num_rows, width, dtype=like.dtype, device=device), None)
-        return cls(*_empty(num_rows, width, BLOCK, NARROW_ROWS, device))
+            return cls(like.new_empty(num_rows, width), None)
+        return cls(*_empty(num_rows, width, BLOCK, NARROW_ROWS, like.device))
 
     @property
     def scale_step(self) -> int:
