@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, ModelFolderError
 
 MAX_SHOWN = 100  # characters of a text that was given, in an error
 
@@ -100,6 +102,19 @@ def shown(value: object) -> str:
 def first_line(error: BaseException) -> str:
     """What an error of a library says, in a line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelFolderError if it is missing, unreadable or not an object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} does not exist; give a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelFolderError(f"{path} holds {type(values).__name__}, not a JSON object")
+    return values
 
 
 def is_text(value: object) -> bool:

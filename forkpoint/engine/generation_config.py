@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from forkpoint.checks import read_json
 from forkpoint.config import GENERATION_KEYS, EngineConfig
-from forkpoint.engine.tokenizer import read_json
 from forkpoint.errors import ConfigError, InvalidParamsError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import SamplingParams
@@ -23,7 +23,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
     allowed, ModelFolderError for a file that is no JSON object.
     """
     source = _source(config)
-    values = dict(read_json(source)) if source is not None else {}
+    values = read_json(source) if source is not None else {}
     found = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
     found |= config.override_generation_config or {}
     if "max_new_tokens" in found:

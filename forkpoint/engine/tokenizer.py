@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forkpoint.checks import first_line
+from forkpoint.checks import first_line, read_json
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
 # What opens a tool call in the models' answers, each a token of its own: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
@@ -101,7 +100,8 @@ def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's own."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        values = read_json(Path(folder) / name)
+        path = Path(folder) / name
+        values = read_json(path) if path.is_file() else {}
         text = values.get("text_config")
         value = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         if value is not None:
@@ -120,16 +120,3 @@ def _require_unicode(text: str) -> None:
             f"character {error.start} of the prompt is the lone surrogate U+{ord(text[error.start]):04X}, which is no "
             "text; give valid Unicode (UTF-8 where bytes are read)"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one without the file. Raises ModelFolderError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelFolderError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} must hold a JSON object")
-    return values

@@ -1,13 +1,11 @@
-"""A model folder's JSON files, read with their types checked."""
+"""The fields of a model folder's config.json, read with their types checked."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,19 +16,6 @@ from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
 ROPE_THETA = 10000.0  # where none is said
 # float16 is widened, because its range is smaller than that of the arithmetic here.
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelFolderError if it is missing, unreadable or not an object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path} does not exist; give a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} holds {type(values).__name__}, not a JSON object")
-    return values
 
 
 def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:

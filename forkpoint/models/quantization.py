@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
-from forkpoint.models.fields import Fields, canonical_name, read_json
+from forkpoint.models.fields import Fields, canonical_name
 from forkpoint.ops.linear.scaled import BLOCK
 
 SUPPORTED: Final = (

@@ -13,10 +13,11 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 import torch
 
 from forkpoint import models
+from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.decoder import Model
-from forkpoint.models.fields import Fields, read_json
+from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
 from forkpoint.models.weights import DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks

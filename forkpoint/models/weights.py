@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Part, Shares
-from forkpoint.models.fields import canonical_name, read_json
+from forkpoint.models.fields import canonical_name
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
 
@@ -191,11 +192,10 @@ class FileWeights(WeightSource):
 
     def _check_against_shards(self, listed: dict[str, str]) -> None:
         for shard, file in self._files.items():
-            inside = set(file.keys())
-            named = {name for name, where in listed.items() if where == shard}
-            if named - inside:
+            lacking = {name for name, where in listed.items() if where == shard} - set(file.keys())
+            if lacking:
                 raise ModelFolderError(
-                    f"{self.folder / shard} lacks {_some(named - inside)}, which {INDEX_NAME} says it holds; "
+                    f"{self.folder / shard} lacks {_some(lacking)}, which {INDEX_NAME} says it holds; "
                     "fetch the file again"
                 )
 
@@ -264,8 +264,7 @@ class FileWeights(WeightSource):
         found, whole = self.shape(name), tuple(part.whole if part else shape)
         if found != whole:
             raise ModelFolderError(
-                f"tensor {stored!r} in {self.folder / shard} has shape {list(found)}; "
-                f"config.json asks for {list(whole)}"
+                f"tensor {self._where(name)} has shape {list(found)}; config.json asks for {list(whole)}"
             )
         file = self._files[shard]
         try:

@@ -84,7 +84,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"top_p=2 .*generation_config.json.*--generation-config vllm"):
         defaults(write(tmp_path, {"top_p": 2}))
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelFolderError, match="not valid JSON"):
+    with pytest.raises(ModelFolderError, match="cannot be read as JSON"):
         defaults(tmp_path)
 
 
