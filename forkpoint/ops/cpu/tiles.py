@@ -21,12 +21,6 @@ def has_matrix_tiles() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    few: Any
-    many: Any | None  # None: fp32, which tiles do not take
-
-
-@dataclass(frozen=True, slots=True)
 class TileLinear:
     """Ours for a few rows, `many` (torch, so oneDNN) for more, padded to one of few numbers of them: oneDNN generates
     and keeps code for each number of rows, which takes longer than the product. bf16 weights are held twice.
@@ -39,19 +33,20 @@ class TileLinear:
     prepare_many: PrepareLinear
     many: Linear
 
-    def prepare(self, weight: Matrix, bias: Tensor | None) -> _Packed:
+    def prepare(self, weight: Matrix, bias: Tensor | None) -> tuple[Any, Any | None]:
+        """For a few rows, and for more; for these None in fp32, which tiles do not take."""
         wide = self.prepare_many(dense(weight), bias) if weight.dtype == torch.bfloat16 else None
-        return _Packed(self.prepare_few(weight, bias), wide)
+        return self.prepare_few(weight, bias), wide
 
-    def __call__(self, x: Tensor, packed: _Packed) -> Tensor:
+    def __call__(self, x: Tensor, packed: tuple[Any, Any | None]) -> Tensor:
         """`x[T, K] -> y[T, N]`."""
-        if packed.many is None or x.shape[0] <= FEW_ROWS:
-            return self.few(x, packed.few)
-        num_rows = x.shape[0]
+        (few, many), num_rows = packed, x.shape[0]
+        if many is None or num_rows <= FEW_ROWS:
+            return self.few(x, few)
         padding = padded_rows(num_rows) - num_rows
         if not padding:
-            return self.many(x, packed.many)
-        return self.many(torch.nn.functional.pad(x, (0, 0, 0, padding)), packed.many)[:num_rows]
+            return self.many(x, many)
+        return self.many(torch.nn.functional.pad(x, (0, 0, 0, padding)), many)[:num_rows]
 
 
 def padded_rows(num_rows: int) -> int:
