@@ -153,7 +153,7 @@ def least_step_s(config: ModelConfig, num_rows: int, num_ranks: int) -> float:
     def met(part: PartConfig, tokens: int) -> float:
         if not isinstance(part, MoEConfig):
             return part.num_weights(hidden)
-        chosen = part.top_k / part.num_experts
+        chosen = part.rule.top_k / part.num_experts
         return part.num_weights(hidden) + part.routed_weights(hidden) * (1 - (1 - chosen) ** tokens - chosen)
 
     weights = sum(met(part, num_tokens) for part in config.parts)

@@ -75,10 +75,6 @@ class MoEConfig(PartConfig):
         rule = replace(rule, top_k=top_k, normalise=normalise, num_shared=-(-shared // size))
         return cls(num_experts=num_experts, intermediate_size=size, rule=rule, **style)
 
-    @property
-    def top_k(self) -> int:
-        return self.rule.top_k
-
     def build(self, build: Build, name: str, layer: int) -> SparseMLP:
         return SparseMLP(build, name, self)
 
@@ -101,7 +97,7 @@ class MoEConfig(PartConfig):
         return replace(self, intermediate_size=inner, shared_intermediate_size=shared), cuts
 
     def num_weights(self, hidden_size: int) -> int:
-        routed = self._num_matrices * self.top_k * self.intermediate_size * (self.latent_size or hidden_size)
+        routed = self._num_matrices * self.rule.top_k * self.intermediate_size * (self.latent_size or hidden_size)
         shared = self._num_matrices * hidden_size * self.shared_intermediate_size
         return routed + shared + 2 * hidden_size * self.latent_size
 
