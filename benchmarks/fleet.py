@@ -74,7 +74,7 @@ class Replay:
     ) -> tuple[Served, list[int]]:
         body = {
             "prompt": prompt,
-            "max_tokens": request.num_output_tokens,
+            "max_tokens": request.output.num_tokens,
             "ignore_eos": True,
             "temperature": 0,
             "return_token_ids": True,

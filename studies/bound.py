@@ -36,7 +36,7 @@ NUM_ROUNDS = 160
 
 
 def num_prompt_tokens(trace: Trace) -> int:
-    return sum(request.num_prompt_tokens for request in trace.requests)
+    return sum(request.prompt.num_tokens for request in trace.requests)
 
 
 def by_arrival(trace: Trace) -> list[TraceRequest]:
@@ -51,7 +51,7 @@ def by_arrival(trace: Trace) -> list[TraceRequest]:
 def hashes_of(request: TraceRequest) -> list[BlockHash]:
     """The blocks that a request leaves behind: of its prompt, and of its output but the last token."""
     chain = HashChain("", BLOCK)
-    chain.extend(TokenSpans.join([request.prompt, request.output.part(0, request.num_output_tokens - 1)]).array())
+    chain.extend(TokenSpans.join([request.prompt, request.output.part(0, request.output.num_tokens - 1)]).array())
     return chain.hashes
 
 
@@ -85,7 +85,7 @@ class ReuseProblem:
         depths: list[IndexArray] = []
         for index, request in enumerate(requests):
             hashes = hashes_of(request)
-            usable = (request.num_prompt_tokens - 1) // BLOCK
+            usable = (request.prompt.num_tokens - 1) // BLOCK
             reusable = 0
             for block_hash in hashes[:usable]:
                 at = passed.get(block_hash)

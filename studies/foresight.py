@@ -56,14 +56,14 @@ class Foresight:
         chains = []
         for index, request in enumerate(order):
             hashes = hashes_of(request)
-            usable = (request.num_prompt_tokens - 1) // BLOCK
+            usable = (request.prompt.num_tokens - 1) // BLOCK
             reusable = next((i for i in range(usable) if hashes[i] not in passed), usable)
             target = next((hashes[i] for i in reversed(range(reusable)) if hashes[i] in resumable), None)
             if target is not None:
                 self._users.setdefault(target, deque()).append(request)
                 last_use[target] = index
             passed.update(hashes)
-            resumable.update(hashes[: request.num_prompt_tokens // BLOCK], hashes[-1:])
+            resumable.update(hashes[: request.prompt.num_tokens // BLOCK], hashes[-1:])
             chains.append(hashes)
         for index, (request, hashes) in enumerate(zip(order, chains, strict=True)):
             targets = (i for i, block_hash in enumerate(hashes) if last_use.get(block_hash, -1) > index)

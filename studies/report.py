@@ -125,7 +125,7 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
                 f"{len(trace.requests):,}",
                 f"{sessions:,}",
                 f"{num_prompt_tokens(trace):,}",
-                f"{sum(request.num_output_tokens for request in trace.requests):,}",
+                f"{sum(request.output.num_tokens for request in trace.requests):,}",
                 f"{reusable:.1%}",
             )
         )

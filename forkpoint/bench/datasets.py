@@ -137,7 +137,7 @@ def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, 
             BenchRequest(
                 content=content,
                 num_content_tokens=len(content),
-                num_output_tokens=-(-request.num_output_tokens // shrink),
+                num_output_tokens=-(-request.output.num_tokens // shrink),
                 arrival_s=request.arrival_s / options.trace_speed,
                 after=None if request.after is None else places[request.after],
                 think_s=request.think_s / options.trace_speed,

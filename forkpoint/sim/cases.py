@@ -118,8 +118,8 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
     lost = Counter[str]()
     for counters in result.counters:
         lost.update(counters.lost_tokens)
-    outputs = sum(record.request.num_output_tokens for record in served)
-    prompts = sum(record.request.num_prompt_tokens for record in result.records)
+    outputs = sum(record.request.output.num_tokens for record in served)
+    prompts = sum(record.request.prompt.num_tokens for record in result.records)
     return CaseResult(
         trace=case.trace.name,
         model=case.shape.name,

@@ -54,7 +54,7 @@ class EngineSystem:
 
     def add(self, request: TraceRequest) -> bool:
         """Queue a request; False if the arena can never hold it."""
-        length = request.num_output_tokens
+        length = request.output.num_tokens
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         output = request.output.array().tolist()
         queued = Request(

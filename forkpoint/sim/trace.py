@@ -27,14 +27,6 @@ class TraceRequest:
     breakpoints: tuple[int, ...] = ()
     awaits_tool: bool = False
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.prompt.num_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.output.num_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -50,7 +42,7 @@ class Trace:
                 raise TraceError(f"trace {self.name} has two requests {request.id!r}; every request needs its own id")
             if request.after is not None and request.after not in seen:
                 raise TraceError(f"trace {self.name}: {request.id!r} follows {request.after!r}, which is not before it")
-            if not request.num_prompt_tokens or not request.num_output_tokens:
+            if not request.prompt.num_tokens or not request.output.num_tokens:
                 raise TraceError(f"trace {self.name}: {request.id!r} needs one prompt and one output token at least")
             seen.add(request.id)
 
@@ -72,7 +64,7 @@ class Trace:
         dropped: set[str] = set()
         kept = []
         for request in self.requests:
-            length = request.num_prompt_tokens + request.num_output_tokens
+            length = request.prompt.num_tokens + request.output.num_tokens
             if length > max_tokens or request.after in dropped:
                 dropped.add(request.id)
             else:

@@ -52,7 +52,7 @@ class PeerScheduler:
 
     def restorable(self, request: TraceRequest) -> int:
         """Tokens that a hit would cover now."""
-        return self.cache.lookup(Sequence.of(request, 0), request.num_prompt_tokens).num_tokens
+        return self.cache.lookup(Sequence.of(request, 0), request.prompt.num_tokens).num_tokens
 
     # --- a step
 

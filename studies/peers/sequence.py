@@ -39,7 +39,7 @@ class Sequence:
         tokens = TokenSpans.join([request.prompt, request.output]).array()
         chain = HashChain("", GRID)
         chain.extend(tokens)
-        prompt = request.num_prompt_tokens
+        prompt = request.prompt.num_tokens
         return cls(request, tokens, chain, order, prompt, len(tokens), prefill_end=prompt)
 
     @property

@@ -60,6 +60,6 @@ def reused_by_talk(requests: list[TraceRequest], shape: ModelShape, system: Serv
     records = Simulator(trace, [system], CostModel(shape, H200), Router("round-robin")).run().records
     return [
         sum(r.cache.num_cached_tokens for r in records[talk::2])
-        / sum(r.request.num_prompt_tokens for r in records[talk::2])
+        / sum(r.request.prompt.num_tokens for r in records[talk::2])
         for talk in range(2)
     ]

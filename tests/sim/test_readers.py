@@ -32,7 +32,7 @@ def mooncake(folder: Path, *records: tuple[int, int, int, list[int]]) -> Path:
 def test_mooncake_equal_ids_are_equal_tokens(tmp_path: Path) -> None:
     path = mooncake(tmp_path, (0, 1300, 7, [0, 1, 2]), (2000, 1400, 5, [0, 3, 4]), (2500, 1300, 5, [0, 1, 2]))
     a, b, c = read_trace(path).requests
-    assert (a.num_prompt_tokens, a.num_output_tokens, b.arrival_s) == (1300, 7, 2.0)
+    assert (a.prompt.num_tokens, a.output.num_tokens, b.arrival_s) == (1300, 7, 2.0)
     assert common(a.prompt, b.prompt) == 512 and common(a.prompt, c.prompt) == 1300
 
 
@@ -68,14 +68,14 @@ def claude(folder: Path, **changes: object) -> Path:
 def test_claude_code(tmp_path: Path) -> None:
     trace = read_trace(claude(tmp_path))
     first, second, agent = trace.requests[:3]
-    assert (first.num_prompt_tokens, first.num_output_tokens, first.breakpoints) == (150, 20, (60, 80))
+    assert (first.prompt.num_tokens, first.output.num_tokens, first.breakpoints) == (150, 20, (60, 80))
     assert common(join(first.prompt, first.output), second.prompt) == 170
     assert second.after == first.id and second.think_s == 6.5
     assert first.awaits_tool
     assert agent.after is None and agent.arrival_s == first.arrival_s + 6.0
     assert common(first.prompt, trace.requests[3].prompt) == 0, "ids are local to a conversation"
     assert len(read_trace(tmp_path, limit=1).requests) == 3
-    assert read_trace(tmp_path / "one.json").requests[1].num_prompt_tokens == 400
+    assert read_trace(tmp_path / "one.json").requests[1].prompt.num_tokens == 400
 
 
 def test_azure(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_azure(tmp_path: Path) -> None:
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"]
     path.write_text("\n".join([*rows, "2023-11-16 18:15:50.1805900,10,1"]) + "\n")
     a, b = read_trace(path).requests
-    assert (a.num_prompt_tokens, a.num_output_tokens, b.num_prompt_tokens) == (374, 44, 10)
+    assert (a.prompt.num_tokens, a.output.num_tokens, b.prompt.num_tokens) == (374, 44, 10)
     assert b.arrival_s == pytest.approx(3.5) and common(a.prompt, b.prompt) == 0
 
 
@@ -101,7 +101,7 @@ def test_request_log_of_hashes_and_of_tokens(tmp_path: Path) -> None:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         first, second = read_trace(path).requests
         assert first.session == "a" and first.arrival_s == 0.0 and first.breakpoints == (64,)
-        assert (first.num_prompt_tokens, first.num_output_tokens) == (150, 20)
+        assert (first.prompt.num_tokens, first.output.num_tokens) == (150, 20)
         assert common(first.prompt, second.prompt) == expected
         assert (first.awaits_tool, second.awaits_tool) == (False, records is hashes)
 

@@ -225,7 +225,7 @@ def test_scaling_and_sampling() -> None:
     assert 8 < len(sessions) < 32
     assert [r for r in trace.requests if r.session in sessions] == list(sample.requests)
     short = trace.within(1500)
-    assert all(r.num_prompt_tokens + r.num_output_tokens <= 1500 for r in short.requests)
+    assert all(r.prompt.num_tokens + r.output.num_tokens <= 1500 for r in short.requests)
     assert {r.after for r in short.requests} <= {r.id for r in short.requests} | {None}
 
 
@@ -261,7 +261,7 @@ def test_cases_in_processes_give_the_same() -> None:
 def room_beside(layout: CacheLayout, num_pages: int, running: TraceRequest) -> int:
     """Tokens of keys and values that the other conversation can keep while `running` runs, which needs its own, its
     running slot and the state it resumed from; the other one needs a state too. Page 0 is reserved."""
-    blocks = layout.num_blocks_for(running.num_prompt_tokens + running.num_output_tokens)
+    blocks = layout.num_blocks_for(running.prompt.num_tokens + running.output.num_tokens)
     pages = num_pages - 1 - -(-3 // layout.slots_per_page)
     return (pages * layout.blocks_per_page - blocks) * layout.block_size
 
@@ -272,7 +272,7 @@ def test_two_alternating_conversations_in_too_little_memory(shape: ModelShape) -
     request: more than a third of all prompts is reused. Below that nothing worth a state fits."""
     requests = take_turns(20_000, 100, 100, num_turns=14)
     layout, scheduler = shape.layout, SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
-    whole = 2 * (requests[-1].num_prompt_tokens * shape.kv_token_bytes + 2 * layout.slot_bytes)
+    whole = 2 * (requests[-1].prompt.num_tokens * shape.kv_token_bytes + 2 * layout.slot_bytes)
     num_fitting = 0
     for percent in range(60, 100, 5):
         num_pages = whole * percent // 100 // layout.page_bytes
