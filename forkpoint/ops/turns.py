@@ -4,7 +4,8 @@ own: `launch_table.turns`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -34,23 +35,16 @@ ROWS: Final = MappingProxyType({
 LIBRARY: Final = {"linear", "linear_heads"}  # the vendor's, beyond a few rows, unless a row's bits must be the same
 
 
-@dataclass(frozen=True, slots=True)
-class InTurns:
-    """An operator, and where the arguments are that are cut."""
-
-    operator: Callable[..., Any]
-    places: tuple[int, ...]
-    most: int  # rows
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if args[0].shape[0] <= self.most:
-            return self.operator(*args, **options)
-        cut = {place: _cut(args[place], self.most) for place in self.places}
-        parts = [
-            self.operator(*(cut[i][turn] if i in cut else arg for i, arg in enumerate(args)), **options)
-            for turn in range(len(cut[0]))
-        ]
-        return _joined(parts)
+def by_turns(operator: Callable[..., Any], places: tuple[int, ...], most: int, *args: Any, **options: Any) -> Any:
+    """`operator` of these arguments, of which those at `places` are cut into turns of `most` rows."""
+    if args[0].shape[0] <= most:
+        return operator(*args, **options)
+    cut = {place: _cut(args[place], most) for place in places}
+    parts = [
+        operator(*(cut[i][turn] if i in cut else arg for i, arg in enumerate(args)), **options)
+        for turn in range(len(cut[0]))
+    ]
+    return _joined(parts)
 
 
 def _cut(argument: Any, most: int) -> Sequence[Any]:
@@ -71,7 +65,9 @@ def in_turns(table: OpTable) -> OpTable:
     """The same operators, over at most MOST_ROWS rows at a time, without those of a GPU alone."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
     most = dict.fromkeys(own, MOST_ROWS) | {"sample_rows": MOST_SAMPLED}
-    cut: dict[str, Any] = {name: InTurns(getattr(table, name), places, most[name]) for name, places in own.items()}
+    cut: dict[str, Any] = {
+        name: partial(by_turns, getattr(table, name), places, most[name]) for name, places in own.items()
+    }
     plain: dict[str, Any] = {
         field.name: field.default for field in fields(OpTable) if field.default is None or callable(field.default)
     }

@@ -33,7 +33,7 @@ from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 from forkpoint.ops.select import select_table, torch_table
 from forkpoint.ops.table import OpTable
 from forkpoint.ops.turns import ROWS as ROWS_OF
-from forkpoint.ops.turns import InTurns
+from forkpoint.ops.turns import by_turns
 from forkpoint.platforms.npu import MOST_PROGRAMS, npu_traits
 from forkpoint.platforms.table import PLATFORMS, traits_of
 from tests.ascend.shapes import DENSE, FP32, KEYED, MIXTURE, SSD, Shape
@@ -102,7 +102,7 @@ def test_rows_in_turns_are_the_rows_of_one_launch() -> None:
     ]
     for name, args in cases:
         want = getattr(ops, name)(*(arg.clone() if isinstance(arg, Tensor) else arg for arg in args))
-        got = InTurns(getattr(ops, name), ROWS_OF[name], 3)(*args)
+        got = by_turns(getattr(ops, name), ROWS_OF[name], 3, *args)
         pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
         assert all(torch.equal(mine, own) for mine, own in pairs), name
 
