@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import shutil
 import tempfile
 import time
 import zlib
@@ -65,21 +64,17 @@ def start_worker(config: EngineConfig) -> Worker:
 
 def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
     """The same with the options of each rank."""
-    folder = tempfile.mkdtemp(prefix="forkpoint-") if len(configs) > 1 else None
-    place = None if folder is None else Path(folder, MEETING)
-    ranks = []
-    for rank, config in enumerate(configs):
-        here, there = multiprocessing.Pipe()
-        process = start_child(serve_worker, config, rank, place, there, name=f"worker-{rank}")
-        there.close()
-        ranks.append(RankProcess("worker" if folder is None else f"rank {rank}", here, process))
-    runner = RemoteRunner(ranks)
-    try:
-        facts = runner.wait_until_built()
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return Worker(facts, runner, lambda: None, runner.check)
+    meeting = tempfile.TemporaryDirectory(prefix="forkpoint-", ignore_cleanup_errors=True) if len(configs) > 1 else None
+    with meeting or contextlib.nullcontext() as folder:
+        place = None if folder is None else Path(folder, MEETING)
+        ranks = []
+        for rank, config in enumerate(configs):
+            here, there = multiprocessing.Pipe()
+            process = start_child(serve_worker, config, rank, place, there, name=f"worker-{rank}")
+            there.close()
+            ranks.append(RankProcess("worker" if place is None else f"rank {rank}", here, process))
+        runner = RemoteRunner(ranks)
+        return Worker(runner.wait_until_built(), runner, lambda: None, runner.check)
 
 
 class RemoteRunner:
