@@ -31,22 +31,8 @@ PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
 FEWEST_WIDENED = 64  # columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper
 JOINED_PARTS = 8  # that are added at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLaunch:
-    """How decode kernels are launched."""
-
-    keys: int = 64  # that a program takes at a time
-    num_warps: int = 4
-    num_stages: int = 3
-
-
 FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
-FEW, MANY = DecodeLaunch(), DecodeLaunch(num_stages=2)
 SOME_DECODES = 64  # up to which they load as far ahead, of fewer keys; other bits
-SOME_SMALL = DecodeLaunch(keys=32)
-MANY_SMALL = DecodeLaunch(keys=32, num_stages=2)  # four fit on a processor
 
 
 @functools.cache
@@ -160,12 +146,13 @@ class PagedAttention:
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
 
-    def _decode_launch(self, num_rows: int) -> DecodeLaunch:
+    def _decode_launch(self, num_rows: int) -> tuple[int, int]:
+        """Keys that a program of decode rows takes at a time, and how many loads of them are under way."""
         if num_rows <= FEW_DECODES:
-            return FEW
+            return 64, 3
         if self._deterministic:
-            return MANY
-        return SOME_SMALL if num_rows <= SOME_DECODES else MANY_SMALL
+            return 64, 2
+        return 32, (3 if num_rows <= SOME_DECODES else 2)  # with 2 four programs fit on a processor
 
     def __call__(
         self,
@@ -256,7 +243,7 @@ class PagedAttention:
 
     def _decode(self, call: _Call) -> None:
         work, sizes, index = call.work, call.sizes, call.index
-        how, num_parts = self._decode_launch(index.num_decodes), work.parts.shape[0]
+        (keys, stages), num_parts = self._decode_launch(index.num_decodes), work.parts.shape[0]
         sums = scratch(num_parts * work.folded * call.q.shape[1], sizes["DV"], call.q.device)
         if num_parts:
             most = WAVES_OF_PARTS * traits_of(call.q.device).num_processors
@@ -272,11 +259,11 @@ class PagedAttention:
                 **sizes,
                 **call.overlap,
                 FIRST=index.first_key,
-                KEYS=min(how.keys, sizes["BLOCK"]),
+                KEYS=min(keys, sizes["BLOCK"]),
                 FOLDED=work.folded,
                 BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"] * work.folded)),
-                num_warps=how.num_warps,
-                num_stages=how.num_stages if call.q.dtype != torch.float32 else 1,
+                num_warps=4,
+                num_stages=stages if call.q.dtype != torch.float32 else 1,
             )
         _join(call, sums)
 
