@@ -180,14 +180,12 @@ def _claude_requests(
 ) -> list[TraceRequest]:
     full_blocks = [[blocks[block] for block in record["hash_ids"]] for record in records]
     requests: list[TraceRequest] = []
-    coming: TokenSpans | None = None  # the next prompt
-    coming_ids: list[int] = []
+    coming, coming_ids = TokenSpans(), list[int]()  # the next prompt
     for index in range(len(records) - 1, -1, -1):
         record, ids = records[index], records[index]["hash_ids"]
-        extends = coming is not None and coming_ids[: len(ids)] == ids
         full, length = len(ids) * _CLAUDE_BLOCK, max(record["in"], 1)
         wanted = length + max(1, record["out"])
-        known = coming.part(full, wanted) if coming is not None and extends else TokenSpans()
+        known = coming.part(full, wanted) if coming_ids[: len(ids)] == ids else TokenSpans()
         rest = TokenSpans.join([known, mint.fresh(wanted - full - known.num_tokens)])
         prompt = TokenSpans.join([*full_blocks[index], rest.part(0, length - full)])
         requests.append(
