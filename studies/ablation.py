@@ -142,7 +142,7 @@ class Rule:
     ) -> ServedSystem:
         """The engine without the rule (a `SystemFactory`)."""
         options = engine_options("", shape, memory_bytes, scheduler)
-        return EngineSystem(name, replace(options, policy=self.eviction(), capture=self.capture()))
+        return EngineSystem(replace(options, policy=self.eviction(), capture=self.capture()))
 
 
 RULES: Final = (

@@ -151,8 +151,8 @@ class DeclaredCapture(CapturePolicy):
 class ForeseeingSystem(EngineSystem):
     """The engine whose requests declare what foresight says, and that tells it what happens to them."""
 
-    def __init__(self, name: str, options: EngineOptions, foresight: Foresight) -> None:
-        super().__init__(name, options)
+    def __init__(self, options: EngineOptions, foresight: Foresight) -> None:
+        super().__init__(options)
         self._foresight = foresight
 
     def add(self, request: TraceRequest) -> bool:

@@ -72,4 +72,4 @@ def _clairvoyant(
         policy=ClairvoyantPolicy(foresight),
         capture=DeclaredCapture(),
     )
-    return ForeseeingSystem(name, options, foresight)
+    return ForeseeingSystem(options, foresight)

@@ -41,8 +41,7 @@ class EngineOptions:
 class EngineSystem:
     """Drives a `Scheduler` as `EngineCore` does, one step in flight; sampled tokens come from the trace."""
 
-    def __init__(self, name: str, options: EngineOptions) -> None:
-        self.name = name
+    def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._now = 0.0
         self.sched = Scheduler(**vars(options), max_model_len=MAX_MODEL_LEN, clock=lambda: self._now)

@@ -34,8 +34,6 @@ class SystemCounters:
 class ServedSystem(Replica[TraceRequest], Protocol):
     """One replica. `plan` and `finish` take turns; times are the simulator's."""
 
-    name: str
-
     def add(self, request: TraceRequest) -> bool:
         """Queue a request; False if even an empty cache could not hold it."""
 

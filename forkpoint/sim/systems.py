@@ -27,7 +27,7 @@ def make_system(
     head, _, options = name.partition(":")
     if head != ENGINE:
         raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:OPTION=...,OPTION=...")
-    return EngineSystem(name, engine_options(options, shape, memory_bytes, scheduler))
+    return EngineSystem(engine_options(options, shape, memory_bytes, scheduler))
 
 
 def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig) -> EngineOptions:
