@@ -52,8 +52,7 @@ class KeySplits:
         blocks = -(-kv_lens.astype(np.int64) // self.block_size)
         sizes = self._sizes(blocks)
         counts = -(-blocks // sizes)
-        pointers = np.zeros(len(kv_lens) + 1, np.int32)
-        np.cumsum(counts, out=pointers[1:])
+        pointers = running_total(counts)
         rows = np.repeat(np.arange(len(kv_lens)), counts)
         first = (np.arange(len(rows)) - pointers[rows]) * sizes[rows]
         end = np.minimum(first + sizes[rows], blocks[rows])
@@ -89,7 +88,7 @@ class KeySplits:
         return np.maximum(1, -(-blocks // np.maximum(1, counts)))
 
 
-def running_total(lens: Sequence[int] | IntArray) -> IntArray:
+def running_total(lens: Sequence[int] | npt.NDArray[np.integer]) -> IntArray:
     """`[n + 1]`: 0, then the sums of the first 1, 2, .. n."""
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(np.asarray(lens, np.int32), out=out[1:])
