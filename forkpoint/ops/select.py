@@ -12,7 +12,6 @@ from forkpoint.ops.activation import reference as activation
 from forkpoint.ops.attention import inputs
 from forkpoint.ops.attention import reference as attention
 from forkpoint.ops.conv1d import reference as conv1d
-from forkpoint.ops.conv1d import verify as conv_verify
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.linear import reference as linear
@@ -25,7 +24,6 @@ from forkpoint.ops.recurrence import verify as recurrence_verify
 from forkpoint.ops.rope import reference as rope
 from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.scan import reference as scan
-from forkpoint.ops.scan import verify as scan_verify
 from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable, operator_names
 from forkpoint.plugins import Registry
@@ -59,10 +57,10 @@ def torch_table(deterministic: bool = False) -> OpTable:
         recurrence_settle=recurrence_record.recurrence_settle,
         scan_prefill=scan.scan_prefill,
         scan_decode=scan.scan_decode,
-        scan_verify=scan_verify.scan_verify,
-        scan_fold=scan_verify.scan_fold,
-        conv_verify=conv_verify.conv_verify,
-        conv_fold=conv_verify.conv_fold,
+        scan_verify=scan.scan_verify,
+        scan_fold=scan.scan_fold,
+        conv_verify=conv1d.conv_verify,
+        conv_fold=conv1d.conv_fold,
         recurrence_verify=recurrence_verify.recurrence_verify,
         recurrence_fold=recurrence_verify.recurrence_fold,
         route=moe.route,
