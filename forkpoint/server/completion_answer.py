@@ -22,7 +22,6 @@ class Answer(ABC, Generic[A]):
     """What an API makes of a generation. Read `events` or await `reply`, once."""
 
     prefix: ClassVar[str]  # of names
-    end: ClassVar[bytes] = b""  # of a stream
 
     def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
         self.name = name
@@ -49,7 +48,7 @@ class Answer(ABC, Generic[A]):
             return await unless_disconnected(request.receive, self.reply(), close)
         wait_s = self.service.config.sse_keep_alive_interval
         events = await begin(request.receive, self.generation.first_news(), self.events(), close, wait_s)
-        return EventStream(events, close, self.end, self.error_event)
+        return EventStream(events, close, self.error_event)
 
 
 async def create(
@@ -65,7 +64,6 @@ async def create(
 class CompletionAnswer(Answer[A]):
     """Chunks with choices, of which a subclass knows what they are."""
 
-    end = DONE
     chunk_kind: ClassVar[str]
 
     def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
@@ -102,3 +100,4 @@ class CompletionAnswer(Answer[A]):
             yield event(self.document(self.chunk_kind, [choice], **others))
         if telling.include_usage:
             yield event(self.document(self.chunk_kind, [], **self.ending()))
+        yield DONE

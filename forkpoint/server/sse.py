@@ -34,7 +34,7 @@ def named_event(data: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends what `events` yields, then `end`. An error in the middle becomes what `on_error` makes of it.
+    """Sends what `events` yields. An error in the middle becomes what `on_error` makes of it.
 
     `on_close` is called at the end, however it came: by itself, by an error, or because the reader left.
     """
@@ -45,10 +45,9 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncIterator[bytes],
         on_close: Callable[[], None],
-        end: bytes,
         on_error: Callable[[HTTPError], bytes],
     ) -> None:
-        super().__init__(_told(events, end, on_error), headers=HEADERS)
+        super().__init__(_told(events, on_error), headers=HEADERS)
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,13 +57,10 @@ class EventStream(StreamingResponse):
             self._on_close()
 
 
-async def _told(
-    events: AsyncIterator[bytes], end: bytes, on_error: Callable[[HTTPError], bytes]
-) -> AsyncIterator[bytes]:
+async def _told(events: AsyncIterator[bytes], on_error: Callable[[HTTPError], bytes]) -> AsyncIterator[bytes]:
     try:
         async for data in events:
             yield data
-        yield end
     except Exception as error:
         if not isinstance(error, (HTTPError, ForkpointError)):
             LOGGER.exception("unexpected error in a stream")
@@ -135,7 +131,7 @@ async def _ended_or_left(
 async def _with_comments(
     first: asyncio.Task[None], events: AsyncIterator[bytes], interval_s: float
 ) -> AsyncIterator[bytes]:
-    waiting: asyncio.Task[Any] = first
+    waiting: asyncio.Future[Any] = first
     try:
         if not first.done():
             yield COMMENT
@@ -149,10 +145,6 @@ async def _with_comments(
                 if data is None:
                     return
                 yield data
-            waiting = asyncio.create_task(_next(events))
+            waiting = asyncio.ensure_future(anext(events, None))
     finally:
         waiting.cancel()
-
-
-async def _next(events: AsyncIterator[bytes]) -> bytes | None:
-    return await anext(events, None)
