@@ -82,13 +82,15 @@ def too_large(most_bytes: int) -> HTTPError:
     return HTTPError(413, f"the request body exceeds max_body_bytes={most_bytes}; send less", code="body_too_large")
 
 
-def to_http(error: Exception) -> HTTPError:
-    """The answer that tells `error`; what is not foreseen is a 500 that names its class."""
+def to_http(error: Exception, broken: str) -> HTTPError:
+    """The answer that tells `error`; what is not foreseen is a 500 that names its class, and the log has it in full.
+    `broken` is what the error put an end to, for the log."""
     if isinstance(error, HTTPError):
         return error
     for kind, (status, told, code) in ANSWERS.items():
         if isinstance(error, kind):
             return HTTPError(status, str(error), told, code=code)
+    LOGGER.error("%s: unexpected error", broken, exc_info=error)
     return HTTPError(500, f"unexpected {type(error).__name__}", "server_error")
 
 
@@ -98,9 +100,7 @@ def add_error_handlers(app: FastAPI) -> None:
         if isinstance(error, HTTPException):
             told = _refusal(request, error, headers)
         else:
-            told = to_http(error)
-            if not isinstance(error, HTTPError | ForkpointError):
-                LOGGER.error("%s %s: unexpected error", request.method, request.url.path, exc_info=error)
+            told = to_http(error, f"{request.method} {request.url.path}")
         return JSONResponse(told.body_for(request.url.path), told.status, headers | told.headers)
 
     for kind in (HTTPError, ForkpointError, HTTPException, Exception):

@@ -11,8 +11,6 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from forkpoint.errors import ForkpointError
-from forkpoint.obs.logs import LOGGER
 from forkpoint.server.errors import HTTPError, to_http
 
 encode = msgspec.json.Encoder().encode
@@ -62,9 +60,7 @@ async def _told(events: AsyncIterator[bytes], on_error: Callable[[HTTPError], by
         async for data in events:
             yield data
     except Exception as error:
-        if not isinstance(error, (HTTPError, ForkpointError)):
-            LOGGER.exception("unexpected error in a stream")
-        yield on_error(to_http(error))
+        yield on_error(to_http(error, "a stream"))
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -21,8 +21,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.inputs import InputProcessor, Prompt, PromptInput
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
-from forkpoint.errors import ConfigError, ForkpointError, InvalidPromptError
-from forkpoint.obs.logs import LOGGER
+from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError, to_http
@@ -166,12 +165,9 @@ def guarded(prepare: Callable[[Texts, bytes], T], texts: Texts, data: bytes) -> 
     """`prepare`, with any error of it turned into one that can be answered. Called in a reader's process."""
     try:
         return prepare(texts, data)
-    except (HTTPError, ForkpointError) as error:
-        raise to_http(error) from None
     except RecursionError:
         raise HTTPError(400, "something in the body is nested too deeply to be read") from None
     except MemoryError:
         raise HTTPError(400, "the request takes too much memory to read; send less") from None
     except Exception as error:
-        LOGGER.error("a request could not be read", exc_info=error)
-        raise to_http(error) from None
+        raise to_http(error, "reading a request") from None

@@ -124,7 +124,7 @@ class ResponseAnswer(Answer[Turn]):
         except asyncio.CancelledError:
             self._end("cancelled")
         except Exception as error:
-            self.fail(to_http(error))
+            self.fail(to_http(error, "a response in the background"))
         finally:
             self.generation.close()
 
