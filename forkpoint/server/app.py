@@ -137,17 +137,19 @@ def _add_response_routes(app: FastAPI, responses: Responses) -> None:
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
+    names = service.config.served_model_name
+
     def card(name: str) -> ModelCard:
         limit = service.engine.inputs.max_model_len
-        return ModelCard(id=name, created=service.created, root=service.model, max_model_len=limit)
+        return ModelCard(id=name, created=service.created, root=service.engine.config.model, max_model_len=limit)
 
     @app.get("/v1/models", response_model=ModelList, responses=ERRORS)
     async def models() -> ModelList:
-        return ModelList(data=[card(name) for name in service.names])
+        return ModelList(data=[card(name) for name in names])
 
     @app.get("/v1/models/{name:path}", response_model=ModelCard, responses=ERRORS)
     async def model(name: str) -> ModelCard:
-        return card(served_name(service.names, name))
+        return card(served_name(names, name))
 
 
 def _add_operator_routes(app: FastAPI, service: Service) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from forkpoint.server.listener import listen, tls_options, url
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.readers import Readers
 from forkpoint.server.service import Service
-from forkpoint.server.texts import Facts, Loaded, Texts
+from forkpoint.server.texts import Facts, Texts
 
 OK, FAILED = 0, 1
 LAST_ANSWERS_S = 2.0  # for open requests to be told, and probes to see 503, after the engine has died
@@ -52,6 +53,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[Server]:
     """A server that listens, and whose readers load; to be opened before this process has threads. Raises ConfigError
     for an address that cannot be listened on."""
+    config = replace(config, served_model_name=config.served_model_name or (engine.model,))
     with contextlib.closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
         yield Server(engine, config, listener, readers)
 
@@ -60,13 +62,12 @@ class Server:
     """One engine behind one listening socket. Call `run` once; `ready` is set when requests are answered."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, listener: socket.socket, readers: Readers) -> None:
-        names = config.served_model_name or (engine.model,)
         self._config = config
         self._listener = listener
-        self._metrics = Metrics(config.metrics_prefix, names[0])
+        self._metrics = Metrics(config.metrics_prefix, config.served_model_name[0])
         self._engine = AsyncEngine(engine, self._metrics)
         self._readers = readers
-        self._service = Service(self._engine, readers, config, engine.model, self._metrics)
+        self._service = Service(self._engine, readers, config, self._metrics)
         self.ready = asyncio.Event()
         self._num_signals = 0
 
@@ -100,7 +101,7 @@ class Server:
         await self._engine.start(self._writer())
         inputs = self._engine.inputs
         self._readers.begin(Facts(inputs.vocab_size, inputs.max_model_len, inputs.eos_token_ids))
-        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._service.names[0], self.url)
+        LOGGER.info("ready: %s on %s (chat page at /, API under /v1)", self._config.served_model_name[0], self.url)
         self.ready.set()
         ends = [asyncio.create_task(self._engine.ended()), asyncio.create_task(self._readers.lost())]
         try:
@@ -126,8 +127,8 @@ class Server:
         return OK
 
     async def _writer(self) -> tuple[Tokenizer | None, frozenset[int]]:
-        loaded: Loaded = await self._readers.loaded()
-        return loaded.tokenizer(), loaded.eos_token_ids
+        form, eos_token_ids = await self._readers.loaded()
+        return (Tokenizer.writer(form) if form is not None else None), eos_token_ids
 
     async def _drain(self) -> None:
         """Take no more requests; give those that are open their time."""

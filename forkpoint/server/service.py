@@ -40,7 +40,6 @@ class Service:
     engine: AsyncEngine
     readers: Readers
     config: ServerConfig
-    model: str
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     closing: bool = False
@@ -50,10 +49,6 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = Bodies(MAX_BODIES, self.config.max_body_bytes)
         self.trials = Trials(self.engine, self.readers)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.config.served_model_name or (self.model,)
 
     def check_healthy(self) -> None:
         """Raises the error with which requests are refused now."""

@@ -32,18 +32,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the API process needs of the tokenizer: its `tokenizers` form as JSON (None without one), and the ids that
-    end a completion."""
-
-    backend: str | None
-    eos_token_ids: frozenset[int]
-
-    def tokenizer(self) -> Tokenizer | None:
-        return Tokenizer.writer(self.backend) if self.backend is not None else None
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """What the engine has told: the sizes that requests are checked against."""
 
@@ -65,10 +53,11 @@ class Texts:
         self._max_characters = 0
         self.sampling: Mapping[str, Any] = {}  # defaults of requests
 
-    def load(self) -> Loaded:
+    def load(self) -> tuple[str | None, frozenset[int]]:
         """Read the tokenizer and the chat template, in a process that goes on without torch.
 
-        Raises ModelFolderError or ConfigError.
+        Returns what the API process needs of the tokenizer: its `tokenizers` form as JSON (None without one), and the
+        ids that end a completion. Raises ModelFolderError or ConfigError.
         """
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
         if not self.engine.skip_tokenizer_init:
@@ -82,7 +71,7 @@ class Texts:
         self.sampling = sampling_defaults(self.engine)
         log_sampling_defaults(self.engine, self.sampling)
         ends = eos_token_ids(self.engine.model, self.tokenizer)
-        return Loaded(self.tokenizer.backend.to_str() if self.tokenizer is not None else None, ends)
+        return self.tokenizer.backend.to_str() if self.tokenizer is not None else None, ends
 
     def begin(self, facts: Facts) -> None:
         size, length, ends = facts.vocab_size, facts.max_model_len, facts.eos_token_ids
@@ -97,7 +86,7 @@ class Texts:
 
     def served_name(self, asked: str | None) -> str:
         """The name to answer with. Raises HTTPError 404 for a model that is not served."""
-        return served_name(self.config.served_model_name or (self.engine.model,), asked)
+        return served_name(self.config.served_model_name, asked)
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises InvalidPromptError where there is none."""

@@ -227,7 +227,7 @@ def test_the_template_decides_unless_a_parser_is_named() -> None:
 
 
 def served(tokenizer: Tokenizer, template: str) -> Texts:
-    texts = Texts(EngineConfig.from_flat(model="none"), ServerConfig())
+    texts = Texts(EngineConfig.from_flat(model="none"), ServerConfig(served_model_name=("none",)))
     texts.tokenizer = Tokenizer.wrap(tokenizer.hf)
     texts._chat = ChatTemplate(texts.tokenizer, template)
     texts.begin(Facts(tokenizer.backend.get_vocab_size(), 512, frozenset()))
