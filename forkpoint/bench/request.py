@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +28,8 @@ class BenchRequest:
     continues: bool = False
 
 
-def checked(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """The requests; raises ConfigError where there is none, or one follows another that does not come before it."""
+def checked(requests: list[BenchRequest]) -> list[BenchRequest]:
+    """The requests; raises ConfigError where there is none."""
     if not requests:
         raise ConfigError("the dataset gives no request; check its file and the lengths asked for")
-    for index, request in enumerate(requests):
-        if request.after is not None and not 0 <= request.after < index:
-            raise ConfigError(f"request {index} follows request {request.after}, which does not come before it")
-    return list(requests)
+    return requests

@@ -112,10 +112,8 @@ class ServeBench:
     def _requests(self, vocabulary: Vocabulary, count: int, seed: int, max_model_len: int | None) -> list[BenchRequest]:
         dataset = self.dataset
         make = {"sharegpt": sharegpt_requests, "trace": trace_requests}.get(dataset.dataset_name, synthetic)
-        found = checked(make(dataset, vocabulary, count, seed))
-        if make is not trace_requests:
-            return found
-        fitting = without_too_long(found, max_model_len)
+        found = make(dataset, vocabulary, count, seed)
+        fitting = without_too_long(found, max_model_len) if make is trace_requests else found
         if len(fitting) < len(found):
             print(f"left out {len(found) - len(fitting)} requests longer than {max_model_len} tokens", file=sys.stderr)
         return checked(fitting)
