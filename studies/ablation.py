@@ -23,8 +23,7 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.hazards import HazardModel, KindHazards, ReuseClass, age_bin, next_edge
 from forkpoint.cache.learnt import PRIORS, LearntPolicy, LostShare, Turn
 from forkpoint.cache.tree import Checkpoint, Origin
-from forkpoint.cli.simulate import make_cases, read_traces, run
-from forkpoint.cli.simulate_options import add_simulate_options
+from forkpoint.cli.simulate import add_simulate_options, make_cases, read_traces, run
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case

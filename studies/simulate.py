@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from forkpoint.cli.result_file import ResultFile
-from forkpoint.cli.simulate import make_cases, read_scheduler, read_traces, run, show, show_progress
-from forkpoint.cli.simulate_options import add_simulate_options
+from forkpoint.cli.simulate import (
+    add_simulate_options,
+    make_cases,
+    read_scheduler,
+    read_traces,
+    run,
+    show,
+    show_progress,
+)
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case, CaseResult
 from forkpoint.sim.cost import H200, CostModel, Device

@@ -73,7 +73,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], **defaults: Any) -> None:
     """Add every option of the dataclass `kind`; those with a group of their own in that, after the rest. `defaults`
-    are what the command has in place of the dataclass's."""
+    are what the command has in place of the dataclass's: only these and what is given end up in the namespace."""
     hints = get_type_hints(kind)
     groups = {title: parser.add_argument_group(title)}
     for field in _options(kind):
@@ -83,11 +83,6 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
         groups[name] = groups.get(name) or parser.add_argument_group(name)
         _add_flag(groups[name], field.name, hints[field.name], defaults.get(field.name, field.default), **each)
     parser.set_defaults(**defaults)
-
-
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Add sampling parameters. Only those given, and max_tokens, end up in the namespace."""
-    add_option_group(parser, "sampling options", SamplingParams, max_tokens=max_tokens)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from forkpoint.cli.config_file import add_config_flag
-from forkpoint.cli.options import (
-    Parser,
-    add_engine_options,
-    add_option_group,
-    add_sampling_options,
-    option_values,
-)
+from forkpoint.cli.options import Parser, add_engine_options, add_option_group, option_values
 from forkpoint.cli.vllm_flags import add_vllm_flags
 from forkpoint.fleet.config import FleetConfig
+from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.version import installed_version
 
@@ -40,21 +35,21 @@ def build_parser() -> Parser:
     generate.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
     generate.add_argument("--n", type=int, default=1, metavar="INT", help="completions per prompt (default: 1)")
     generate.add_argument("--stream", action="store_true", help="print the text as it comes (one prompt, n 1)")
-    add_sampling_options(generate, max_tokens=128)
+    add_option_group(generate, "sampling options", SamplingParams, max_tokens=128)
     add_engine_options(generate)
 
     chat = add("chat", "chat:chat", "talk to a model")
     chat.add_argument("--system-prompt", help="the first message")
     chat.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this one thing and end")
     _add_server(chat).add_argument("--model-name", metavar="TEXT", help="which of its models (default: the first)")
-    add_sampling_options(chat, max_tokens=512)
+    add_option_group(chat, "sampling options", SamplingParams, max_tokens=512)
     add_engine_options(chat)
 
     complete = add("complete", "remote:complete", "complete prompts on a server")
     complete.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
     server = _add_server(complete, DEFAULT_URL)
     server.add_argument("--model-name", metavar="TEXT", help="which of its models (default: the first)")
-    add_sampling_options(complete, max_tokens=128)
+    add_option_group(complete, "sampling options", SamplingParams, max_tokens=128)
 
     _add_batch(add)
     _add_bench(commands)
@@ -128,7 +123,7 @@ def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _fill_simulate(parser: argparse.ArgumentParser) -> None:
-    from forkpoint.cli.simulate_options import add_simulate_options
+    from forkpoint.cli.simulate import add_simulate_options
 
     add_simulate_options(parser)
 

@@ -32,13 +32,9 @@ class VllmFlags:
         return f"{value} is not possible here: {self.why}; {others}leave it out"
 
 
-def read_table() -> tuple[VllmFlags, ...]:
-    text = files("forkpoint.cli").joinpath("vllm_flags.yaml").read_text("utf-8")
-    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # ten times as fast in C
-    return tuple(VllmFlags(**row) for row in rows)
-
-
-TABLE: Final = read_table()
+TABLE_TEXT: Final = files("forkpoint.cli").joinpath("vllm_flags.yaml").read_text("utf-8")
+LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast in C
+TABLE: Final = tuple(VllmFlags(**row) for row in yaml.load(TABLE_TEXT, LOADER))
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
