@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.responses import StreamingResponse
@@ -71,13 +71,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client leaves first. Raises HTTPError then, for nobody to see."""
     task = asyncio.create_task(work)
-    try:
-        return cast(T, await unless_disconnected(receive, task, task.cancel))
-    except asyncio.CancelledError:
-        own = asyncio.current_task()
-        if task.cancelled() and own is not None and not own.cancelling():
-            raise HTTPError(CLIENT_LEFT, "the client has left") from None
-        raise
+    await _ended_or_left(receive, task, task.cancel)
+    if task.cancelled():
+        raise HTTPError(CLIENT_LEFT, "the client has left")
+    return task.result()
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Any], on_leave: Callable[[], object]) -> Any:
