@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -104,13 +105,9 @@ class Server:
 
     async def exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
         """The whole answer to `body`; an error status is returned, not raised."""
-        try:
+        with self._own_errors():
             async with self._opened.request(method, self.url + path, json=body) as response:
                 return await _read(response)
-        except aiohttp.ClientConnectorError as error:
-            raise self._unreachable(error) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._broken(error) from error
 
     async def stream(
         self, path: str, body: Mapping[str, Any], *, running_usage: bool = False
@@ -123,7 +120,7 @@ class Server:
         options = {"include_usage": True, **({"continuous_usage_stats": True} if running_usage else {})}
         body = {**body, "stream": True, "stream_options": options}
         decoder, done = EventDecoder(), False
-        try:
+        with self._own_errors():
             async with self._opened.post(self.url + path, json=body) as response:
                 if response.status >= 400:
                     (await _read(response)).raise_for_status()
@@ -132,10 +129,6 @@ class Server:
                         done = done or data == DONE
                         for delta in read_chunk(data) if data != DONE else ():
                             yield delta
-        except aiohttp.ClientConnectorError as error:
-            raise self._unreachable(error) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._broken(error) from error
         if not done:
             raise BrokenAnswerError(f"the answer of {self.url} ended without {DONE}; the server may have died")
 
@@ -144,6 +137,17 @@ class Server:
         if self._session is None:
             raise RuntimeError("use Server in an `async with` statement")
         return self._session
+
+    @contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """What aiohttp raises within is raised as an error of a server's."""
+        try:
+            yield
+        except aiohttp.ClientConnectorError as error:
+            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise BrokenAnswerError(f"the answer of {self.url} broke off: {reason}") from error
 
     def _unreachable(self, error: aiohttp.ClientConnectorError) -> ServerUnreachableError:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -161,9 +165,6 @@ class Server:
             f"nothing answers at {self.url} ({reason}); start a server with `forkpoint serve`, or give another URL"
         )
 
-    def _broken(self, error: Exception) -> BrokenAnswerError:
-        return BrokenAnswerError(f"the answer of {self.url} broke off: {_reason(error)}")
-
 
 def base_url(url: str) -> str:
     """`url` without a trailing slash or /v1. Raises ConfigError for anything but http and https."""
@@ -179,7 +180,3 @@ async def _read(response: aiohttp.ClientResponse) -> Reply:
     except ValueError:
         body = text
     return Reply(response.status, body, response.headers.get("X-Request-Id"))
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
