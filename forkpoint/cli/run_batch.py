@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,11 @@ class Tally:
 async def _run(
     options: argparse.Namespace, engine: dict[str, Any], requests: Sequence[BatchRequest], tally: Tally
 ) -> None:
-    async with AsyncExitStack() as stack:
-        url = options.url
-        if url is None:
-            names = {str(request.body["model"]) for request in requests if request.body and request.body.get("model")}
-            config = EngineConfig.from_flat(**engine)
-            url = await stack.enter_async_context(local_server(config, sorted(names)))
-        server = await stack.enter_async_context(Server(url, api_key=options.api_key))
+    where: AbstractAsyncContextManager[str] = nullcontext(options.url)
+    if options.url is None:
+        names = {str(request.body["model"]) for request in requests if request.body and request.body.get("model")}
+        where = local_server(EngineConfig.from_flat(**engine), sorted(names))
+    async with where as url, Server(url, api_key=options.api_key) as server:
         stop = _stop_at_interrupt()
         shown = not options.disable_tqdm and sys.stderr.isatty()
         with tqdm(total=tally.num_requests, initial=tally.num_before, unit="req", disable=not shown) as bar:
