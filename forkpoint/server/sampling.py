@@ -187,10 +187,9 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     found = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
     guided = {name: value for name, value in found.items() if value is not None}
     wanted = _from_format(body.response_format)
-    given = [name for name in ("response_format", "structured_outputs") if getattr(body, name) is not None]
+    given = ["response_format"] if wanted is not None else []
+    given += ["structured_outputs"] if body.structured_outputs is not None else []
     given += [f"guided_{name}" for name in guided]
-    if wanted is None and body.response_format is not None:
-        given.remove("response_format")
     if len(given) > 1:
         raise HTTPError(400, f"{given[0]} and {given[1]} exclude each other; give one", param=given[1])
     if guided:

@@ -59,10 +59,6 @@ class ChatBody(SamplingBody, apis=("completions", "chat")):
             raise HTTPError(400, "top_logprobs are told with logprobs: true", param="top_logprobs")
         return self
 
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
 
 def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the chat template is given: the request's own variables go before what its fields mean, and both before
@@ -92,7 +88,7 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
     params = sampling_params(
         body,
         texts,
-        max_tokens=body.token_limit,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         structured=plan.structured,
