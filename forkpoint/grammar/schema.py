@@ -172,23 +172,19 @@ class _Rewriter:
     def _strings(self, found: dict[str, Any], path: str) -> None:
         if isinstance(found.get("pattern"), str):
             found["pattern"] = self._pattern(found["pattern"], "pattern", path)
-        patterns = []
         kind = found.get("format")
         if isinstance(kind, str) and kind in NOT_ENFORCED_FORMATS:
             enforced = ", ".join(sorted([*FORMATS, *LIBRARY_FORMATS]))
             refuse("format", path, f"is {kind!r} and cannot be enforced; enforced are {enforced}")
         if isinstance(kind, str) and kind not in LIBRARY_FORMATS:  # others than those of the specification say nothing
             del found["format"]
-            patterns += [FORMATS[kind]] if kind in FORMATS else []
+            if kind in FORMATS:
+                _add(found, "pattern", FORMATS[kind])
         encoding = found.pop("contentEncoding", None)
-        if encoding is not None and str(encoding).lower() not in ENCODINGS:
-            refuse("contentEncoding", path, f"is {encoding!r}; enforced are {', '.join(ENCODINGS)}")
-        patterns += [ENCODINGS[str(encoding).lower()]] if encoding is not None else []
-        for pattern in patterns:
-            if "pattern" in found:
-                found["allOf"] = [*found.get("allOf", []), {"pattern": pattern}]
-            else:
-                found["pattern"] = pattern
+        if encoding is not None:
+            if str(encoding).lower() not in ENCODINGS:
+                refuse("contentEncoding", path, f"is {encoding!r}; enforced are {', '.join(ENCODINGS)}")
+            _add(found, "pattern", ENCODINGS[str(encoding).lower()])
 
     def _pattern(self, pattern: str, keyword: str, path: str) -> str:
         try:
@@ -199,11 +195,7 @@ class _Rewriter:
     def _one_of(self, found: dict[str, Any], path: str) -> None:
         """Branches that exclude each other are a choice; of others the library finds out, or refuses."""
         if "oneOf" in found and path in self._unions.exclusive:
-            branches = found.pop("oneOf")
-            if "anyOf" in found:
-                found["allOf"] = [*found.get("allOf", []), {"anyOf": branches}]
-            else:
-                found["anyOf"] = branches
+            _add(found, "anyOf", found.pop("oneOf"))
 
 
 def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
@@ -230,6 +222,14 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
 
 def refuse(keyword: str, path: str, why: str) -> NoReturn:
     raise InvalidParamsError(f"structured_outputs.json uses {keyword!r} at {path or '/'}, which {why}")
+
+
+def _add(found: dict[str, Any], keyword: str, value: Any) -> None:
+    """Have a schema say this too, of whatever it says already under the keyword."""
+    if keyword in found:
+        found["allOf"] = [*found.get("allOf", []), {keyword: value}]
+    else:
+        found[keyword] = value
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
