@@ -68,7 +68,8 @@ def build_parser() -> Parser:
         "Replay request traces through the engine's scheduler and cache, with a cost model of a model and a device in "
         "place of both."
     )
-    add("simulate", "simulate:simulate", "replay request traces without a model", text).fill = _fill_simulate
+    simulate = add("simulate", "simulate:simulate", "replay request traces without a model", text)
+    simulate.fill = _later("simulate:add_simulate_options")
     add("collect-env", "env:collect_env", "print what a bug report needs")
     return parser
 
@@ -122,12 +123,6 @@ def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
     serve.fill = _fill_bench
 
 
-def _fill_simulate(parser: argparse.ArgumentParser) -> None:
-    from forkpoint.cli.simulate import add_simulate_options
-
-    add_simulate_options(parser)
-
-
 def _fill_bench(parser: argparse.ArgumentParser) -> None:
     from forkpoint.bench.run import GROUPS, ServeBench
 
@@ -147,12 +142,11 @@ def _add_server(parser: argparse.ArgumentParser, default: str | None = None) -> 
     return group
 
 
-def _later(name: str) -> Callable[[argparse.Namespace], int]:
+def _later(name: str) -> Callable[[Any], Any]:
     """The function `module:name` beside this file, imported when it is called: --help need not wait for torch."""
 
-    def run(options: argparse.Namespace) -> int:
+    def run(given: Any) -> Any:
         module, _, function = name.partition(":")
-        code: int = getattr(import_module(f"forkpoint.cli.{module}"), function)(options)
-        return code
+        return getattr(import_module(f"forkpoint.cli.{module}"), function)(given)
 
     return run
