@@ -34,16 +34,14 @@ class Gate:
         self._app = app
         self._hosts = Hosts(config)
         self._keys = tuple(key.encode() for key in config.api_key)
-        self._max_bytes = config.max_body_bytes
-        self._root_path = config.root_path
-        self._log = config.access_log
+        self._config = config
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["root_path"] = self._root_path
+        scope["root_path"] = self._config.root_path
         headers = dict(scope["headers"])
         request_id = headers.get(REQUEST_ID, b"")[:MAX_REQUEST_ID_LENGTH] or uuid.uuid4().hex.encode()
         started = time.perf_counter()
@@ -64,20 +62,22 @@ class Gate:
                 told = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
                 await told(scope, receive, send_with_id)
         finally:
-            self._metrics.http_answer(_handler(scope), scope["method"], status)
-            if self._log:
+            # The path of the route that answered, as it was declared; all that reached none are one.
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.http_answer(route, scope["method"], status)
+            if self._config.access_log:
                 elapsed = time.perf_counter() - started
                 name = request_id.decode("latin-1")
                 LOGGER.info("%s %s %s in %.3f s [%s]", scope["method"], scope["path"], status, elapsed, name)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._hosts.check(headers.get(b"host"))
-        path = scope["path"].removeprefix(self._root_path) or "/"  # the proxy may have taken it off
+        path = scope["path"].removeprefix(self._config.root_path) or "/"  # the proxy may have taken it off
         is_open = path in OPEN_PATHS or path.startswith(PAGE_FOLDER) or scope["method"] == "OPTIONS"
         KEY.set(self._known_key(headers) if self._keys and not is_open else b"")
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_bytes:
-            raise too_large(self._max_bytes)
+        if length.isdigit() and int(length) > self._config.max_body_bytes:
+            raise too_large(self._config.max_body_bytes)
 
     def _known_key(self, headers: dict[bytes, bytes]) -> bytes:
         given = given_key(headers)
@@ -142,8 +142,3 @@ def is_loopback(host: str) -> bool:
 def own_salt(given: str) -> str:
     """`given` under the key that the request has shown: never the same as under another key, whatever is given."""
     return hmac.new(KEY.get(), b"cache salt\0" + given.encode(), hashlib.sha256).hexdigest()
-
-
-def _handler(scope: Scope) -> str:
-    """The path of the route that answered, as it was declared; all that reached none are one."""
-    return getattr(scope.get("route"), "path", "none")
