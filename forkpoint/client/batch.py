@@ -35,7 +35,6 @@ class BatchRequest:
 class BatchAnswer:
     """One line of the output, as written."""
 
-    custom_id: str | None
     document: Mapping[str, Any]
     usage: Usage | None = None
 
@@ -203,4 +202,4 @@ def _line(request: BatchRequest, reply: Reply | None, error: Mapping[str, str] |
     name = f"batch_req_{uuid.uuid4().hex}"
     document = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
     usage = Usage.read(reply.body) if reply is not None and isinstance(reply.body, Mapping) else None
-    return BatchAnswer(request.custom_id, document, usage)
+    return BatchAnswer(document, usage)
