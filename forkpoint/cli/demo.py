@@ -22,11 +22,11 @@ def demo(options: argparse.Namespace) -> int:
     engine.pop("model", None)
     engine.setdefault("dtype", "float32")
     engine.setdefault("log_level", "warning")
-    results = run_demo(model, max_tokens=options.max_tokens, options=engine)
+    chat, others = run_demo(model, max_tokens=options.max_tokens, options=engine)
     if talks:
         print("A small model, trained for this, under a system prompt that it has not seen before:\n")
-        print(transcript(results.chat), end="\n\n")
-    rows = [*results.chat, *results.others]
+        print(transcript(chat), end="\n\n")
+    rows = [*chat, *others]
     print(table(rows), end="\n\n")
     drafted = drafts.run_drafts(model, max_tokens=LONG * options.max_tokens, options=engine, say=_warn)
     print(f"One long answer, with up to {drafts.NUM_DRAFTS} drafts a step:\n")

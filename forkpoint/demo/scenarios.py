@@ -48,17 +48,10 @@ class Row:
 Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], Turn], Row]  # the turn after the messages, with both
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """`chat` is one conversation, turn after turn; `others` are the shared system prompt and the forks."""
-
-    chat: list[Row]
-    others: list[Row]
-
-
-def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> Results:
-    """Run every scenario with the cache on and off. Both answer each prompt in turn, so that a machine that is busy
-    for a while slows both."""
+def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> tuple[list[Row], list[Row]]:
+    """Run every scenario with the cache on and off: the turns of one conversation, and those of the shared system
+    prompt and the forks. Both answer each prompt in turn, so that a machine that is busy for a while slows
+    both."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with (
         LLM(model, **{**options, "enable_prefix_caching": True}) as on,
@@ -71,7 +64,7 @@ def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> Results
 
         _warm_up(on)
         _warm_up(off)
-        return Results(_chat(ask), [*_system_prompt(ask), *_forks(ask)])
+        return _chat(ask), [*_system_prompt(ask), *_forks(ask)]
 
 
 def _chat(ask: Ask) -> list[Row]:

@@ -78,14 +78,14 @@ def test_the_demo_prints_identical_outputs(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_chat_goes_on_from_the_models_own_answers_and_is_told_turn_by_turn(tmp_path: Path) -> None:
     model = str(make_random_model(tmp_path, TINY))
-    results = run_demo(model, max_tokens=3, options={"dtype": "float32", "log_level": "error"})
-    lines = transcript(results.chat).splitlines()
-    assert [line.removeprefix("user       ") for line in lines[:-2:2]] == [row.turn.text for row in results.chat]
+    chat, _ = run_demo(model, max_tokens=3, options={"dtype": "float32", "log_level": "error"})
+    lines = transcript(chat).splitlines()
+    assert [line.removeprefix("user       ") for line in lines[:-2:2]] == [row.turn.text for row in chat]
     assert all(line.startswith("assistant  ") for line in lines[1:-2:2])
     assert "without" in lines[1] and "(right: " in lines[1]  # random weights are not right
-    assert lines[-1] == f"{sum(row.right for row in results.chat)} of {len(results.chat)} answers right"
-    lengths = [len(row.on.prompt.token_ids) for row in results.chat]
-    assert lengths == sorted(lengths) and results.chat[-1].on.num_cached_tokens > lengths[-2] - 64
+    assert lines[-1] == f"{sum(row.right for row in chat)} of {len(chat)} answers right"
+    lengths = [len(row.on.prompt.token_ids) for row in chat]
+    assert lengths == sorted(lengths) and chat[-1].on.num_cached_tokens > lengths[-2] - 64
 
 
 def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
