@@ -9,6 +9,7 @@ import asyncio
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Final
 
 import httptools
@@ -27,9 +28,6 @@ MIN_BODY_BYTES_PER_S: Final = 1024
 MAX_FILES: Final = 2**20  # more than that are not asked of the system
 RESERVED_FILES: Final = 128  # for files, readers and the engine
 LOG_INTERVAL_S: Final = 10.0  # between lines that say that connections are refused
-
-STATUS: Final = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
-STATUS_FULL: Final = "Service Unavailable"
 
 
 def raise_file_limit() -> int:
@@ -192,7 +190,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             self._shared.refused(error.status)
             body = encode(error.body())
-            head = f"HTTP/1.1 {error.status} {STATUS.get(error.status, STATUS_FULL)}\r\n"
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         if self._is_answering():
