@@ -31,6 +31,7 @@ MESSAGES_TYPES: Final = MappingProxyType(
         503: "overloaded_error",
     }
 )
+CLIENT_LEFT: Final = 499  # nginx's status, for the log and the metrics
 RETRY_AFTER_S: Final = 1  # told to clients that are refused for lack of room
 INVALID, UNAVAILABLE = "invalid_request_error", "service_unavailable_error"
 # (status, type, code) of each error; of those that are kinds of each other the narrower comes first.

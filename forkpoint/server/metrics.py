@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from forkpoint.engine.outputs import RequestState
 from forkpoint.errors import ForkpointError
+from forkpoint.server.errors import CLIENT_LEFT
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -21,7 +22,6 @@ LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
 HTTP_LABELS: Final = ("handler", "method", "status")  # as instrumentators of FastAPI have them, without the prefix
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-CLIENT_LEFT: Final = 499  # nginx's status
 # Of the engine's stats: (name, text, key), and the label that a mapping's keys are values of.
 GAUGES: Final = (
     ("num_requests_running", "Completions in the batch.", "num_running"),

@@ -23,14 +23,13 @@ from typing import Any, Final, Protocol
 
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
 from forkpoint.obs.logs import LOGGER
-from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
+from forkpoint.worker.child import EXIT_FAILED, HANDLED_SIGNALS, signals_blocked
 
 HEAD: Final = struct.Struct("!QQ")  # bytes of the pickled function, bytes of the data
 LENGTH: Final = struct.Struct("!Q")  # bytes of the pickled answer
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # of a reader's own memory, beyond which its request fails
 MAX_STACK_BYTES: Final = 4 * 2**20  # half of what the engine's threads have: what passes here does not overflow there
 FIRST_TO_GO: Final = "1000"  # for the system that runs out of memory: a reader, rather than the engine
-EXIT_FAILED: Final = 1
 
 
 class Knowledge(Protocol):

@@ -11,11 +11,10 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.errors import CLIENT_LEFT, HTTPError, to_http
 
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
-CLIENT_LEFT = 499  # nginx's status, for the log and the metrics
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # while there is nothing to say, so that no proxy takes a stream for dead
 # Proxies are not to collect what should stream.
