@@ -12,7 +12,7 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
-from forkpoint.server.sse import DONE, EventStream, begin, event, unless_disconnected
+from forkpoint.server.sse import DONE, EventStream, begin, event, unless_left
 from forkpoint.server.texts import Texts
 
 A = TypeVar("A", bound=Asked)
@@ -43,12 +43,12 @@ class Answer(ABC, Generic[A]):
 
     async def send(self, request: Request) -> Any:
         """Raises HTTPError or ForkpointError before anything is sent."""
-        close = self.generation.close
-        if not self.asked.telling.stream:
-            return await unless_disconnected(request.receive, self.reply(), close)
-        wait_s = self.service.config.sse_keep_alive_interval
-        events = await begin(request.receive, self.generation.first_news(), self.events(), close, wait_s)
-        return EventStream(events, close, self.error_event)
+        with self.generation.closed_on_error():
+            if not self.asked.telling.stream:
+                return await unless_left(request.receive, self.reply())
+            wait_s = self.service.config.sse_keep_alive_interval
+            events = await begin(request.receive, self.generation.first_news(), self.events(), wait_s)
+        return EventStream(events, self.generation.close, self.error_event)
 
 
 async def create(

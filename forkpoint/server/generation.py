@@ -40,20 +40,18 @@ class Generation:
             raise
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token. Raises where one is refused, and ends all then."""
-        with self.closed_on_error():
-            for opened in self.requests:
-                await opened.first_news()
-                _check_ends(opened.state)
+        """Wait until each prompt has an output token. Raises where one is refused."""
+        for opened in self.requests:
+            await opened.first_news()
+            _check_ends(opened.state)
 
     async def finish(self) -> list[RequestState]:
-        """Wait for all completions. Raises where one fails, and ends all then."""
+        """Wait for all completions. Raises where one fails."""
         await self.first_news()
-        with self.closed_on_error():
-            states = [await opened.finish() for opened in self.requests]
-            for state in states:
-                _check_ends(state)
-            return states
+        states = [await opened.finish() for opened in self.requests]
+        for state in states:
+            _check_ends(state)
+        return states
 
     async def deltas(self) -> AsyncIterator[tuple[int, CompletionOutput]]:
         """(number of the prompt, news) as they come. Raises where a completion fails."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -68,52 +68,40 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first. Raises HTTPError then, for nobody to see."""
+    """The result of `work`, which is cancelled if the client leaves first. Raises HTTPError then."""
     task = asyncio.create_task(work)
-    await _ended_or_left(receive, task, task.cancel)
-    if task.cancelled():
-        raise HTTPError(CLIENT_LEFT, "the client has left")
-    return task.result()
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[Any], on_leave: Callable[[], object]) -> Any:
-    """The result of `work`; if the client leaves first, `on_leave` is called, which must end the work."""
-    task = asyncio.ensure_future(work)
-    await _ended_or_left(receive, task, on_leave)
+    await _ended_or_left(receive, task)
     return task.result()
 
 
 async def begin(
-    receive: Receive,
-    first_news: Coroutine[Any, Any, None],
-    events: AsyncIterator[bytes],
-    on_leave: Callable[[], None],
-    interval_s: float,
+    receive: Receive, first_news: Coroutine[Any, Any, None], events: AsyncIterator[bytes], interval_s: float
 ) -> AsyncIterator[bytes]:
-    """The stream, once its first news is there. Raises as `first_news` does, before anything is sent.
+    """The stream, once its first news is there. Raises as `first_news` does and where the client leaves, before
+    anything is sent.
 
     With an `interval_s` above 0 the stream begins after that time at the latest, and has a comment whenever so long
-    nothing came: a request that fails later does so in the stream. `on_leave` must end the work.
+    nothing came: a request that fails later does so in the stream.
     """
     first = asyncio.create_task(first_news)
-    await _ended_or_left(receive, first, on_leave, interval_s or None)
+    await _ended_or_left(receive, first, interval_s or None)
     if first.done():
         first.result()
     return _with_comments(first, events, interval_s) if interval_s else events
 
 
-async def _ended_or_left(
-    receive: Receive, task: asyncio.Future[Any], on_leave: Callable[[], object], timeout_s: float | None = None
-) -> None:
-    """Wait for the end of `task`, which a client that leaves brings about, but no longer than `timeout_s`."""
+async def _ended_or_left(receive: Receive, task: asyncio.Task[Any], timeout_s: float | None = None) -> None:
+    """Wait for the end of `task`, but no longer than `timeout_s`. If the client leaves first it is cancelled, and
+    HTTPError raised, for nobody to see."""
     leaver = asyncio.create_task(wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, leaver), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if leaver.done() and not task.done():
-            on_leave()
+            task.cancel()
             await asyncio.wait((task,))
+            if task.cancelled():
+                raise HTTPError(CLIENT_LEFT, "the client has left")
     except BaseException:
-        on_leave()
         task.cancel()
         raise
     finally:

@@ -13,6 +13,7 @@ import pytest
 
 from forkpoint.errors import ConfigError
 from forkpoint.server.config import ServerConfig
+from forkpoint.server.errors import HTTPError
 from forkpoint.server.listener import listen
 from forkpoint.server.sse import COMMENT, begin
 from tests.server.running import RunningServer, start_server
@@ -96,7 +97,7 @@ def test_comments_come_while_nothing_does() -> None:
             await asyncio.sleep(60)
             return {}
 
-        stream = await begin(receive, first(), events(), lambda: None, interval_s)
+        stream = await begin(receive, first(), events(), interval_s)
         return [data async for data in stream]
 
     assert asyncio.run(run(0, 0.01, 0.01)) == [b"a", b"b"]
@@ -121,7 +122,7 @@ def test_an_error_before_the_first_token_is_raised_in_time_or_comes_in_the_strea
 
         began = False
         try:
-            stream = await begin(receive, first(), events(), lambda: None, interval_s)
+            stream = await begin(receive, first(), events(), interval_s)
             began = True
             async for data in stream:
                 assert data == COMMENT
@@ -135,13 +136,15 @@ def test_an_error_before_the_first_token_is_raised_in_time_or_comes_in_the_strea
 
 
 def test_a_client_that_leaves_before_the_first_token_ends_the_work() -> None:
-    async def run() -> list[str]:
-        left: list[str] = []
-        ended = asyncio.Event()
+    async def run() -> bool:
+        ended = False
 
         async def first() -> None:
-            await ended.wait()
-            raise ConfigError("ended")
+            nonlocal ended
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended = True
 
         async def events() -> AsyncIterator[bytes]:
             yield b""
@@ -149,15 +152,11 @@ def test_a_client_that_leaves_before_the_first_token_ends_the_work() -> None:
         async def receive() -> dict[str, str]:
             return {"type": "http.disconnect"}
 
-        def leave() -> None:
-            left.append("left")
-            ended.set()
+        with pytest.raises(HTTPError, match="the client has left"):
+            await begin(receive, first(), events(), 30.0)
+        return ended
 
-        with pytest.raises(ConfigError, match="ended"):
-            await begin(receive, first(), events(), leave, 30.0)
-        return left
-
-    assert asyncio.run(run())[0] == "left"
+    assert asyncio.run(run())
 
 
 @pytest.mark.parametrize(
