@@ -103,7 +103,7 @@ class Gateway:
                     return answer
                 await asyncio.sleep(number * PAUSE_S)
             last, route = answer, Route(route.block_hashes, route.tried | {answer.head.replica})
-        return last if last is not None else _lost(asked)
+        return last if last is not None else _lost()
 
     async def _open(self, route: Route, asked: Asked) -> Answer:
         """Raises RayError where the replica is lost before there is something to tell."""
@@ -130,7 +130,7 @@ class Gateway:
             try:
                 answer = await self._open(Route(tried=frozenset(answers)), asked)
             except RayError:
-                return _lost(asked).response()
+                return _lost().response()
             if answer.head.replica in answers:
                 break
             answers[answer.head.replica] = answer
@@ -140,7 +140,7 @@ class Gateway:
         return worst.response()
 
 
-def _lost(asked: Asked) -> Answer:
+def _lost() -> Answer:
     told = {"error": {"message": LOST, "type": "server_error", "param": None, "code": "replica_lost"}}
     return Answer(Head("", 503, (("content-type", "application/json"),)), json.dumps(told).encode(), None)
 
