@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
 from forkpoint.obs.logs import LOGGER
-from forkpoint.worker.child import EXIT_FAILED, HANDLED_SIGNALS, signals_blocked
+from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 
 HEAD: Final = struct.Struct("!QQ")  # bytes of the pickled function, bytes of the data
 LENGTH: Final = struct.Struct("!Q")  # bytes of the pickled answer
@@ -74,15 +74,13 @@ def fork_loader(knowledge: Knowledge, channel: Connection, others: Connection) -
                 signal.signal(number, signal.SIG_IGN)
     if pid:
         return pid
-    code = EXIT_FAILED
     try:
         others.close()
         _load_and_fork(knowledge, channel)
-        code = 0
     except BaseException:
         LOGGER.exception("the process that starts readers stops")
     finally:
-        os._exit(code)
+        os._exit(0)  # the API process sees its end closed, and asks for no exit code
 
 
 def _load_and_fork(knowledge: Knowledge, channel: Connection) -> None:
@@ -125,18 +123,14 @@ def _fork_reader(knowledge: Knowledge, channel: Connection, handle: int, nicenes
     pid = os.fork()
     if pid:
         return pid
-    code = EXIT_FAILED
     try:
         channel.close()
         os.nice(niceness)
         _bound_memory()
         with socket.socket(fileno=handle) as own:
             _read_requests(knowledge, own)
-        code = 0
-    except OSError:  # the API process has gone in the middle of an answer
-        pass
-    finally:
-        os._exit(code)
+    finally:  # also where the API process has gone in the middle of an answer
+        os._exit(0)
 
 
 def _bound_memory() -> None:
