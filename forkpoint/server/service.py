@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, the names of the model, the limits."""
+"""What every endpoint needs: the engine, the options, the limits."""
 
 from __future__ import annotations
 
