@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from forkpoint.config import SchedulerConfig
+from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,16 @@ class Platform(Protocol):
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """The array on the device. On a CPU the tensor shares the array's memory."""
         return torch.from_numpy(array)
+
+    def upload_all(self, arrays: Arrays) -> Tensors:
+        """Many arrays on the device, in one copy."""
+        if self.shares_memory:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        offsets, size = places_of(arrays)
+        packed = np.empty(size, np.uint8)
+        for array, offset in zip(arrays.values(), offsets, strict=True):
+            packed[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        return views(self.upload(packed), arrays, offsets)
 
     @abstractmethod
     def free_bytes(self) -> int:

@@ -14,11 +14,11 @@ from forkpoint.models.mtp import FIRST_KEY
 from forkpoint.ops.metadata import AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.ops.rows.columns import IdColumns, LateColumns
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.graphs import Graphs
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.staging import Arrays, Tensors, upload_all
 from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
@@ -98,7 +98,7 @@ class DraftGraphs:
             shape = min(fitting, key=lambda s: s.num_rows * s.num_drafts)
             self._graphs.replay(shape, self._arrays(shape, columns))
         else:
-            self._issue(upload_all(self._platform, self._arrays(exact, columns)), exact)
+            self._issue(self._platform.upload_all(self._arrays(exact, columns)), exact)
 
     def _padding(self, shape: _Shape) -> Arrays:
         arrays = self._arrays(shape, [np.empty(0, np.int32)] * 6)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from forkpoint.platforms.platform import Platform
-from forkpoint.runtime.staging import Arrays, InputRegion, Tensors, layout_of
+import torch
+
+from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
+from forkpoint.platforms.platform import Mark, Platform
 from forkpoint.runtime.step_inputs import StepShape
 
 Shape = TypeVar("Shape")
@@ -22,6 +24,7 @@ _WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # their tokens a row
 _TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
 _TOKENS_PER_SEGMENT = 32
 _MIN_SEGMENTS = 4
+_NUM_STAGED = 3  # steps whose inputs may still wait to be copied: two in flight and the one being made
 
 
 def graph_shapes(
@@ -75,9 +78,34 @@ def _kind(shape: StepShape) -> str:
     return "prefill" if shape.num_segments else "verify" if shape.num_verified else "decode"
 
 
+class InputRegion:
+    """Device memory that recorded steps read their inputs from, and staged copies of it on the host."""
+
+    def __init__(self, platform: Platform, capacity: int) -> None:
+        self._platform = platform
+        self.device = torch.zeros(capacity, dtype=torch.uint8, device=platform.device)
+        self._staged = [platform.host_buffer((capacity,), torch.uint8) for _ in range(_NUM_STAGED)]
+        self._views = [buffer.numpy().data for buffer in self._staged]
+        self._copied: list[Mark | None] = [None] * _NUM_STAGED
+        self._turn = 0
+
+    def fill(self, arrays: Arrays, offsets: Sequence[int]) -> None:
+        """Copy the arrays to their places; only the last may be shorter than its place."""
+        self._turn = (self._turn + 1) % _NUM_STAGED
+        mark = self._copied[self._turn]
+        if mark is not None:
+            mark.synchronize()
+        view, end = self._views[self._turn], 0
+        for array, offset in zip(arrays.values(), offsets, strict=True):
+            end = offset + array.nbytes
+            view[offset:end] = array.tobytes()
+        self.device[:end].copy_(self._staged[self._turn][:end], non_blocking=True)
+        self._copied[self._turn] = self._platform.mark()
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Outputs]):
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
     replay: Callable[[], None]
     outputs: list[Outputs]  # of the work issued last
 
@@ -88,8 +116,7 @@ class Graphs(Generic[Shape, Outputs]):
     def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays]) -> None:
         self._platform, self._padding = platform, padding
         self._graphs: dict[Shape, _Graph[Outputs]] = {}
-        layouts = map(layout_of, padding.values())
-        sizes = [fields[-1].offset + fields[-1].num_bytes for fields in layouts]
+        sizes = (places_of(arrays)[1] for arrays in padding.values())
         self._region = InputRegion(platform, max(sizes, default=0))
 
     @property
@@ -120,10 +147,9 @@ class Graphs(Generic[Shape, Outputs]):
 
     def _record(self, issue: Callable[[Tensors, Shape], Outputs], shape: Shape) -> _Graph[Outputs]:
         arrays = self._padding[shape]
-        fields = layout_of(arrays)
-        offsets = tuple(field.offset for field in fields)
+        offsets, _ = places_of(arrays)
         self._region.fill(arrays, offsets)
-        tensors = self._region.tensors(fields)
+        tensors = views(self._region.device, arrays, offsets)
         found: list[Outputs] = []
 
         def run() -> None:

@@ -16,9 +16,9 @@ from forkpoint.cache.layout import CacheLayout, LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.context import LayerCache
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.packing import Arrays
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
-from forkpoint.runtime.staging import Arrays
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
 Pad = Callable[[IntArray, int], IntArray]  # a column of a step's decode rows, and what rows of padding have in it

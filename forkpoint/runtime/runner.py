@@ -19,6 +19,7 @@ from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
 from forkpoint.ops.table import OpTable
+from forkpoint.platforms.packing import Tensors
 from forkpoint.platforms.platform import Platform
 from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
@@ -30,7 +31,6 @@ from forkpoint.runtime.pending import FailedStep, RunningStep, Verified
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
-from forkpoint.runtime.staging import Tensors, upload_all
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
 from forkpoint.runtime.windows import NO_DRAFT, Windows
@@ -178,7 +178,7 @@ class ModelRunner:
         if shape is not None:
             outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
         else:
-            tensors = upload_all(self.platform, arrays)
+            tensors = self.platform.upload_all(arrays)
             lens: HostLens = ((), ())
             if not plan.rows.ahead.any():  # else only the device knows
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())

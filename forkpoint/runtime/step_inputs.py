@@ -20,9 +20,9 @@ from forkpoint.ops.metadata import (
     tile_table,
 )
 from forkpoint.ops.rows.columns import LateColumns
+from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
-from forkpoint.runtime.staging import Arrays, Tensors
 from forkpoint.runtime.state_operators import KINDS, StateOperators
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
