@@ -14,13 +14,17 @@ from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin, nearest_ch
 
 class Filing:
     """Takes slots for the states that are worth one, which leases carry until the plan is issued; then files blocks and
-    saves under their histories."""
+    saves under their histories.
+
+    To be read by others: `filed`, what was filed since the last plan was issued; `planned`, boundaries, in tokens, that
+    the next plan makes reusable.
+    """
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
         self._layout = store.layout
-        self.filed: list[Node | Checkpoint] = []  # since the last plan was issued
-        self._planned: dict[BlockHash, int] = {}  # boundaries, in tokens, that the next plan makes reusable
+        self.filed: list[Node | Checkpoint] = []
+        self.planned: dict[BlockHash, int] = {}
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
         """A chunk `[start, end)` is planned: take slots for the candidates that are worth it.
@@ -32,11 +36,11 @@ class Filing:
         size, hashes = self._layout.block_size, lease.chain.hashes
         if not self._layout.has_states:
             last = min(end // size, len(hashes))
-            self._planned.update((hashes[i], (i + 1) * size) for i in range(start // size, last))
+            self.planned.update((hashes[i], (i + 1) * size) for i in range(start // size, last))
             return
         for candidate in candidates:
             index = candidate.num_tokens // size - 1
-            if index >= len(hashes) or hashes[index] in self._planned:
+            if index >= len(hashes) or hashes[index] in self.planned:
                 continue
             present = self._store.tree.find(hashes[index])
             if present is not None and present.checkpoint is not None:
@@ -54,7 +58,7 @@ class Filing:
             return
         save.slot = slot
         lease.pending.append(save)
-        self._planned[block_hash] = candidate.num_tokens
+        self.planned[block_hash] = candidate.num_tokens
 
     def _take_slot(self, save: PendingSave, block_hash: BlockHash, lease: Lease, displaces: bool) -> int | None:
         if not displaces:
@@ -71,7 +75,7 @@ class Filing:
         size, hashes = self._layout.block_size, lease.chain.hashes
         fits = (
             num_tokens
-            for block_hash, num_tokens in self._planned.items()
+            for block_hash, num_tokens in self.planned.items()
             if num_tokens <= min(limit, len(hashes) * size) and hashes[num_tokens // size - 1] == block_hash
         )
         return max(fits, default=0)
@@ -151,7 +155,7 @@ class Filing:
     def drain(self) -> list[Node | Checkpoint]:
         """The plan is complete. What was filed since the last call: it is computed by this plan, or by earlier ones."""
         filed, self.filed = self.filed, []
-        self._planned.clear()
+        self.planned.clear()
         return filed
 
 

@@ -278,7 +278,8 @@ class CacheManager:
         the last one."""
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        return moves, self.filing.drain()
+        made = self.filing.drain() if self.filing.filed or self.filing.planned else []
+        return moves, made
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """One reader of a checkpoint's slot is done."""
