@@ -100,7 +100,7 @@ class ModelRunner:
                 self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
         kept = (self._states.copies, self._records, most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
-        self._shapes = ShapeTable(shapes)
+        self._shapes = ShapeTable(shapes) if shapes else None  # of steps that graphs are recorded for
         padding = {shape: self._builder.padding(shape) for shape in shapes}
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
@@ -171,7 +171,7 @@ class ModelRunner:
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._verifies(plan))
         asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
-        shape = None if asking else self._shapes.find(exact)
+        shape = None if asking or self._shapes is None else self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
         copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
         prompts: list[tuple[int, list[Scores]]] = []
@@ -203,7 +203,7 @@ class ModelRunner:
         """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
         if self._records is None or not self._records.drafts:
             return False
-        return (bool(self._graphs.shapes) and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
+        return (self._shapes is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """A whole step on the device, greedy sampling included; what a graph records."""
