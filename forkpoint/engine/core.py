@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
+from forkpoint.engine.events import EventPublisher
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.params import FinishReason
@@ -19,15 +21,6 @@ MIDDLE_EVERY = 64  # steps between collections of the middle generation of objec
 FULL_EVERY = 1 << 16  # and of everything, which finds hardly a cycle and takes a tenth of a second
 CLOSED = "the engine is closed; make a new one"
 LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, one is planned
-
-
-class Publisher(Protocol):
-    """Tells others what the cache can restore."""
-
-    def publish(self) -> None:
-        """The cache may have changed."""
-
-    def close(self) -> None: ...
 
 
 class EngineCore:
@@ -49,7 +42,7 @@ class EngineCore:
         drafts: bool = False,
         on_close: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
-        events: Publisher | None = None,
+        events: EventPublisher | None = None,
         log: RequestLog | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -117,12 +110,10 @@ class EngineCore:
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             collect_garbage(plan.step)
 
-    def drain(self) -> list[RequestUpdate]:
+    def drain(self) -> None:
         """Finish the steps in flight without planning new ones; none where the engine is closed or torn."""
-        updates: list[RequestUpdate] = []
         while self._in_flight and not self._closed:
-            updates += self._finish_oldest()
-        return updates
+            self._finish_oldest()
 
     def reset_prefix_cache(self) -> bool:
         """Nothing cached so far is found again."""
@@ -175,18 +166,12 @@ class EngineCore:
         """Undo `step` and all later ones, which built on it; their results are waited for and dropped."""
         self._in_flight.popleft()
         while self._in_flight:
-            _wait(self._in_flight.popleft()[1])
+            with suppress(Exception):  # they ran on what the failed step left behind; its error is the one reported
+                self._in_flight.popleft()[1].result()
         told = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
         failure = StepFailedError(f"step {step} failed: {told}")
         failure.__cause__ = error
         return self.scheduler.fail(step, failure)
-
-
-def _wait(pending: PendingStep) -> None:
-    try:
-        pending.result()
-    except Exception:
-        return  # it ran on what the failed step left behind; that first error is the one reported
 
 
 def collect_garbage(step: int) -> None:
