@@ -89,7 +89,6 @@ class Rig:
             num_pages,
             options.cache,
             config,
-            max_model_len=options.max_model_len,
             deterministic=loaded.ops.deterministic,
             drafter=loaded.drafter,
         )

@@ -78,7 +78,7 @@ class SteadyLoad:
         per_request = layout.num_pages_for(SHARED_TOKENS + OWN_TOKENS + OUTPUT_TOKENS[1], 3)
         config = SchedulerConfig(max_num_seqs=num_running)
         pages = num_running * per_request
-        self.sched = Scheduler(layout, pages, CacheConfig(), config, max_model_len=1 << 18)
+        self.sched = Scheduler(layout, pages, CacheConfig(), config)
         self._num_added = 0
         for _ in range(num_running):
             self.add()
@@ -141,7 +141,7 @@ def measure_lookup(num_tokens: int, repeats: int) -> list[Reading]:
     """Time to hash and look up a prompt of `num_tokens` tokens that is cached up to its last boundary."""
     layout = benchmark_layout()
     pages = 2 * layout.num_pages_for(num_tokens + 1, 8)
-    sched = Scheduler(layout, pages, CacheConfig(), SchedulerConfig(), max_model_len=2 * num_tokens)
+    sched = Scheduler(layout, pages, CacheConfig(), SchedulerConfig())
     prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, num_tokens, dtype=np.int32)
     sched.add(Request("first", prompt, SamplingParams(max_tokens=1), 1, seed=0))
     while (plan := sched.schedule()) is not None:

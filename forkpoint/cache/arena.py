@@ -154,7 +154,6 @@ class Arena:
     def __init__(self, layout: CacheLayout, num_pages: int) -> None:
         if num_pages < 2:
             raise ConfigError(f"an arena needs 2 pages or more (page 0 is reserved), not {num_pages}")
-        self.layout = layout
         self.num_pages = num_pages
         # Of a kind that the layout does not have no unit is ever taken.
         self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes)

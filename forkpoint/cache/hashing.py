@@ -51,10 +51,6 @@ class HashChain:
     def num_tokens(self) -> int:
         return (len(self.blocks) * self._block_bytes + len(self._rest)) // TOKEN_BYTES
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Append tokens and hash the blocks that they fill."""
         data, size = self._rest + token_ids.astype(np.int32, copy=False).tobytes(), self._block_bytes

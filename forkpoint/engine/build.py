@@ -45,7 +45,6 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         facts.num_pages,
         config.cache,
         facts.scheduler,
-        max_model_len=facts.max_model_len,
         deterministic=config.deterministic,
         cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
         policy=policy(),

@@ -23,13 +23,10 @@ class Batch:
     def __init__(
         self, layout: CacheLayout, num_rows: int, max_model_len: int, vocab_size: int, platform: Platform
     ) -> None:
-        self.vocab_size = vocab_size
-        self.platform = platform
         blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
         self.table = BlockTable(num_rows, blocks, layout.block_size, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
-        self._has_kv = layout.has_kv
         self._rows: dict[int, AddedRow] = {}
         self._sampling: dict[int, RowSampling] = {}
         self._counts = TokenCounts(num_rows, vocab_size, platform)

@@ -44,7 +44,6 @@ class Scheduler:
         cache: CacheConfig,
         scheduler: SchedulerConfig,
         *,
-        max_model_len: int,
         deterministic: bool = False,
         cost: RecomputeCost | None = None,
         policy: EvictionPolicy | None = None,
@@ -54,7 +53,6 @@ class Scheduler:
     ) -> None:
         self.layout = layout
         self.config = scheduler
-        self.max_model_len = max_model_len
         self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
         self._waiting = WaitingQueue(layout)
         self._issued: deque[IssuedStep] = deque()

@@ -21,8 +21,6 @@ from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.system import StepNews, SystemCounters
 from forkpoint.sim.trace import TraceRequest
 
-MAX_MODEL_LEN = 1 << 24  # the trace decides how long prompts are
-
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -44,7 +42,7 @@ class EngineSystem:
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._now = 0.0
-        self.sched = Scheduler(**vars(options), max_model_len=MAX_MODEL_LEN, clock=lambda: self._now)
+        self.sched = Scheduler(**vars(options), clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
         self._outputs: dict[str, list[int]] = {}  # what they are going to generate
         self._row_ids: dict[int, str] = {}

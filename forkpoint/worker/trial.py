@@ -84,10 +84,10 @@ def _full_step(sched: SchedulerConfig, max_model_len: int) -> list[int]:
 
 def _parts(loaded: Loaded, prompts: Sequence[int]) -> tuple[ModelRunner, Scheduler]:
     """For prompts that are there at the same time."""
-    num_pages, limit = _pages(loaded.layout, prompts), loaded.model.config.max_model_len
+    num_pages = _pages(loaded.layout, prompts)
     cache = CacheConfig(enable_prefix_caching=False)
     runner = ModelRunner(loaded, num_pages, num_rows=len(prompts), shapes=())
-    return runner, Scheduler(loaded.layout, num_pages, cache, loaded.sched, max_model_len=limit)
+    return runner, Scheduler(loaded.layout, num_pages, cache, loaded.sched)
 
 
 def _request(length: int, max_tokens: int, number: int = -1, **params: Any) -> Request:

@@ -111,7 +111,7 @@ def test_many_at_once_are_as_many_one_by_one(name: str, num_pages: int, ops: lis
             for block in some:
                 one_by_one.give_blocks([block])
             del held[start : start + count]
-        elif at_once.num_blocks_until_slot == at_once.layout.blocks_per_page and not at_once.num_free_pages:
+        elif at_once.num_blocks_until_slot == LAYOUTS[name].blocks_per_page and not at_once.num_free_pages:
             at_once.reissue_blocks(some, anybody)
             for block in some:
                 one_by_one.give_blocks([block])

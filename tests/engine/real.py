@@ -358,7 +358,6 @@ def start(
         num_pages,
         options.cache,
         config,
-        max_model_len=MAX_MODEL_LEN,
         deterministic=options.deterministic,
         drafter=drafter,
     )

@@ -44,7 +44,7 @@ class RecordingRunner(HashRunner):
 
 def make(async_scheduling: bool) -> tuple[EngineCore, RecordingRunner]:
     config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8)
-    scheduler = Scheduler(LAYOUT, 400, CacheConfig(), config, max_model_len=4096)
+    scheduler = Scheduler(LAYOUT, 400, CacheConfig(), config)
     runner = RecordingRunner(LAYOUT, 400, VOCAB)
     return EngineCore(scheduler, runner, async_scheduling=async_scheduling), runner
 

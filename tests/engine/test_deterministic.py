@@ -61,7 +61,7 @@ class Serving:
         loaded = Loaded(model, ops, layout, config, CpuPlatform())
         self.runner = ModelRunner(loaded, num_pages, max_model_len=MAX_LEN)
         self.runner.arena.data.fill_(0xFF)  # NaN in every dtype
-        self.sched = Scheduler(layout, num_pages, cache, config, max_model_len=MAX_LEN, deterministic=True)
+        self.sched = Scheduler(layout, num_pages, cache, config, deterministic=True)
         self.log: Log = {}
         self.requests: dict[str, Request] = {}
         self._rows: dict[int, str] = {}

@@ -40,7 +40,7 @@ def make_core(layout: CacheLayout, async_scheduling: bool) -> tuple[EngineCore, 
     num_pages = layout.num_pages_for(3000, 8) + 2
     config = SchedulerConfig(max_num_seqs=32)
     cache = CacheConfig(num_ghosts=100)
-    scheduler = Scheduler(layout, num_pages, cache, config, max_model_len=MAX_MODEL_LEN)
+    scheduler = Scheduler(layout, num_pages, cache, config)
     return EngineCore(scheduler, HashRunner(layout, num_pages, VOCAB), async_scheduling=async_scheduling), scheduler
 
 

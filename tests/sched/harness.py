@@ -70,7 +70,6 @@ class Harness:
             self.num_pages,
             self.cache,
             config,
-            max_model_len=1 << 20,
             deterministic=self.deterministic,
             drafter=drafter,
         )

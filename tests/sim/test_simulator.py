@@ -87,7 +87,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
     """The same requests at the same steps: every plan is the same, block by block and slot by slot."""
     layout = LAYOUTS[name]
     num_pages = layout.num_pages_for(tokens, 4) + 1
-    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, max_model_len=1 << 20, cost=COST)
+    scheduler = Scheduler(layout, num_pages, CacheConfig(), SCHEDULER, cost=COST)
     runner = Watched(layout, num_pages)
     core = EngineCore(scheduler, runner)
     requests = {}
