@@ -60,11 +60,8 @@ class Registry(Generic[Thing]):
             return self._load(name, f"{self._kind} {name!r}")
         near = get_close_matches(name, self.names(), n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise self._error(f"{name!r} is no {self._kind}{hint}; give {self.allowed()}")
-
-    def allowed(self) -> str:
-        """What `find` takes, for help texts and errors."""
-        return f"one of {', '.join(self.names())}, or module:name of one that can be imported"
+        allowed = f"one of {', '.join(self.names())}, or module:name of one that can be imported"
+        raise self._error(f"{name!r} is no {self._kind}{hint}; give {allowed}")
 
     def _entry_points(self) -> EntryPoints:
         return _installed(self._group, tuple(sys.path))

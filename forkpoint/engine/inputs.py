@@ -65,9 +65,7 @@ class InputProcessor:
         found = self.tokenizer.tool_call_token_ids if self.tokenizer is not None else frozenset()
         object.__setattr__(self, "tool_call_token_ids", found)
 
-    def prompt(
-        self, given: PromptInput, breakpoints: Sequence[int] = (), params: SamplingParams | None = None
-    ) -> Prompt:
+    def prompt(self, given: PromptInput, params: SamplingParams | None = None) -> Prompt:
         """Tokenise, cut as `params` say, and check. Raises a RequestError with what was given and what is allowed."""
         if isinstance(given, Mapping):
             given = self._from_mapping(given)
@@ -76,11 +74,11 @@ class InputProcessor:
         elif isinstance(given, str):
             if self.tokenizer is None:
                 raise InvalidPromptError("the engine was started without a tokenizer; give token ids, not text")
-            prompt = Prompt(np.asarray(self.tokenizer.encode(given), np.int32), given, tuple(breakpoints))
+            prompt = Prompt(np.asarray(self.tokenizer.encode(given), np.int32), given)
         else:
             ids = _integers(given)
             self._check_ids(ids)
-            prompt = Prompt(ids.astype(np.int32), None, tuple(breakpoints))
+            prompt = Prompt(ids.astype(np.int32))
         prompt = self._cut(prompt, params)
         self._check_ids(prompt.token_ids)
         self._check_length(prompt)

@@ -64,10 +64,10 @@ class BlockTable:
             return
         if not (int(rows.min()) >= 0 and int(rows.max()) < self.num_rows):
             raise BlockTableError(f"a row of {rows.tolist()} is not in a block table of {self.num_rows} rows")
-        if self.ratio > 1:
-            entries, pointers = self._split(block_ids), pointers * self.ratio
-        else:
-            entries = block_ids
+        entries = block_ids
+        if self.ratio > 1:  # their kernel blocks
+            entries = np.add.outer(block_ids * np.int32(self.ratio), np.arange(self.ratio, dtype=np.int32)).ravel()
+            pointers = pointers * self.ratio
         counts, starts = np.diff(pointers), self._num_entries[rows]
         ends = starts + counts
         if int(ends.max()) > self.max_entries_per_row:
@@ -134,8 +134,3 @@ class BlockTable:
             pair = self._platform.upload(np.stack([places, self._table.reshape(-1)[places].astype(np.int64)]))
             self.device.view(-1).index_copy_(0, pair[0], pair[1].int())
         self._changed.clear()
-
-    def _split(self, block_ids: IntArray) -> IntArray:
-        """Their kernel blocks."""
-        split: IntArray = np.add.outer(block_ids * np.int32(self.ratio), np.arange(self.ratio, dtype=np.int32))
-        return split.ravel()

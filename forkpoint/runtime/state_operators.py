@@ -31,9 +31,8 @@ class StateOperators:
             for tensor in (tensor for spec in layer if isinstance(spec, StateSpec) for tensor in spec.tensors):
                 for kind, operator in zip(KINDS, tensor.operators or (), strict=False):
                     self._pools[kind].setdefault(operator, []).append(cache[tensor.name])
-        self._redirects = redirects
         self._source = {name: "src" if name in redirects else "placed" for kind in KINDS for name in self._pools[kind]}
-        self.copies = any(operator not in redirects for kind in KINDS for operator in self._pools[kind])
+        self.copies = "placed" in self._source.values()
 
     def indices(
         self, tensors: Mapping[str, Tensor], lens: tuple[int, ...]
@@ -53,11 +52,11 @@ class StateOperators:
         """Copy states for operators that cannot redirect: one launch for all layers of the decode rows, one for those
         of the segments. Returns the bytes."""
         copied = 0
-        for kind in KINDS if self.copies else ():
+        for kind in KINDS:
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
             moved = np.flatnonzero((src != dst) & (dst >= 0))
             operators = self._pools[kind].items()
-            pools = [pool for name, own in operators if name not in self._redirects for pool in own]
+            pools = [pool for name, own in operators if self._source[name] == "placed" for pool in own]
             if len(moved) and pools:
                 pair = platform.upload(np.stack([src[moved], dst[moved]]))
                 ops.state_copy(pools, pair[0], pair[1])

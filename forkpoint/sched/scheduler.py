@@ -312,13 +312,11 @@ class Scheduler:
         entry.ended = True
         if self._drafting is not None:
             self._drafting.forget(entry.request)
-        if entry.leaving:
-            return entry.request
         if entry.row == NO_ROW:
             self._waiting.remove(entry)
             self.cache.expect(entry.expected, -1)
             self.cache.forget_private(entry.lease, entry.request.num_prompt_tokens)
-        else:
+        elif not entry.leaving:
             self._leave(entry)
         return entry.request
 

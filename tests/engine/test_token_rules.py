@@ -139,7 +139,8 @@ def test_the_last_tokens_of_a_prompt_are_kept(llm: LLM) -> None:
 
 def test_boundaries_move_with_the_prompt(llm: LLM) -> None:
     long = "ab" * 400
-    prompt = llm._engine.inputs.prompt(long, [100, 640, 700], SamplingParams(truncate_prompt_tokens=200))
+    whole = dataclasses.replace(llm._engine.inputs.prompt(long), breakpoints=(100, 640, 700))
+    prompt = llm._engine.inputs.prompt(whole, SamplingParams(truncate_prompt_tokens=200))
     assert (prompt.num_dropped, prompt.breakpoints) == (600, (40, 100))
     params = SamplingParams(truncate_prompt_tokens=200, cache_breakpoints=[30, 664, 800])
     (request,) = llm._engine.inputs.requests("r", prompt, params, priority=0, number=0, arrival_s=0.0)
