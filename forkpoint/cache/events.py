@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from forkpoint.outputs import MissReason
-
 
 @dataclass(slots=True)
 class CacheCounters:
@@ -22,13 +20,6 @@ class CacheCounters:
     checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # wanted, but there was no room
     blocks_evicted: int = 0
     moves: int = 0
-
-    def count_query(self, num_tokens: int, num_hit: int, reachable: int, miss: MissReason | None) -> None:
-        """One prompt: of its tokens `num_hit` were reused, and up to `reachable` could have been."""
-        self.query_tokens += num_tokens
-        self.hit_tokens += num_hit
-        if miss is not None:
-            self.lost_tokens[miss] += reachable - num_hit
 
 
 @dataclass(slots=True, kw_only=True)

@@ -362,7 +362,10 @@ class CacheManager:
         Returns the junctions that it showed; where a conversation had lost its end and goes on there is none.
         """
         size, counters = self.layout.block_size, self.store.counters
-        counters.count_query(num_tokens, hit.num_tokens, hit.once_num_tokens, hit.miss)
+        counters.query_tokens += num_tokens
+        counters.hit_tokens += hit.num_tokens
+        if hit.miss is not None:
+            counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
         gone = lease.chain.hashes[hit.num_tokens // size : self.layout.usable_prefix(num_tokens) // size]
         lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
         if ended is None:
