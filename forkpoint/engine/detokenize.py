@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from forkpoint.engine.tokenizer import Tokenizer
+from forkpoint.sched.plan import IntArray
 
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
@@ -18,7 +19,9 @@ REPLACEMENT = "\ufffd"  # how a decoder shows bytes that are not (yet) a charact
 class Detokenizer:
     """Streams the text of one completion. Text of an unfinished character waits for its last token."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | IntArray, *, skip_special_tokens: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context = [int(token) for token in prompt_token_ids[-CONTEXT_TOKENS:]]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from forkpoint.engine.detokenize import CONTEXT_TOKENS, Detokenizer, StopPattern, StopStrings
+from forkpoint.engine.detokenize import Detokenizer, StopPattern, StopStrings
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ForkpointError
@@ -42,15 +42,10 @@ class Completion:
         self.finish_reason: FinishReason | None = None
         self._index = index
         self._tokenizer = tokenizer
-        self._detokenizer = (
-            Detokenizer(
-                tokenizer,
-                request.prompt_token_ids[-CONTEXT_TOKENS:].tolist(),
-                skip_special_tokens=params.skip_special_tokens,
-            )
-            if tokenizer is not None
-            else None
-        )
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            skip = params.skip_special_tokens
+            self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
         self._stops = StopStrings(stops, include=params.include_stop_str_in_output)
         self._text = ""
         self._token_ids: list[int] = []
