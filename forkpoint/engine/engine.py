@@ -61,10 +61,6 @@ class Engine:
         self._unprepared.pop(request_id, None)
         return state.output() if state is not None else None
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; outputs of the requests that have news, each as far as it has come."""
-        return [state.output() for state in self.advance()]
-
     def advance(self) -> list[RequestState]:
         """Run one step; the requests that have news. Making an output of each costs time that grows with its length."""
         updates = self.core.step(self._prepare if self._unprepared else None)

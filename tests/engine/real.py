@@ -294,8 +294,8 @@ class RealEngine:
             self.outputs[request_id] = output
 
     def step(self) -> None:
-        for output in self.engine.step():
-            self.outputs[output.request_id] = output
+        for state in self.engine.advance():
+            self.outputs[state.request_id] = state.output()
         self.sched.check_integrity()
         if self.scrub:
             self._scrub()

@@ -96,12 +96,12 @@ def test_no_table_of_the_engine_grows(name: str) -> None:
     for _ in range(2):
         for _ in range(NUM_REQUESTS // 4 // BURST):
             ids = [engine.add_request(engine.inputs.prompt(traffic.prompt()), traffic.params()) for _ in range(BURST)]
-            engine.step()
+            engine.advance()
             for request_id in ids:
                 if traffic.leaves():
                     engine.abort(request_id)
             while engine.has_unfinished():
-                engine.step()
+                engine.advance()
         sweep(scheduler)
         sizes.append(container_sizes({"engine": engine}, skip=[HashRunner]))
     check_flat(*sizes, NUM_REQUESTS // 4)
