@@ -7,15 +7,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forkpoint.engine.events import EventPublisher
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.params import FinishReason
 from forkpoint.sched.plan import PendingStep, Runner
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:  # it brings sockets and a codec along
+    from forkpoint.engine.events import EventPublisher
 
 MIDDLE_EVERY = 64  # steps between collections of the middle generation of objects
 FULL_EVERY = 1 << 16  # and of everything, which finds hardly a cycle and takes a tenth of a second

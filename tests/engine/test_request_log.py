@@ -38,7 +38,7 @@ def test_it_replays(tiny_model: Path, tmp_path: Path) -> None:
     first, longer, other, short = read_trace(tmp_path / "log.jsonl").requests
     a, b, c = (request.prompt.array().tolist() for request in (first, longer, other))
     assert a[:192] == b[:192] == c[:192] and a[192:] != c[192:195]
-    assert short.num_prompt_tokens == 1 and first.arrival_s == 0.0
+    assert short.prompt.num_tokens == 1 and first.arrival_s == 0.0
 
 
 def test_token_ids_instead_of_hashes(tiny_model: Path, tmp_path: Path) -> None:
