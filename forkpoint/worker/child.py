@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from typing import Any
 
 EXIT_FAILED = 1
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by the parent, which tells its children
+UNGUARDED = (
+    "error: a process of this program imports the program's file, which starts such processes again; put what the file "
+    'does under `if __name__ == "__main__":`'
+)
 
 
 def start_child(target: Callable[..., None], *arguments: Any, name: str) -> SpawnProcess:
@@ -21,7 +26,12 @@ def start_child(target: Callable[..., None], *arguments: Any, name: str) -> Spaw
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
     resource_tracker.ensure_running()  # else `start` does it, which takes the block off again
     with signals_blocked():  # inherited: they are for this process to handle, from the first moment on
-        process.start()
+        try:
+            process.start()
+        except RuntimeError:
+            if "__mp_main__" not in sys.modules:  # what a spawned process calls the program's main module
+                raise
+            raise SystemExit(UNGUARDED) from None
     return process
 
 

@@ -108,8 +108,19 @@ if __name__ == "__main__":
 """
 
 
+def run_program(text: str, folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(text)
+    command = [sys.executable, str(folder / "program.py"), str(model)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ})
+
+
 def test_a_program_that_closes_nothing_ends(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "program.py"), str(tiny_model)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ})
+    shown = run_program(SCRIPT, tmp_path, tiny_model)
     assert (shown.returncode, shown.stdout) == (0, "1\n"), shown.stderr
+
+
+def test_a_program_that_cannot_be_imported_is_told_so_in_a_line(tiny_model: Path, tmp_path: Path) -> None:
+    shown = run_program(SCRIPT.replace('__name__ == "__main__"', "True"), tmp_path, tiny_model)
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: a process of this program imports the program's file")
+    assert shown.stderr.count("Traceback") == 1  # of the program's own call
