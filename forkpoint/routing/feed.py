@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
@@ -36,23 +37,12 @@ class RestorableIndex:
                 case AllBlocksCleared():
                     self._resumable.clear()
 
-    def published_run(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first blocks are published: what a router that knows of no states counts.
-
-        With a block all that come before it are published, so a few looks are enough.
-        """
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hashes[middle - 1] in self._resumable:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def restorable(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first blocks a request could take from the cache."""
-        num_blocks = self.published_run(hashes)
+        """How many of a prompt's first blocks a request could take from the cache.
+
+        With a block all that come before it are published, so a few looks find how far they reach.
+        """
+        num_blocks = bisect_left(hashes, True, key=lambda name: name not in self._resumable)
         while num_blocks and not self._resumable.get(hashes[num_blocks - 1]):
             num_blocks -= 1
         return num_blocks

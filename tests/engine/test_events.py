@@ -100,7 +100,7 @@ def test_a_state_that_goes_takes_the_blocks_above_it_along() -> None:
         nodes = cache.store.tree.match(cache.new_lease("x", "", prompt).chain, 10)
         cache.store.drop_checkpoint(next(n.checkpoint for n in reversed(nodes) if n.checkpoint is not None))
     listener.check([prompt, prompt[:400]])
-    assert listener.index.published_run(hashes) == 4
+    assert listener.published_run(hashes) == 4
     assert cache.lookup(cache.new_lease("x", "", prompt), 700).kv_num_tokens == 640
 
 
@@ -153,7 +153,7 @@ def test_the_router_of_dynamo_counts_what_can_be_restored() -> None:
             scores = tree.find_matches(core.compute_block_hash_for_seq(ids, SIZE)).scores
             (count,) = scores.values() if scores else (0,)
             hashes = sent_hashes(history, SIZE)
-            assert count == listener.index.published_run(hashes)
+            assert count == listener.published_run(hashes)
             num_exact += count == listener.index.restorable(hashes)
             num_asked += 1
     assert num_exact >= 0.9 * num_asked  # of histories; one that parts between two states is counted too far
