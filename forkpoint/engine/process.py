@@ -13,8 +13,9 @@ from forkpoint.engine import messages
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestError, RequestFailedError
 from forkpoint.grammar.compiler import GrammarCompiler
+from forkpoint.grammar.masks import TokenRules
 from forkpoint.obs.logs import LOGGER
-from forkpoint.sched.request import Grammar, Request, RequestUpdate
+from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 
@@ -63,7 +64,7 @@ class EngineLoop:
         self._core = core
         self._grammars = grammars
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars")
-        self._starting: dict[str, tuple[Request, Future[Grammar | None]]] = {}  # whose grammars are compiled, by id
+        self._starting: dict[str, tuple[Request, Future[TokenRules | None]]] = {}  # whose grammars are compiled, by id
         self._inbox = inbox
         self._outbox = outbox
         self._decode = decoder(messages.Command)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
-from forkpoint.grammar.masks import TokenGrammar, TokenRules, bad_word_ids
+from forkpoint.grammar.masks import TokenRules, bad_word_ids
 from forkpoint.grammar.source import Description, slow_name
 from forkpoint.params import SamplingParams, StructuredOutputsParams
-from forkpoint.sched.request import Grammar
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
@@ -58,69 +57,55 @@ class GrammarCompiler:
             with suppress(InvalidParamsError):  # which the first request gets that needs it
                 self._loaded()
 
-    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> Grammar | None:
-        """A grammar that has followed nothing yet, of all that `params` say of ids that may come; None for nothing.
+    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenRules | None:
+        """Rules that have followed nothing yet, of all that `params` say of ids that may come; None for nothing.
 
         `stop_token_ids` end the request: of the end-of-sequence ids only these may follow a whole output. Raises
         InvalidParamsError for what cannot be compiled, and for what no token can begin.
         """
-        grammar = self._structured(params, stop_token_ids)
-        if params.allowed_token_ids is None and not params.bad_words:
-            return grammar
-        words = []
-        if params.bad_words:
-            if self._tokenizer is None:
-                raise InvalidParamsError("bad_words need a tokenizer; start without skip_tokenizer_init")
-            words = bad_word_ids(self._tokenizer, params.bad_words)
-        try:
-            return TokenRules(
-                self._vocab_size,
-                allowed=params.allowed_token_ids,
-                bad_words=words,
-                stop_token_ids=stop_token_ids,
-                min_tokens=params.min_tokens,
-                grammar=grammar,
-            )
-        except StructuredOutputError as error:
-            raise InvalidParamsError(f"no token can come: {error}") from error
-
-    def _structured(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenGrammar | None:
-        wanted = params.structured_outputs
-        if wanted is None:
+        if not params.restricts_tokens:
             return None
-        if self._tokenizer is None:
-            raise InvalidParamsError("structured_outputs need a tokenizer; start without skip_tokenizer_init")
-        ends = frozenset(self._loaded().eos_tokens)
+        wanted, words = params.structured_outputs, []
+        if self._tokenizer is not None:
+            words = bad_word_ids(self._tokenizer, params.bad_words)
+        elif wanted is not None or params.bad_words:
+            name = "structured_outputs" if wanted is not None else "bad_words"
+            raise InvalidParamsError(f"{name} need a tokenizer; start without skip_tokenizer_init")
+        rules = partial(
+            TokenRules,
+            self._vocab_size,
+            allowed=params.allowed_token_ids,
+            bad_words=words,
+            stop_token_ids=frozenset(stop_token_ids),
+            min_tokens=params.min_tokens,
+        )
+        try:
+            found = rules() if wanted is None else self._structured(wanted, stop_token_ids, rules)
+        except StructuredOutputError as error:
+            what = "no token can come" if wanted is None else "structured_outputs cannot be met"
+            raise InvalidParamsError(f"{what}: {error}") from error
+        if found.mask is None:
+            raise InvalidParamsError("structured_outputs match only the empty text; ask for at least one character")
+        return found
+
+    def _structured(
+        self, wanted: StructuredOutputsParams, stop_token_ids: Collection[int], rules: Callable[..., TokenRules]
+    ) -> TokenRules:
+        assert self._tokenizer is not None
+        description, loaded = self._description(wanted), self._loaded()
+        ends = frozenset(loaded.eos_tokens)
         forbidden = ends - set(stop_token_ids)
         if not wanted.structural_tag:  # which may name special tokens; other texts do not show them
             forbidden |= frozenset(self._tokenizer.hf.all_special_ids) - ends
-        if params.allowed_token_ids is not None:
-            forbidden |= frozenset(range(self._vocab_size)).difference(params.allowed_token_ids)
+        rules = partial(rules, forbidden=forbidden, num_ids=loaded.vocab_size, ends=ends)
         try:
-            grammar = self._begun(
-                self._description(wanted),
-                vocab_size=self._vocab_size,
-                num_ids=self._loaded().vocab_size,
-                ends=ends,
-                forbidden=forbidden,
-                stop_token_ids=frozenset(stop_token_ids),
-                min_tokens=params.min_tokens,
-            )
-        except StructuredOutputError as error:
-            raise InvalidParamsError(f"structured_outputs cannot be met: {error}") from error
-        if grammar.mask is None:
-            raise InvalidParamsError("structured_outputs match only the empty text; ask for at least one character")
-        return grammar
-
-    def _begun(self, description: Description, **options: Any) -> TokenGrammar:
-        try:
-            return TokenGrammar(self._matcher(description), **options)
+            return rules(matcher=self._matcher(description))
         except StructuredOutputError:
             with self._lock:
                 kept = self._matchers.pop(description, None)
             if kept is None or kept.num_copies == 1:
                 raise
-        return TokenGrammar(self._matcher(description), **options)  # others had used up what their lexer may hold
+        return rules(matcher=self._matcher(description))  # others had used up what their lexer may hold
 
     def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
         """The parameter's name where compiling it may take long, so that `check` is to be called elsewhere first."""

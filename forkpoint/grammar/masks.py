@@ -1,9 +1,9 @@
-"""Which ids may come next: after `allowed_token_ids` and `bad_words`, and under a grammar of llguidance."""
+"""Which ids may come next: by `allowed_token_ids` and `bad_words`, and under a grammar of llguidance."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -13,35 +13,42 @@ import numpy.typing as npt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.plan import IntArray
-from forkpoint.sched.request import Grammar
 
 MAX_TOKEN_S = 2.0  # what following one token may take; ambiguous grammars take longer with every token
 Bits = npt.NDArray[np.uint32]
 
 
 class TokenRules:
-    """Implements `sched.request.Grammar` for free text, or on top of another grammar.
+    """Implements `sched.request.Grammar`: follows one output, and knows after each token what may come next.
 
-    `allowed` are the only ids that may come (None: all); no sequence of `bad_words` may be completed, counted from the
-    first output on. Of `stop_token_ids` none comes before `min_tokens`; another grammar sees to that itself. Raises
-    StructuredOutputError where nothing may come.
+    `allowed` are the only ids that may come (None: all), of which those that are `forbidden` may not; no sequence of
+    `bad_words` may be completed, counted from the first output on. Of `stop_token_ids` none comes before `min_tokens`.
+    `matcher` is an llguidance.LLMatcher that has followed nothing yet, over `num_ids` ids; without one the text is
+    free. The output is whole when it lets no token but one of `ends` follow; before `min_tokens` a stop token may come
+    where it lets nothing else. Raises StructuredOutputError where nothing may come.
     """
 
     def __init__(
         self,
         vocab_size: int,
         *,
-        allowed: Collection[int] | None,
-        bad_words: Sequence[Sequence[int]],
-        stop_token_ids: Collection[int],
-        min_tokens: int,
-        grammar: Grammar | None = None,
+        allowed: Collection[int] | None = None,
+        forbidden: Collection[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+        stop_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
+        matcher: Any = None,
+        num_ids: int = 0,
+        ends: Collection[int] = (),
     ) -> None:
-        self._grammar = grammar
+        self._matcher = matcher
+        self._num_words = -(-num_ids // 32)
+        self._ends, self._no_ends = frozenset(ends), ~id_bits(ends, vocab_size)
+        alone = [word[-1] for word in bad_words if len(word) == 1]
         self._permitted = id_bits(range(vocab_size) if allowed is None else allowed, vocab_size)
-        self._permitted &= ~id_bits([word[-1] for word in bad_words if len(word) == 1], vocab_size)
+        self._permitted &= ~id_bits([*forbidden, *alone], vocab_size)
         self._no_stops = ~id_bits(stop_token_ids, vocab_size)
-        self._min_tokens = min_tokens if grammar is None else 0
+        self._min_tokens = min_tokens
         self._words: dict[int, list[tuple[int, ...]]] = {}  # the last id but one -> longer bad words
         for word in bad_words:
             if len(word) > 1:
@@ -49,78 +56,7 @@ class TokenRules:
         self._most_before = max(map(len, bad_words), default=1) - 1
         self._latest: list[int] = []  # outputs, as many as a bad word may begin with
         self._num_tokens = 0
-        self.mask = self._next()  # the ids that may come next, `[ceil(V / 32)]`; None: the output is whole
-
-    def accept(self, token_id: int) -> None:
-        """Follow one more token. Raises StructuredOutputError where nothing may follow it."""
-        if self._grammar is not None:
-            self._grammar.accept(token_id)
-        self._num_tokens += 1
-        if self._most_before:
-            self._latest = [*self._latest, token_id][-self._most_before :]
-        self.mask = self._next()
-
-    def copy(self) -> TokenRules:
-        """One that goes its own way from here."""
-        other = copy(self)
-        other._grammar = self._grammar.copy() if self._grammar is not None else None
-        return other
-
-    def _next(self) -> IntArray | None:
-        bits = self._permitted
-        if self._grammar is not None:
-            if self._grammar.mask is None:
-                return None
-            bits = bits & self._grammar.mask.view(np.uint32)
-        if self._num_tokens < self._min_tokens:
-            bits = bits & self._no_stops
-        banned = self._banned()
-        if banned:
-            bits = bits & ~id_bits(banned, 32 * len(bits))
-        if not bits.any():
-            raise StructuredOutputError(
-                f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and all else asked for leave no token"
-            )
-        mask: IntArray = bits.view(np.int32)
-        return mask
-
-    def _banned(self) -> list[int]:
-        """Ids that would complete a bad word now."""
-        if not self._latest:
-            return []
-        words = self._words.get(self._latest[-1], ())
-        return [word[-1] for word in words if tuple(self._latest[1 - len(word) :]) == word[:-1]]
-
-
-class TokenGrammar:
-    """Implements `sched.request.Grammar`: follows one output, and knows after each token what may come next.
-
-    The output is whole when no token but an end can follow. Before `min_tokens`, no stop token may come unless
-    nothing else can: the grammar wins. `matcher` is an llguidance.LLMatcher that has followed nothing yet, over
-    `num_ids` ids, of which the model has the first `vocab_size`.
-    """
-
-    def __init__(
-        self,
-        matcher: Any,
-        vocab_size: int,
-        *,
-        num_ids: int,
-        ends: Collection[int],
-        forbidden: Collection[int],
-        stop_token_ids: Collection[int],
-        min_tokens: int,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._matcher = matcher
-        self._num_words = -(-num_ids // 32)
-        self._no_ends = ~id_bits(ends, vocab_size)
-        self._permitted = id_bits(range(vocab_size), vocab_size) & ~id_bits(forbidden, vocab_size)
-        self._no_stops = ~id_bits(stop_token_ids, vocab_size)
-        self._ends = frozenset(ends)
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._clock = clock
+        self._clock = time.perf_counter
         self.mask = self._next()  # the ids that may come next, `[ceil(V / 32)]`; None: the output is whole
 
     def accept(self, token_id: int) -> None:
@@ -148,40 +84,63 @@ class TokenGrammar:
                 "ambiguous (nested repetitions, long alternatives that begin alike)"
             )
 
-    def _follow(self, token_id: int) -> None:
-        if not self._matcher.consume_token(token_id):
-            raise StructuredOutputError(
-                f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
-            )
-        self._num_tokens += 1
-        self.mask = self._next()
-
-    def copy(self) -> TokenGrammar:
+    def copy(self) -> TokenRules:
         """One that goes its own way from here."""
         other = copy(self)
-        other._matcher = self._matcher.deep_copy()
+        other._matcher = self._matcher.deep_copy() if self._matcher is not None else None
         return other
 
     def _allows(self, token_id: int) -> bool:
         assert self.mask is not None
         return token_id < 32 * len(self.mask) and bool(self.mask[token_id // 32] >> token_id % 32 & 1)
 
+    def _follow(self, token_id: int) -> None:
+        if self._matcher is not None and not self._matcher.consume_token(token_id):
+            raise StructuredOutputError(
+                f"token {token_id} does not go on with what structured_outputs ask for{self._reason()}"
+            )
+        self._num_tokens += 1
+        if self._most_before:
+            self._latest = [*self._latest, token_id][-self._most_before :]
+        self.mask = self._next()
+
     def _next(self) -> IntArray | None:
+        bits = self._permitted
+        if self._matcher is not None:
+            bits = bits & self._matched()
+            if not (bits & self._no_ends).any():
+                if self._matcher.is_accepting():
+                    return None
+                raise StructuredOutputError(
+                    f"after {self._num_tokens} tokens no token of the vocabulary goes on with what is asked for"
+                )
+        if self._num_tokens < self._min_tokens:
+            later = bits & self._no_stops
+            bits = later if self._matcher is None or later.any() else bits
+        banned = self._banned()
+        if banned:
+            bits = bits & ~id_bits(banned, 32 * len(bits))
+        if not bits.any():
+            raise StructuredOutputError(
+                f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and all else asked for leave no token"
+            )
+        mask: IntArray = bits.view(np.int32)
+        return mask
+
+    def _matched(self) -> Bits:
+        """The ids that the matcher lets follow."""
         filled = np.zeros(self._num_words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self._matcher.is_error():
             raise StructuredOutputError(f"what may come next cannot be told{self._reason()}")
-        bits: Bits = filled[: len(self._permitted)] & self._permitted
-        if not (bits & self._no_ends).any():
-            if self._matcher.is_accepting():
-                return None
-            raise StructuredOutputError(
-                f"after {self._num_tokens} tokens no token of the vocabulary goes on with what is asked for"
-            )
-        if self._num_tokens < self._min_tokens and (bits & self._no_stops).any():
-            bits &= self._no_stops
-        mask: IntArray = bits.view(np.int32)
-        return mask
+        return filled[: len(self._permitted)]
+
+    def _banned(self) -> list[int]:
+        """Ids that would complete a bad word now."""
+        if not self._latest:
+            return []
+        words = self._words.get(self._latest[-1], ())
+        return [word[-1] for word in words if tuple(self._latest[1 - len(word) :]) == word[:-1]]
 
     def _reason(self) -> str:
         """What the matcher complains of, without its state."""

@@ -15,7 +15,7 @@ import zmq
 from forkpoint.engine.messages import AddSequence, Call, EndSequences, Reply, Report, StepReport, Stop
 from forkpoint.engine.process import EngineLoop
 from forkpoint.grammar.compiler import GrammarCompiler
-from forkpoint.grammar.masks import TokenGrammar
+from forkpoint.grammar.masks import TokenRules
 from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
 from forkpoint.sched.request import Request
 from forkpoint.worker.codec import decoder, encoder
@@ -32,7 +32,7 @@ class SlowGrammars(GrammarCompiler):
         super().__init__(inputs.tokenizer, inputs.vocab_size, inputs.eos_token_ids)
         self.may_compile = threading.Event()
 
-    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenGrammar | None:
+    def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenRules | None:
         assert self.may_compile.wait(300)
         if params.max_tokens == CHOKES:
             raise KeyError("a fault of the compiler")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from forkpoint.engine.llm import LLM
-from forkpoint.errors import InvalidParamsError, InvalidPromptError, StructuredOutputError
+from forkpoint.errors import InvalidParamsError, InvalidPromptError
+from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules, bad_word_ids, id_bits
 from forkpoint.params import FinishReason, SamplingParams, StructuredOutputsParams
 from forkpoint.sched.plan import IntArray
 from tests.engine.tokenizers import byte_level, metaspace
-from tests.hash_grammar import HashGrammar
 
 VOCAB = 40
 IDS = st.integers(0, 5)
@@ -36,7 +36,7 @@ def ids_of(mask: IntArray | None, vocab_size: int = VOCAB) -> set[int]:
 @settings(max_examples=200, deadline=None)
 def test_bad_words_are_those_of_transformers(words: list[list[int]], outputs: list[int]) -> None:
     oracle = NoBadWordsLogitsProcessor(words, eos_token_id=VOCAB - 1)
-    rules = TokenRules(VOCAB, allowed=None, bad_words=words, stop_token_ids=(), min_tokens=0)
+    rules = TokenRules(VOCAB, bad_words=words)
     for count in range(len(outputs) + 1):
         scores = oracle(torch.tensor([outputs[:count]], dtype=torch.long), torch.zeros(1, VOCAB))
         assert ids_of(rules.mask) == set(torch.isfinite(scores[0]).nonzero().ravel().tolist())
@@ -65,19 +65,29 @@ def test_bits_name_ids(token_ids: set[int], vocab_size: int) -> None:
     assert ids_of(found, 32 * len(found)) == {token for token in token_ids if token < vocab_size}
 
 
-def test_rules_hold_on_top_of_a_grammar() -> None:
-    grammar = HashGrammar(VOCAB, 3)
-    first = sorted(grammar.allowed)
-    rules = TokenRules(VOCAB, allowed=None, bad_words=[[first[0]]], stop_token_ids=(), min_tokens=0, grammar=grammar)
-    assert ids_of(rules.mask) == set(first[1:])
-    for _ in range(3):
-        rules.accept(min(ids_of(rules.mask)))
+def test_bad_words_hold_under_a_grammar_too() -> None:
+    tokenizer = byte_level()
+    vocab_size = tokenizer.backend.get_vocab_size()
+    compiler = GrammarCompiler(tokenizer, vocab_size, {1})
+
+    def start(words: list[str]) -> TokenRules:
+        wanted = StructuredOutputsParams(regex="[a-c]{3}")
+        rules = compiler.start(SamplingParams(structured_outputs=wanted, bad_words=words), {1})
+        assert rules is not None
+        return rules
+
+    free = ids_of(start([]).mask, vocab_size)
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    assert {a, b, c} <= free
+    rules = start(["a", "bc"])
+    assert ids_of(rules.mask, vocab_size) == free - {a}
+    rules.accept(b)
+    assert {b} == ids_of(rules.mask, vocab_size) & {a, b, c}
+    rules.accept(b)
+    rules.accept(b)
     assert rules.mask is None
-    grammar = HashGrammar(VOCAB, 3)
-    with pytest.raises(StructuredOutputError, match="leave no token"):
-        TokenRules(
-            VOCAB, allowed=None, bad_words=[[i] for i in first], stop_token_ids=(), min_tokens=0, grammar=grammar
-        )
+    with pytest.raises(InvalidParamsError, match=r"leave no token|no token of the vocabulary"):
+        start([tokenizer.decode([token], skip_special_tokens=False) for token in free])
 
 
 def ask(llm: LLM, prompt: Any, **changes: Any) -> Any:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.compiler import GrammarCompiler
-from forkpoint.grammar.masks import TokenGrammar
+from forkpoint.grammar.masks import TokenRules
 from forkpoint.params import SamplingParams, StructuredOutputsParams
 from tests.engine.tokenizers import byte_level, metaspace
 
@@ -41,14 +41,14 @@ class Setup:
         self.eos = tokenizer.eos_token_id or 0
         self.compiler = GrammarCompiler(tokenizer, self.vocab_size, {self.eos}, compact=compact)
 
-    def start(self, stops: Any = None, **options: Any) -> TokenGrammar:
+    def start(self, stops: Any = None, **options: Any) -> TokenRules:
         own = {key: options.pop(key) for key in ("min_tokens", "max_tokens") if key in options}
         params = SamplingParams(structured_outputs=StructuredOutputsParams(**options), **own)
         grammar = self.compiler.start(params, {self.eos} if stops is None else stops)
         assert grammar is not None
         return grammar
 
-    def allowed(self, grammar: TokenGrammar) -> list[int]:
+    def allowed(self, grammar: TokenRules) -> list[int]:
         assert grammar.mask is not None
         bits = np.unpackbits(grammar.mask.view(np.uint8), bitorder="little")
         return np.flatnonzero(bits).tolist()
@@ -63,12 +63,12 @@ class Setup:
         known = [token for token in ids if token is not None]
         return known or [t for char in text for t in self.tokenizer.encode(char, add_special_tokens=False)]
 
-    def follow(self, grammar: TokenGrammar, text: str) -> None:
+    def follow(self, grammar: TokenRules, text: str) -> None:
         for token in self.spell(text):
             assert token in self.allowed(grammar), (text, token)
             grammar.accept(token)
 
-    def walk(self, grammar: TokenGrammar, seed: int, limit: int = 400) -> str | None:
+    def walk(self, grammar: TokenRules, seed: int, limit: int = 400) -> str | None:
         """The text of random allowed tokens up to the end; None if the limit comes first."""
         rng, ids = random.Random(seed), []
         for _ in range(limit):
@@ -399,16 +399,13 @@ def test_tokens_that_may_not_come_and_dead_ends_are_errors() -> None:
     with pytest.raises(StructuredOutputError, match="does not go on"):
         grammar.accept(setup.tokenizer.encode("b", add_special_tokens=False)[0])
     only = {setup.spell(char)[0] for char in "ab"}
-    everything = set(range(setup.vocab_size))
     with pytest.raises(StructuredOutputError, match="after 0 tokens no token"):
-        TokenGrammar(
-            setup.compiler._matcher(setup.compiler._description(StructuredOutputsParams(regex="c"))),
+        TokenRules(
             setup.vocab_size,
+            allowed=only,
+            matcher=setup.compiler._matcher(setup.compiler._description(StructuredOutputsParams(regex="c"))),
             num_ids=setup.vocab_size,
             ends={setup.eos},
-            forbidden=everything - only,
-            stop_token_ids={setup.eos},
-            min_tokens=0,
         )
 
 
