@@ -13,10 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.latency import check_succeeded
+from forkpoint.checks import option
 from forkpoint.cli.main import run
 from forkpoint.cli.model import with_model
 from forkpoint.cli.options import Parser, add_engine_options, add_option_group, engine_options, option_values
-from forkpoint.config import option
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import ConfigError, UnsupportedModelError
 from forkpoint.params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forkpoint.config import option
+from forkpoint.checks import option
 from forkpoint.errors import ConfigError
 
 MODES = ("cold", "warm", "forked", "preempted", "pressure", "ngram", "mtp", "bf16")

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
+import types
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from forkpoint.errors import ForkpointError, ModelFolderError
 
 MAX_SHOWN = 100  # characters of a text that was given, in an error
+MAX_INTEGER: Final = 2**63 - 1
+MAX_CHARS: Final = 2**20  # of a text without bounds; a chat template may be given as its text
 
 
 class Bounds(NamedTuple):
-    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end."""
+    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end; of a text it is the
+    number of characters."""
 
     low: float
     high: float
@@ -87,6 +93,55 @@ class Checker:
         """A list of integers in `[low, high]`."""
         allowed = f"a list of at most {most} integers from {low} to {high}"
         return tuple(self.integer(name, item, low, high, allowed) for item in self.items(name, value, most))
+
+
+def option(default: Any = MISSING, help: str | None = None, bounds: Bounds | None = None, **extra: Any) -> Any:
+    """A field of a dataclass with its bounds. With `help` it is a flag of the command line; `allowed` says what an
+    integer may be where its bounds do not say it well."""
+    return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
+
+
+def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, Any]:
+    """The fields of a dataclass that hold a flag, a number or a text each, as plain values of the types and within the
+    bounds that they are declared with. `none`: what an error says of None, where an integer may also be that."""
+    found = {}
+    for item, kind, is_optional in _plain_fields(type(given)):  # type: ignore[arg-type]  # classes are hashable
+        value = getattr(given, item.name)
+        skipped = value is None and is_optional
+        found[item.name] = None if skipped else _checked(item, kind, value, check, none if is_optional else "")
+    return found
+
+
+@cache
+def _plain_fields(owner: type[Any]) -> tuple[tuple[Field[Any], Any, bool], ...]:
+    """With the type of each, and whether it may be None."""
+    found, hints = [], get_type_hints(owner)
+    for item in fields(owner):
+        hint = hints[item.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        kind, *others = (kind for kind in kinds if kind is not types.NoneType)
+        if not others and (kind in (bool, int, float, str) or get_origin(kind) is Literal):
+            found.append((item, kind, len(kinds) > 1))
+    return tuple(found)
+
+
+def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str) -> Any:
+    name, bounds = item.name, item.metadata.get("bounds")
+    if kind is bool:
+        return check.flag(name, value)
+    if kind is int:
+        low, high = (int(bounds.low), int(bounds.high)) if bounds else (-MAX_INTEGER - 1, MAX_INTEGER)
+        told = f"an integer from {low} to {high}" if bounds else "an integer of at most 64 bits"
+        return check.integer(name, value, low, high, item.metadata.get("allowed") or none + told)
+    if kind is float:
+        return check.number(name, value, bounds or Bounds(-1e300, 1e300))
+    if kind is str:
+        most = int(bounds.high) if bounds else MAX_CHARS
+        return check.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, most)
+    texts = get_args(kind)
+    ok = isinstance(value, str) and value in texts
+    check.require(ok, name, value, f"one of {', '.join(map(repr, texts))}")
+    return value
 
 
 def shown(value: object) -> str:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Final, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
-from forkpoint.checks import Bounds, Checker
+from forkpoint.checks import MAX_INTEGER, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
 
 BLOCK_SIZE: Final = 64  # tokens of a block of keys and values, and the grid on which states are cut
 MIN_CHUNK: Final = BLOCK_SIZE  # tokens of a prefill chunk that a full decode batch leaves room for
 CHECKPOINT_INTERVAL = 512
 GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-MAX_OPTION_CHARS: Final = 2**20  # a chat template may be given as its text
-MAX_INTEGER: Final = 2**63 - 1
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
 MAX_EVENTS: Final = 2**30 - 1
 MAX_ROWS: Final = 2**16
@@ -33,18 +29,13 @@ _CHECK: Final = Checker(ConfigError)
 Options = TypeVar("Options")
 
 
-def option(default: Any, help: str, bounds: Bounds | None = None, **extra: Any) -> Any:
-    """A dataclass field with its command-line help."""
-    return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
-
-
 def bounded(low: float, high: float, default: Any = MISSING) -> Any:
     """A number that is no flag of its own."""
-    return field(default=default, metadata={"bounds": Bounds(low, high)})
+    return option(default, bounds=Bounds(low, high))
 
 
 def mapping_option(help: str, default: Callable[[], Any] = dict) -> Any:
-    """The same of a mapping that is given as JSON; by default it is empty, or what `default` makes."""
+    """An option that is a mapping, given as JSON; by default it is empty, or what `default` makes."""
     return field(default_factory=default, metadata={"help": f"JSON{help}", "metavar": "JSON"})
 
 
@@ -118,7 +109,7 @@ class JsonConfig:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(f"{cls.option_name}: {unknown[0]!r} is not supported here; fields are {', '.join(known)}")
-        return checked_types(cls(**given), Checker(ConfigError, f"{cls.option_name}: "))
+        return checked(cls(**given), Checker(ConfigError, f"{cls.option_name}: "))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +312,8 @@ class EngineConfig:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
         scheduler = {k: v for k, v in of["scheduler"].items() if v is not None}
-        checked_types(SchedulerConfig(**scheduler))
-        config = checked_types(cls(**of[""], cache=checked_types(CacheConfig(**of["cache"])), scheduler=scheduler))
+        checked(SchedulerConfig(**scheduler))
+        config = checked(cls(**of[""], cache=checked(CacheConfig(**of["cache"])), scheduler=scheduler))
         config.validate()
         return config
 
@@ -363,36 +354,7 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
     return dict(found)
 
 
-def checked_types(options: Options, check: Checker = _CHECK) -> Options:
+def checked(options: Options, check: Checker = _CHECK) -> Options:
     """The same dataclass of options with plain values of the types and bounds that its fields name. Raises
     ConfigError."""
-    hints = get_type_hints(type(options))
-    plain = [item for item in fields(options) if not is_dataclass(hints[item.name])]  # type: ignore[arg-type]
-    values = {item.name: _of_type(check, item, getattr(options, item.name), hints[item.name]) for item in plain}
-    return replace(options, **values)  # type: ignore[type-var]
-
-
-def _of_type(check: Checker, item: Field[Any], value: Any, kind: Any) -> Any:
-    name, bounds = item.name, item.metadata.get("bounds")
-    if get_origin(kind) in (Union, types.UnionType):
-        if value is None:
-            return None
-        (kind,) = (arg for arg in get_args(kind) if arg is not types.NoneType)
-    if get_origin(kind) is Literal:
-        allowed = get_args(kind)
-        check.require(
-            isinstance(value, str) and value in allowed, name, value, f"one of {', '.join(map(repr, allowed))}"
-        )
-        return value
-    if kind is bool:
-        return check.flag(name, value)
-    if kind is int:
-        if bounds is None:
-            return check.integer(name, value, -MAX_INTEGER - 1, MAX_INTEGER, "an integer of at most 64 bits")
-        return check.integer(name, value, int(bounds.low), int(bounds.high))
-    if kind is float:
-        return check.number(name, value, bounds or Bounds(-1e300, 1e300))
-    if get_origin(kind) is Mapping or is_dataclass(kind):
-        return value  # read by `from_flat`
-    assert kind is str, f"no check for options of type {kind}"
-    return check.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value, MAX_OPTION_CHARS)
+    return replace(options, **checked_fields(options, check))  # type: ignore[type-var]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 import json as jsonlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Final
 
-from forkpoint.checks import Bounds, Checker, is_text
+from forkpoint.checks import Bounds, Checker, checked_fields, is_text, option
 from forkpoint.errors import InvalidParamsError
 
 MAX_N: Final = 128
@@ -34,17 +33,8 @@ MAX_BAD_WORD_CHARS: Final = 16384  # of all bad words together
 MAX_SALT_CHARS: Final = 1024
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
-ALLOWED: Final = MappingProxyType(
-    {
-        "top_k": f"-1 or 0 (all) or an integer up to {MAX_INT32}",
-        "truncate_prompt_tokens": f"None, -1 (as many as have room) or an integer from 1 to {MAX_INT32}",
-    }
-)
-
-
-def parameter(default: Any, help: str | None = None, bounds: Bounds | None = None, **extra: Any) -> Any:
-    """A field whose bounds are those of requests over HTTP too. With `help` it is a flag of the command line."""
-    return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
+CHOICES: Final = "a list of texts (valid Unicode), not all of them empty"
+LAST_TOKENS: Final = f"None, -1 (as many as have room) or an integer from 1 to {MAX_INT32}"
 
 
 @enum.unique
@@ -91,17 +81,15 @@ class StructuredOutputsParams:
         names = [item.name for item in fields(self) if item.name != "disable_any_whitespace"]
         given = [name for name in names if getattr(self, name) is not None]
         _CHECK.require(len(given) == 1, "structured_outputs", given, f"exactly one of {names}")
-        for name in ("json", "regex", "grammar", "structural_tag"):
-            value = getattr(self, name)
-            ok = value is None or (is_text(value) and bool(value))
-            _CHECK.require(ok, f"structured_outputs.{name}", value, "a text of valid Unicode that is not empty")
-        ok = self.choice is None or (isinstance(self.choice, tuple) and all(map(is_text, self.choice)))
-        ok = ok and (self.choice is None or any(self.choice))
-        _CHECK.require(
-            ok, "structured_outputs.choice", self.choice, "a list of texts (valid Unicode), not all of them empty"
-        )
-        ok = self.json_object is None or self.json_object is True
-        _CHECK.require(ok, "structured_outputs.json_object", self.json_object, "True")
+        (name,) = given
+        value = getattr(self, name)
+        if name == "choice":
+            ok, allowed = isinstance(value, tuple) and all(map(is_text, value)) and any(value), CHOICES
+        elif name == "json_object":
+            ok, allowed = value is True, "True"
+        else:
+            ok, allowed = is_text(value) and bool(value), "a text of valid Unicode that is not empty"
+        _CHECK.require(ok, f"structured_outputs.{name}", value, allowed)
         _CHECK.flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
 
 
@@ -120,47 +108,51 @@ class SamplingParams:
     values of a wrong type or out of range.
     """
 
-    n: int = parameter(1, bounds=Bounds(1, MAX_N))
-    temperature: float = parameter(1.0, "0 takes the most likely token", Bounds(0.0, MAX_TEMPERATURE), origin=MODEL)
-    top_p: float = parameter(
+    n: int = option(1, bounds=Bounds(1, MAX_N))
+    temperature: float = option(1.0, "0 takes the most likely token", Bounds(0.0, MAX_TEMPERATURE), origin=MODEL)
+    top_p: float = option(
         1.0, "sample among the most likely tokens that make up this share", Bounds(0.0, 1.0, above=True), origin=MODEL
     )
-    top_k: int = parameter(
-        0, "sample among so many most likely tokens; 0 or -1 takes all", Bounds(-1, MAX_INT32), origin=MODEL
+    top_k: int = option(
+        0,
+        "sample among so many most likely tokens; 0 or -1 takes all",
+        Bounds(-1, MAX_INT32),
+        origin=MODEL,
+        allowed=f"-1 or 0 (all) or an integer up to {MAX_INT32}",
     )
-    min_p: float = parameter(
+    min_p: float = option(
         0.0, "drop tokens less likely than this share of the most likely one", Bounds(0.0, 1.0), origin=MODEL
     )
-    presence_penalty: float = parameter(0.0, "subtracted once from tokens already in the answer", PENALTIES)
-    frequency_penalty: float = parameter(0.0, "subtracted per occurrence from tokens already in the answer", PENALTIES)
-    repetition_penalty: float = parameter(
+    presence_penalty: float = option(0.0, "subtracted once from tokens already in the answer", PENALTIES)
+    frequency_penalty: float = option(0.0, "subtracted per occurrence from tokens already in the answer", PENALTIES)
+    repetition_penalty: float = option(
         1.0, "divides the scores of tokens already seen", REPETITION_PENALTIES, origin=MODEL
     )
-    seed: int | None = parameter(None, bounds=Bounds(0, MAX_SEED))
-    max_tokens: int | None = parameter(16, "longest answer, in tokens", Bounds(1, MAX_INT32))
-    min_tokens: int = parameter(0, "tokens before which nothing ends the answer", Bounds(0, MAX_INT32))
-    stop: str | Sequence[str] = parameter((), "end the answer before this text; may be given several times")
+    seed: int | None = option(None, bounds=Bounds(0, MAX_SEED))
+    max_tokens: int | None = option(16, "longest answer, in tokens", Bounds(1, MAX_INT32))
+    min_tokens: int = option(0, "tokens before which nothing ends the answer", Bounds(0, MAX_INT32))
+    stop: str | Sequence[str] = option((), "end the answer before this text; may be given several times")
     stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = parameter(False, "go on after the end-of-sequence token")
+    ignore_eos: bool = option(False, "go on after the end-of-sequence token")
     include_stop_str_in_output: bool = False
-    logprobs: int | None = parameter(None, bounds=Bounds(0, MAX_LOGPROBS))
-    prompt_logprobs: int | None = parameter(None, bounds=Bounds(0, MAX_LOGPROBS))
+    logprobs: int | None = option(None, bounds=Bounds(0, MAX_LOGPROBS))
+    prompt_logprobs: int | None = option(None, bounds=Bounds(0, MAX_LOGPROBS))
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    cache_salt: str = parameter("", "prompts share cached prefixes only under the same salt")
+    cache_salt: str = option("", "prompts share cached prefixes only under the same salt", Bounds(0, MAX_SALT_CHARS))
     cache_breakpoints: Sequence[int] = ()
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
-    truncate_prompt_tokens: int | None = parameter(None, bounds=Bounds(-1, MAX_INT32))
+    truncate_prompt_tokens: int | None = option(None, bounds=Bounds(-1, MAX_INT32), allowed=LAST_TOKENS)
 
     def __post_init__(self) -> None:
-        for name, value in (*_numbers(self), *_lists(self).items()):
+        object.__setattr__(self, "cache_salt", "" if self.cache_salt is None else self.cache_salt)
+        for name, value in {**checked_fields(self, _CHECK, "None or "), **_lists(self)}.items():
             object.__setattr__(self, name, value)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            object.__setattr__(self, name, _CHECK.flag(name, getattr(self, name)))
-        salt = "" if self.cache_salt is None else self.cache_salt
-        object.__setattr__(self, "cache_salt", _CHECK.text("cache_salt", salt, MAX_SALT_CHARS))
+        _CHECK.require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, LAST_TOKENS)
+        least, most = self.min_tokens, self.max_tokens
+        _CHECK.require(most is None or least <= most, "min_tokens", least, f"at most max_tokens={most}")
         value = self.structured_outputs
         ok = value is None or isinstance(value, StructuredOutputsParams)
         _CHECK.require(ok, "structured_outputs", value, "None or StructuredOutputsParams(...)")
@@ -182,23 +174,6 @@ class SamplingParams:
 def checked_priority(value: object) -> int:
     """A request's priority; a smaller one runs first. Raises InvalidParamsError."""
     return Checker(InvalidParamsError).integer("priority", value, MIN_PRIORITY, MAX_INT32)
-
-
-def _numbers(given: SamplingParams) -> Iterator[tuple[str, float | None]]:
-    for each in fields(given):
-        bounds: Bounds | None = each.metadata.get("bounds")
-        value, optional = getattr(given, each.name), str(each.type).endswith("None")
-        if bounds is None or (value is None and optional):
-            continue
-        if each.type == "float":
-            yield each.name, _CHECK.number(each.name, value, bounds)
-        else:
-            low, high = int(bounds.low), int(bounds.high)
-            allowed = ALLOWED.get(each.name) or f"{'None or ' if optional else ''}an integer from {low} to {high}"
-            yield each.name, _CHECK.integer(each.name, value, low, high, allowed)
-    keep, least, most = given.truncate_prompt_tokens, given.min_tokens, given.max_tokens
-    _CHECK.require(keep != 0, "truncate_prompt_tokens", keep, ALLOWED["truncate_prompt_tokens"])
-    _CHECK.require(most is None or least <= most, "min_tokens", least, f"at most max_tokens={most}")
 
 
 def _lists(given: SamplingParams) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from forkpoint.checks import option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
-from forkpoint.config import option
 from forkpoint.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -77,9 +77,8 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
     hints = get_type_hints(kind)
     groups = {title: parser.add_argument_group(title)}
     for field in _options(kind):
-        each = {"group": title, **field.metadata}
-        name = each.pop("group")
-        each.pop("bounds", None)
+        each = {name: value for name, value in field.metadata.items() if name not in ("bounds", "allowed")}
+        name = each.pop("group", title)
         groups[name] = groups.get(name) or parser.add_argument_group(name)
         _add_flag(groups[name], field.name, hints[field.name], defaults.get(field.name, field.default), **each)
     parser.set_defaults(**defaults)

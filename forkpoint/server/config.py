@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forkpoint.checks import Checker
-from forkpoint.config import json_object, mapping_option, option
+from forkpoint.checks import Checker, option
+from forkpoint.config import json_object, mapping_option
 from forkpoint.errors import ConfigError
 from forkpoint.params import MAX_LOGPROBS
 
