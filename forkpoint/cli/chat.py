@@ -5,36 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from forkpoint.cli.generate import stream
 from forkpoint.cli.model import require_no_engine_options, with_model
 from forkpoint.cli.options import engine_options, sampling_params
-from forkpoint.cli.stats import answer_line, cache_line
+from forkpoint.cli.stats import answer_line
 from forkpoint.client.answer import Answer
+from forkpoint.client.protocol import Delta, Usage
 from forkpoint.config import EngineConfig
-from forkpoint.errors import RequestError, ServerError
+from forkpoint.errors import RequestError, RequestFailedError, ServerError
 from forkpoint.obs.logs import wants_color
 from forkpoint.params import FinishReason
 
 HELP = "/reset starts over, Ctrl-C stops an answer, Ctrl-D ends"
 
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer, and a line on how it came about. `refused`: there is no answer, and the question is taken back."""
-
-    text: str
-    statistics: str
-    error: str | None = None
-    refused: bool = False
-
-
 Messages: TypeAlias = list[dict[str, Any]]
-Show: TypeAlias = Callable[[str, str], None]  # prints a piece of an answer, and of the reasoning before it
-Model: TypeAlias = Callable[[Messages, Show], Reply]
+Show: TypeAlias = Callable[[Delta], None]
+# Fills the answer to a conversation, showing each delta. Raises RequestError, RequestFailedError or ServerError.
+Model: TypeAlias = Callable[[Messages, Answer, Show], None]
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -58,17 +48,20 @@ def _local_model(options: argparse.Namespace) -> Iterator[Model]:
         print(f"loading {engine['model']} ...", file=sys.stderr)
     from forkpoint.engine.llm import LLM
 
-    def reply(messages: Messages, show: Show) -> Reply:
-        try:
-            last = stream(llm, llm.render_chat(messages), params, lambda text: show(text, ""))
-        except RequestError as error:
-            return Reply("", "", str(error), refused=True)
-        completion = last.outputs[0]
-        failed = completion.finish_reason is FinishReason.ERROR
-        return Reply(completion.text, cache_line(last), completion.error if failed else None)
+    def ask(messages: Messages, answer: Answer, show: Show) -> None:
+        def tell(text: str) -> None:
+            answer.add(delta := Delta(text))
+            show(delta)
+
+        last = stream(llm, llm.render_chat(messages), params, tell)
+        completion, miss = last.outputs[0], last.cache.miss
+        usage = Usage(len(last.prompt_token_ids), len(completion.token_ids), last.num_cached_tokens)
+        answer.add(Delta(usage=usage, miss=None if miss is None else miss.value))
+        if completion.finish_reason is FinishReason.ERROR:
+            raise RequestFailedError(completion.error)
 
     with LLM(**engine) as llm:
-        yield reply
+        yield ask
 
 
 @contextmanager
@@ -78,18 +71,12 @@ def _server_model(options: argparse.Namespace) -> Iterator[Model]:
     from forkpoint.cli.remote import connection
     from forkpoint.client.server import CHAT
 
-    def reply(messages: Messages, show: Show) -> Reply:
-        answer, error = Answer(), None
-        try:
-            ask(CHAT, {"messages": list(messages)}, answer, lambda delta: show(delta.text, delta.reasoning))
-        except KeyboardInterrupt:
-            pass
-        except ServerError as raised:
-            error = str(raised)
-        return Reply(answer.text, answer_line(answer), error, refused=error is not None and not answer.text)
+    def ask(messages: Messages, answer: Answer, show: Show) -> None:
+        with suppress(KeyboardInterrupt):
+            send(CHAT, {"messages": list(messages)}, answer, show)
 
-    with connection(options) as ask:
-        yield reply
+    with connection(options) as send:
+        yield ask
 
 
 class Conversation:
@@ -109,18 +96,20 @@ class Conversation:
     def ask(self, text: str) -> None:
         """Print the answer as it comes, then a line of statistics."""
         self._messages.append({"role": "user", "content": text})
-        reply = self._model(self._messages, self._show)
-        if reply.error is not None:
-            self.failed = True
-            print(f"error: {reply.error}", file=sys.stderr)
-        if reply.refused:
-            self._messages.pop()
+        answer, error = Answer(), None
+        try:
+            self._model(self._messages, answer, self._show)
+        except (RequestError, RequestFailedError, ServerError) as raised:
+            self.failed, error = True, raised
+            print(f"error: {error}", file=sys.stderr)
+        if error is not None and not answer.text:
+            self._messages.pop()  # the question is taken back
             return
-        self._messages.append({"role": "assistant", "content": reply.text})
-        print(f"\n{self._dimmed(reply.statistics)}", flush=True)
+        self._messages.append({"role": "assistant", "content": answer.text})
+        print(f"\n{self._dimmed(answer_line(answer))}", flush=True)
 
-    def _show(self, text: str, reasoning: str) -> None:
-        print(self._dimmed(reasoning) + text, end="", flush=True)
+    def _show(self, delta: Delta) -> None:
+        print(self._dimmed(delta.reasoning) + delta.text, end="", flush=True)
 
     def _dimmed(self, text: str) -> str:
         on, off = self._dim
