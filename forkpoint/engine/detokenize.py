@@ -61,16 +61,20 @@ class Detokenizer:
         return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip)
 
 
-class StopPattern:
-    """Stop strings as an automaton (Aho and Corasick's): each further character costs the same, however many strings
-    there are and however long they get. Never changes; completions share it."""
+class StopStrings:
+    """Finds stop strings in one growing text, also those that span tokens; a shallow copy does the same in another.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
+    What may begin one is told by an automaton (Aho and Corasick's): each further character costs the same, however
+    many strings there are and however long they get.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
         self._next: list[dict[str, int]] = [{}]  # by state, which is a beginning of a stop string
         self._fallback = [0]  # the longest other beginning with which that one ends
         self._length = [0]
-        for stop in self.stops:
+        for stop in self._stops:
             state = 0
             for character in stop:
                 if character not in self._next[state]:
@@ -80,30 +84,9 @@ class StopPattern:
                     self._length.append(self._length[state] + 1)
                 state = self._next[state][character]
         self._longest = max(self._length)
-        by_length = sorted(range(len(self._next)), key=self._length.__getitem__)
-        for state in by_length:
+        for state in sorted(range(1, len(self._next)), key=self._length.__getitem__):
             for character, longer in self._next[state].items():
-                if state:
-                    self._fallback[longer] = self.step(self._fallback[state], character)
-
-    def step(self, state: int, character: str) -> int:
-        while character not in self._next[state]:
-            if not state:
-                return 0
-            state = self._fallback[state]
-        return self._next[state][character]
-
-    def num_begun(self, state: int) -> int:
-        """Characters of the longest beginning, shorter than the longest stop string, with which the text ends."""
-        return self._length[self._fallback[state] if self._length[state] == self._longest else state]
-
-
-class StopStrings:
-    """Finds stop strings in growing text, also those that span tokens."""
-
-    def __init__(self, pattern: StopPattern, *, include: bool) -> None:
-        self._pattern = pattern
-        self._include = include
+                self._fallback[longer] = self._step(self._fallback[state], character)
         self._state = 0
         self._num_read = 0  # characters of the text that `_state` is about
 
@@ -112,18 +95,27 @@ class StopStrings:
         if not num_new:
             return None
         settled = len(text) - num_new
-        places = ((text.find(stop, max(0, settled - len(stop) + 1)), stop) for stop in self._pattern.stops)
+        places = ((text.find(stop, max(0, settled - len(stop) + 1)), stop) for stop in self._stops)
         at, stop = min((place for place in places if place[0] >= 0), key=itemgetter(0), default=(-1, ""))
         return (stop, at + len(stop) if self._include else at) if stop else None
 
     def num_undecided(self, text: str) -> int:
-        """Characters at the end of `text` that may turn out to begin a stop string, and must not be shown.
+        """Characters at the end of `text` that may turn out to begin a stop string, and must not be shown: those of
+        the longest beginning, shorter than the longest stop string, with which it ends.
 
         `text` is that of the last call, and more; what is new is all that is looked at.
         """
-        if self._include or not self._pattern.stops:
+        if self._include or not self._stops:
             return 0
         for character in text[self._num_read :]:
-            self._state = self._pattern.step(self._state, character)
+            self._state = self._step(self._state, character)
         self._num_read = len(text)
-        return self._pattern.num_begun(self._state)
+        is_whole = self._length[self._state] == self._longest
+        return self._length[self._fallback[self._state] if is_whole else self._state]
+
+    def _step(self, state: int, character: str) -> int:
+        while character not in self._next[state]:
+            if not state:
+                return 0
+            state = self._fallback[state]
+        return self._next[state][character]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from forkpoint.engine.detokenize import Detokenizer, StopPattern, StopStrings
+from forkpoint.engine.detokenize import Detokenizer, StopStrings
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ForkpointError
@@ -34,7 +35,7 @@ class Observer(Protocol):
 class Completion:
     """One sequence on its way to a CompletionOutput, whole or in deltas."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None, stops: StopPattern) -> None:
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None, stops: StopStrings) -> None:
         params = request.params
         self.request = request
         self.first_token_s: float | None = None
@@ -46,7 +47,7 @@ class Completion:
         if tokenizer is not None:
             skip = params.skip_special_tokens
             self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
-        self._stops = StopStrings(stops, include=params.include_stop_str_in_output)
+        self._stops = stops
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -246,8 +247,8 @@ class OutputAssembler:
     def add(self, prompt: Prompt, requests: Sequence[Request]) -> RequestState:
         """The sequences of one prompt, of which the first has the name of all."""
         first = requests[0]
-        stops = StopPattern(first.params.stop)
-        completions = [Completion(request, index, self._tokenizer, stops) for index, request in enumerate(requests)]
+        stops = StopStrings(first.params.stop, include=first.params.include_stop_str_in_output)
+        completions = [Completion(each, index, self._tokenizer, copy(stops)) for index, each in enumerate(requests)]
         state = RequestState(first.id, prompt, completions, first.arrival_s)
         self._states[state.request_id] = state
         for completion in completions:

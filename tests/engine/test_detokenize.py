@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.engine.detokenize import Detokenizer, StopPattern, StopStrings
+from forkpoint.engine.detokenize import Detokenizer, StopStrings
 from forkpoint.engine.tokenizer import Tokenizer
 from tests.engine.tokenizers import byte_level, metaspace
 
@@ -90,11 +90,11 @@ def feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
     ],
 )
 def test_stop_strings_span_tokens(pieces: list[str], include: bool, expected: tuple[str, str | None]) -> None:
-    assert feed(StopStrings(StopPattern(["two", "zebra"]), include=include), pieces) == expected
+    assert feed(StopStrings(["two", "zebra"], include=include), pieces) == expected
 
 
 def test_the_earliest_stop_string_wins() -> None:
-    assert feed(StopStrings(StopPattern(["fox", "quick"]), include=False), ["the quick brown fox"]) == ("the ", "quick")
+    assert feed(StopStrings(["fox", "quick"], include=False), ["the quick brown fox"]) == ("the ", "quick")
 
 
 @given(
@@ -105,13 +105,13 @@ def test_the_earliest_stop_string_wins() -> None:
 def test_a_stop_string_is_found_however_the_text_is_cut(text: str, cuts: list[int], stop: str) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(edges)]
-    cut, found = feed(StopStrings(StopPattern([stop]), include=False), pieces)
+    cut, found = feed(StopStrings([stop], include=False), pieces)
     assert (cut, found) == ((text[: text.find(stop)], stop) if stop in text else (text, None))
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     for text, held in (("abc", 0), ("abc#", 1), ("abc##", 2), ("E", 1), ("EN", 2), ("xE ", 0)):
-        assert StopStrings(StopPattern(["###", "END"]), include=False).num_undecided(text) == held
+        assert StopStrings(["###", "END"], include=False).num_undecided(text) == held
 
 
 def undecided(stops: list[str], text: str) -> int:
@@ -127,7 +127,7 @@ def undecided(stops: list[str], text: str) -> int:
 )
 @settings(deadline=None)
 def test_what_is_held_back_is_what_may_begin_a_stop_string(stops: list[str], pieces: list[str]) -> None:
-    found, text = StopStrings(StopPattern(stops), include=False), ""
+    found, text = StopStrings(stops, include=False), ""
     for piece in pieces:
         text += piece
         assert found.num_undecided(text) == undecided(stops, text)
@@ -135,7 +135,7 @@ def test_what_is_held_back_is_what_may_begin_a_stop_string(stops: list[str], pie
 
 def test_many_long_stop_strings_cost_what_one_short_one_costs() -> None:
     def seconds(stops: list[str]) -> float:
-        found = StopStrings(StopPattern(stops), include=False)
+        found = StopStrings(stops, include=False)
         started = time.process_time()
         for length in range(0, 20_000, 4):
             found.num_undecided(text[:length])
