@@ -167,4 +167,5 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
     if math.isinf(rate):
         return [0.0] * count
     times = np.cumsum(rng.gamma(burstiness, 1.0 / (rate * burstiness), count))
-    return [float(time) for time in times * (count / rate / times[-1])]
+    times[-1] = times[-1] or 1.0  # where all gaps are too small to be numbers, the last one is all there is
+    return [float(time) for time in times / times[-1] * (count / rate)]

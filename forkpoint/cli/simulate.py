@@ -162,7 +162,7 @@ def _shape(options: argparse.Namespace) -> ModelShape:
 def _memory_bytes(text: str) -> list[int]:
     try:
         sizes = [int(float(part) * GIB) for part in text.split(",")]
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"--memory {text!r} is not a list of numbers; give GiB, such as 8,16,32") from None
     if min(sizes) <= 0:
         raise ConfigError(f"--memory {text!r} must be above 0")

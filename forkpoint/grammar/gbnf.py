@@ -52,10 +52,12 @@ def _one_line_each(text: str) -> str:
     for token in _TOKEN.finditer(text):
         found.append(text[end : token.start()])
         end, told = token.end(), token[0]
+        if told.startswith("#"):
+            continue
         if told.endswith("::="):
             found.append((")\n" if in_rule else "") + told + " (")
             in_rule = True
-        elif not told.startswith("#"):
+        else:
             found.append(_LONG_ESCAPE.sub(_character, told))
     return "".join([*found, text[end:], ")\n" if in_rule else ""])
 

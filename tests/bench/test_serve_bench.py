@@ -107,6 +107,12 @@ def test_arrivals_offer_the_rate_asked_for(count: int, rate: float, burstiness: 
     assert times[-1] == pytest.approx(count / rate)
 
 
+def test_bursts_of_any_strength_end_in_time() -> None:
+    for seed in range(30):  # of such gaps most are smaller than any number
+        times = arrival_times(2, 1.0, 0.0005, np.random.default_rng(seed))
+        assert times == sorted(times) and times[-1] == pytest.approx(2.0)
+
+
 def test_burstiness_spreads_the_gaps() -> None:
     def spread(burstiness: float) -> float:
         gaps = np.diff(arrival_times(2000, 10.0, burstiness, np.random.default_rng(0)))

@@ -100,6 +100,7 @@ ERRORS = [
     (["bench", "serve", "--save-result", "--result-dir", "/dev/null/x"], "cannot be made"),
     (["simulate", "chat", "--json", "/nowhere/x.json"], "/nowhere is no folder"),
     (["simulate", "chat", "--json", "/"], "is a folder"),
+    (["simulate", "chat", "--memory", "inf"], "--memory 'inf'"),
     (["generate", "--model", "", "--prompt", "x"], "no config.json in ''"),
     (["serve", ""], "no config.json in ''"),
     (["fly"], "invalid choice"),

@@ -306,6 +306,7 @@ def test_tags_name_special_tokens() -> None:
             ["1+(2-34)", "no"],
             ["1+"],
         ),
+        ('# where it starts ::=\nroot ::= "a" | # or x ::=\n "b"', ["a", "b"], ["c"]),
         ('root ::= ws "a" ws b\nws ::= [ \\t]*\nb ::= "x" b | "y"', ["a y", " \ta xxy"], ["a x"]),
         ('root ::= "\\u0041\\x42\\U0001F600\\"\\n" [^"\\n/]{2,3} B\nB ::= "/" | b\nb ::= "c"', ['AB😀"\nxy/'], ["AB"]),
         ('root ::= "a" root | "b" | "\\[\\]"', ["aab", "a[]"], ["aa"]),
