@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from forkpoint.checks import option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
+from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -84,13 +84,7 @@ class LoadOptions:
         """The fields of every request's body that these options set."""
         names = ("temperature", "top_p", "top_k", "min_p", *(["ignore_eos"] if self.ignore_eos else ()))
         body = {name: value for name in names if (value := getattr(self, name)) is not None}
-        try:
-            extra = json.loads(self.extra_body or "{}")
-        except ValueError as error:
-            raise ConfigError(f"extra_body={self.extra_body!r} is not JSON: {error}") from error
-        if not isinstance(extra, dict):
-            raise ConfigError(f"extra_body={self.extra_body!r} must be a JSON object")
-        return {**body, **extra}
+        return {**body, **json_object("extra_body", self.extra_body or "{}")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forkpoint.engine.conversation import Message, in_parts, last_text, normalised, number_calls
+from forkpoint.engine.conversation import Message, last_text, normalised, number_calls
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
@@ -54,8 +54,11 @@ class ChatTemplate:
         return template if isinstance(template, str) else str(template or "")
 
     def _shows_probe(self) -> bool:
-        text = self._try_text([{"role": "user", "content": PROBES[0]}], {})
+        text = self._try_text([self._from_user(PROBES[0])], {})
         return text is not None and PROBES[0] in text and "'type'" not in text
+
+    def _from_user(self, text: str) -> Message:
+        return normalised({"role": "user", "content": text}, in_parts=self._in_parts)
 
     def render(
         self,
@@ -98,17 +101,15 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         try:
-            self._text([{"role": "user", "content": "x"}], {})
+            self._text([self._from_user("x")], {})
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat_template is no Jinja template: {error.message}, line {error.lineno}") from error
         except Exception:  # it may refuse this conversation and take others
             return
 
     def _text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str:
-        messages = [in_parts(message) for message in conversation] if self._in_parts else list(conversation)
-        return str(
-            self._tokenizer.hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **options)
-        )
+        apply = self._tokenizer.hf.apply_chat_template
+        return str(apply(list(conversation), chat_template=self._template, tokenize=False, **options))
 
     def _message_ends(self, conversation: Sequence[Message], options: Mapping[str, Any], text: str) -> list[int]:
         """Character positions in `text`: where the tool list ends, and each message but those cut elsewhere."""
@@ -129,7 +130,7 @@ class ChatTemplate:
             alone = self._try_text(prefix, options)
             if alone is not None and text.startswith(alone) and last_text(prefix[-1]).strip() in alone:
                 return len(alone)
-        shown = [self._try_text([*prefix, {"role": "user", "content": probe}], options) for probe in PROBES]
+        shown = [self._try_text([*prefix, self._from_user(probe)], options) for probe in PROBES]
         first, other = shown
         if first is None or other is None:
             return 0

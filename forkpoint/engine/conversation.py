@@ -70,12 +70,6 @@ def number_calls(conversation: Sequence[Message]) -> list[Message]:
     return numbered
 
 
-def in_parts(message: Message) -> Message:
-    """The message with its content as a list of parts."""
-    content = message["content"]
-    return message if isinstance(content, list) else {**message, "content": [_text_part(content)]}
-
-
 def last_text(message: Message) -> str:
     """What its content ends with: all of it, or the last part."""
     content = message.get("content") or ""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import StructuredOutputError
+from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
 
 MAX_TOKEN_S = 2.0  # what following one token may take; ambiguous grammars take longer with every token
@@ -143,9 +144,9 @@ class TokenRules:
         return [word[-1] for word in words if tuple(self._latest[1 - len(word) :]) == word[:-1]]
 
     def _reason(self) -> str:
-        """What the matcher complains of, without its state."""
-        text = " ".join(str(self._matcher.get_error()).partition("\n<state>")[0].split())
-        return f": {text[:200]}; make structured_outputs simpler" if "limit" in text or "too many" in text else ""
+        """What the matcher complains of, where a limit was passed."""
+        text = complaint_in_a_line(str(self._matcher.get_error()))
+        return f": {text}; make structured_outputs simpler" if "limit" in text or "too many" in text else ""
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import islice
 from typing import Any, Final, NoReturn
 
@@ -65,7 +66,7 @@ class _Rewriter:
         """Also of what is no schema, which the library refuses."""
         if not isinstance(given, dict):
             return given
-        found = {key: value for key, value in given.items() if key != "x-guidance"}
+        found = {key: copy(value) for key, value in given.items() if key != "x-guidance"}
         self._drop_what_says_nothing(found)
         for keyword in _REFUSED:
             if keyword in found:
@@ -73,22 +74,13 @@ class _Rewriter:
         for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"):
             if any(abs(number) > MAX_EXACT for number in _numbers(found.get(name))):
                 refuse(name, path, f"has a number beyond {MAX_EXACT} (2^53); enforced are smaller ones")
-        self._rewrite_children(found, path)
+        for (*outer, last), child in list(children(found)):
+            holder = found[outer[0]] if outer else found
+            holder[last] = self.schema(child, pointer(path, *outer, last))
         self._object(found, path)
         self._strings(found, path)
         self._one_of(found, path)
         return found
-
-    def _rewrite_children(self, found: dict[str, Any], path: str) -> None:
-        given = dict(found)
-        for (key, *inner), child in children(given):
-            changed = self.schema(child, pointer(path, key, *inner))
-            if not inner:
-                found[key] = changed
-                continue
-            if found[key] is given[key]:
-                found[key] = given[key].copy()
-            found[key][inner[0]] = changed
 
     def _drop_what_says_nothing(self, found: dict[str, Any]) -> None:
         nothing: dict[str, bool] = {
@@ -205,10 +197,10 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
     """
     root = json.loads(text)
     shared = {key: root[key] for key in ("$defs", "definitions", "$schema", "$id") if key in root}
-    first = _first_line(complaint(text))
+    first = complaint_in_a_line(complaint(text))
 
     def blamed(schema: dict[str, Any]) -> bool:
-        return _first_line(complaint(json.dumps({**shared, **schema}))) == first
+        return complaint_in_a_line(complaint(json.dumps({**shared, **schema}))) == first
 
     parts = [(path, part) for path, part in islice(_parts(root, ""), MAX_LOCATED) if blamed(part)]
     path, part = max(parts, key=lambda one: one[0].count("/"), default=("", root))
@@ -218,6 +210,11 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
         if not blamed({key: value for key, value in part.items() if key != keyword}) and keyword not in shared:
             refuse(keyword, path, f"cannot be enforced: {first}")
     raise InvalidParamsError(f"structured_outputs.json cannot be enforced at {path or '/'}: {first}")
+
+
+def complaint_in_a_line(text: str) -> str:
+    """What llguidance says, without the state of its parser."""
+    return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
 def refuse(keyword: str, path: str, why: str) -> NoReturn:
@@ -249,10 +246,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 def _strings_of(value: Any) -> list[str]:
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-
-
-def _first_line(text: str) -> str:
-    return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
-from forkpoint.grammar.schema import check_depth, enforceable, located
+from forkpoint.grammar.schema import check_depth, complaint_in_a_line, enforceable, located
 from forkpoint.grammar.tags import HEADER, grammar_of_tags
 from forkpoint.params import StructuredOutputsParams
 
@@ -99,9 +99,7 @@ def _complaint_of_schema(schema: str) -> str:
 
 
 def refusal(name: str, complaint: str) -> InvalidParamsError:
-    """With what llguidance says, but without the state of its parser."""
-    text = " ".join(complaint.partition("\n<state>")[0].split())
-    return InvalidParamsError(f"structured_outputs.{name} cannot be compiled: {text[:300]}")
+    return InvalidParamsError(f"structured_outputs.{name} cannot be compiled: {complaint_in_a_line(complaint)}")
 
 
 def limits() -> Any:
