@@ -12,7 +12,12 @@ import yaml
 
 ON, OFF = "on", "off"
 ANY: Final = "any"
-GIVEN = "vllm_flags"  # the lines to log, in the namespace
+
+
+class Told(str):
+    """What the log says of a flag, as its value in the namespace."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 def told_lines(arguments: argparse.Namespace) -> list[str]:
     """What the log says of the flags that were given and change nothing."""
-    return list(getattr(arguments, GIVEN, ()))
+    return [value for value in vars(arguments).values() if isinstance(value, Told)]
 
 
 class _Take(argparse.Action):
@@ -75,7 +80,6 @@ class _Take(argparse.Action):
             value = values if isinstance(values, str) else " ".join(values or ())
         if self._row.values != ANY and value not in self._row.values.split():
             raise argparse.ArgumentError(self, self._row.refusal(value))
-        setattr(namespace, self.dest, value)
         if (self._row.told or self._row.values == ANY) and not (self._row.switch and value == OFF):
-            line = f"{option_string} changes nothing here: {self._row.why}"
-            setattr(namespace, GIVEN, (*getattr(namespace, GIVEN, ()), line))
+            value = Told(f"{option_string} changes nothing here: {self._row.why}")
+        setattr(namespace, self.dest, value)

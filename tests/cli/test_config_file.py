@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forkpoint.cli.parser import build_parser
+from forkpoint.cli.vllm_flags import told_lines
 
 FILE = """
 model: from/file
@@ -52,6 +53,11 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert (options.model_tag, "model" in vars(options)) == ("my/model", False)
     assert (options.port, options.served_model_name, options.access_log) == (9, ("three",), False)
     assert options.api_key == ("secret",)
+
+
+def test_flags_that_change_nothing_are_told_wherever_they_are_given(tmp_path: Path) -> None:
+    options = parse(tmp_path, "block-size: 16\nswap-space: 9", "--swap-space", "4", "--trust-remote-code")
+    assert [line.split()[0] for line in told_lines(options)] == ["--swap-space", "--trust-remote-code", "--block-size"]
 
 
 @pytest.mark.parametrize(
