@@ -75,9 +75,6 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json_object", None)
         if isinstance(self.choice, Collection) and not isinstance(self.choice, str | Mapping):
             object.__setattr__(self, "choice", tuple(self.choice))
-        self._check()
-
-    def _check(self) -> None:
         names = [item.name for item in fields(self) if item.name != "disable_any_whitespace"]
         given = [name for name in names if getattr(self, name) is not None]
         _CHECK.require(len(given) == 1, "structured_outputs", given, f"exactly one of {names}")

@@ -16,7 +16,7 @@ SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without
 SHOWN = 80  # characters of a wrong value, in an error message
 
 
-def normalised(message: object, *, in_parts: bool = False) -> dict[str, Any]:
+def normalised(message: object, *, in_parts: bool) -> dict[str, Any]:
     """A message as templates can read it; what a server sends as an answer can be sent back as it is.
 
     `content` is a text: parts are joined (or kept, for templates that read parts), null is empty (a template that

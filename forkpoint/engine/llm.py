@@ -110,15 +110,12 @@ class LLM:
         """The prompt of one conversation, breakpoints included; `generate` and `stream` check and take it."""
         if self._chat is None:
             raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
-        flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        flags: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         check_chat_options(messages, tools, chat_template_kwargs, **flags)
-        return self._chat.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
-        )
+        return self._chat.render(messages, tools=tools, variables=chat_template_kwargs, **flags)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt and yield its output, as far as it has come, after each step with news.

@@ -76,9 +76,7 @@ class SharedEngine:
             self._settle()
 
     def _note(self, state: RequestState) -> None:
-        caller = self._callers.get(state.request_id)
-        if caller is None:
-            return
+        caller = self._callers[state.request_id]
         caller.news[state.request_id] = state
         if state.finished:
             caller.open.discard(state.request_id)

@@ -77,11 +77,10 @@ def num_lost_lines() -> int:
     return sum(handler.num_lost for handler in LOGGER.handlers if isinstance(handler, LossCountingHandler))
 
 
-def set_up_logging(level: str, stream: TextIO | None = None) -> None:
-    """Send forkpoint's log to `stream` (standard error) from `level` upward; a second call replaces the first."""
-    stream = stream or sys.stderr
-    handler = LossCountingHandler(stream)
-    handler.setFormatter(Formatter(color=wants_color(stream)))
+def set_up_logging(level: str) -> None:
+    """Send forkpoint's log to standard error from `level` upward; a second call replaces the first."""
+    handler = LossCountingHandler(sys.stderr)
+    handler.setFormatter(Formatter(color=wants_color(sys.stderr)))
     for old in list(LOGGER.handlers):
         LOGGER.removeHandler(old)
     LOGGER.addHandler(handler)
@@ -89,12 +88,9 @@ def set_up_logging(level: str, stream: TextIO | None = None) -> None:
     LOGGER.propagate = False
 
 
-def wants_color(stream: TextIO, environment: Mapping[str, str] | None = None) -> bool:
-    """NO_COLOR wins, then FORCE_COLOR, then whether `stream` is a terminal."""
-    environment = os.environ if environment is None else environment
-    if environment.get("NO_COLOR"):
-        return False
-    return bool(environment.get("FORCE_COLOR")) or stream.isatty()
+def wants_color(stream: TextIO) -> bool:
+    """The environment's NO_COLOR wins, then its FORCE_COLOR, then whether `stream` is a terminal."""
+    return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
 
 
 def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int) -> list[str]:

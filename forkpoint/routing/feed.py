@@ -21,9 +21,6 @@ class RestorableIndex:
     def __init__(self) -> None:
         self._resumable: dict[int | bytes, bool] = {}  # of each published block: whether a request can resume there
 
-    def __len__(self) -> int:
-        return len(self._resumable)
-
     def apply(self, batch: EventBatch) -> None:
         """Take in a batch; batches come in order."""
         for event in batch.events:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,16 +20,21 @@ HYBRID, ATTENTION = layout_of([KV, STATE]), layout_of([KV])
     ("environment", "expected"),
     [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
 )
-def test_colour_follows_the_environment(environment: dict[str, str], expected: bool) -> None:
-    assert wants_color(io.StringIO(), environment) is expected
+def test_colour_follows_the_environment(
+    environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.setenv(name, environment.get(name, ""))
+    assert wants_color(io.StringIO()) is expected
 
 
 def test_the_level_decides_and_a_second_call_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     first, second = io.StringIO(), io.StringIO()
-    set_up_logging("info", first)
-    set_up_logging("warning", second)
+    for level, stream in (("info", first), ("warning", second)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        set_up_logging(level)
     LOGGER.info("quiet")
     LOGGER.warning("loud")
     assert first.getvalue() == ""
