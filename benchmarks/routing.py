@@ -22,12 +22,6 @@ class Published:
 
     index: RestorableIndex = field(default_factory=RestorableIndex)
 
-    def restorable(self, hashes: list[int]) -> int:
-        return self.index.restorable(hashes) * BLOCK_SIZE
-
-    def num_unfinished(self) -> int:
-        return 1
-
     def add(self, hashes: list[int]) -> None:
         ends: list[int | bytes] = [hashes[len(hashes) // 2], hashes[-1]]
         event = wire.BlockStored(list(hashes), None, [], BLOCK_SIZE, None, None, None, ends)
@@ -47,11 +41,11 @@ def main() -> None:
             first = (index * args.blocks + number * args.prompt_blocks) * 7919
             prompts.append([first + block for block in range(args.prompt_blocks)])
             replica.add(prompts[-1])
-    router, times = Router("prefix-aware"), []
+    router, times, loads = Router("prefix-aware"), [], [1] * len(replicas)
     for prompt in prompts:
         asked = prompt[: args.prompt_blocks * 9 // 10]  # parts from the conversation: the last state is far above
         start = time.perf_counter()
-        router.choose(asked, replicas)
+        router.choose(loads, lambda index: replicas[index].index.restorable(asked) * BLOCK_SIZE)  # noqa: B023
         times.append(time.perf_counter() - start)
     times.sort()
     print(f"{args.replicas} replicas with {args.blocks:,} blocks each, prompts of {args.prompt_blocks} blocks")

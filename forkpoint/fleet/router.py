@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -13,20 +11,6 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.fleet.messages import Route
 from forkpoint.routing.feed import EventFeed, RestorableIndex
 from forkpoint.routing.router import Router
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a replica at this moment."""
-
-    index: RestorableIndex
-    num_requests: int
-
-    def restorable(self, block_hashes: Sequence[int]) -> int:
-        return self.index.restorable(block_hashes) * BLOCK_SIZE
-
-    def num_unfinished(self) -> int:
-        return self.num_requests
 
 
 class RestorableRouter(RequestRouter):
@@ -62,13 +46,17 @@ class RestorableRouter(RequestRouter):
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
         route: Route = pending_request.args[0]
+        hashes = route.block_hashes
         fresh = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in route.tried]
         tried = [replica for replica in candidate_replicas if replica not in fresh]
-        if not fresh or route.block_hashes is None:
+        if not fresh or hashes is None:
             return [fresh or tried]
-        num_requests = self._num_requests()
-        known = [Known(self._index(each.replica_id), num_requests[each.replica_id]) for each in fresh]
-        best = fresh.pop(self._router.choose(route.block_hashes, known))
+        names, num_requests = [replica.replica_id for replica in fresh], self._num_requests()
+
+        def restorable(index: int) -> int:
+            return self._index(names[index]).restorable(hashes) * BLOCK_SIZE
+
+        best = fresh.pop(self._router.choose([num_requests[name] for name in names], restorable))
         self._open[pending_request.metadata.internal_request_id] = (pending_request, best.replica_id)
         return [ranks for ranks in ([best], fresh, tried) if ranks]
 

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeAlias
 
 from forkpoint.errors import ConfigError
 
-Request = TypeVar("Request")
-Asked = TypeVar("Asked", contravariant=True)
-
 TOKENS_PER_WAITING_REQUEST: Final = 2048  # a hit of so many tokens is worth queueing behind one request
+Restorable: TypeAlias = Callable[[int], int]  # of a replica: tokens of the prompt that it would not have to compute
 
 
-class Replica(Protocol[Asked]):
-    """What is known of a replica: one that is simulated, or one that publishes events."""
-
-    def restorable(self, request: Asked) -> int:
-        """Tokens of the prompt that a request added now would not have to compute."""
-
-    def num_unfinished(self) -> int:
-        """Requests that are queued or run."""
-
-
-def round_robin(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
+def round_robin(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
     """One after the other."""
-    return turn % len(replicas)
+    return turn % len(loads)
 
 
-def least_loaded(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
+def least_loaded(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
     """The replica with the fewest unfinished requests."""
-    return min(range(len(replicas)), key=lambda index: (replicas[index].num_unfinished(), index))
+    return loads.index(min(loads))
 
 
-def prefix_aware(turn: int, request: Request, replicas: Sequence[Replica[Request]]) -> int:
+def prefix_aware(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
     """The replica that can restore most of the prompt, less what waiting there costs; of equal ones each in turn."""
 
     def worth(index: int) -> tuple[int, int, int]:
-        replica = replicas[index]
-        waiting = replica.num_unfinished()
+        waiting = loads[index]
         lost = waiting * TOKENS_PER_WAITING_REQUEST
-        return replica.restorable(request) - lost, -waiting, (index - turn) % len(replicas)
+        return restorable(index) - lost, -waiting, (index - turn) % len(loads)
 
-    return max(range(len(replicas)), key=worth)
+    return max(range(len(loads)), key=worth)
 
 
 _RULES: Final = MappingProxyType(
@@ -61,5 +48,6 @@ class Router:
             raise ConfigError(f"no routing policy {name!r}; give one of {', '.join(ROUTERS)}")
         self._rule, self._turns = _RULES[name], itertools.count()
 
-    def choose(self, request: Request, replicas: Sequence[Replica[Request]]) -> int:
-        return self._rule(next(self._turns), request, replicas)
+    def choose(self, loads: Sequence[int], restorable: Restorable) -> int:
+        """The place of a replica among those of which `loads` says how many requests are queued or run there."""
+        return self._rule(next(self._turns), loads, restorable)

@@ -91,7 +91,8 @@ class Simulator:
         heapq.heappush(self._arrivals, (when, next(self._order), request))
 
     def _admit(self, now: float, request: TraceRequest) -> None:
-        replica = self._router.choose(request, self._replicas)
+        loads = [system.num_unfinished() for system in self._replicas]
+        replica = self._router.choose(loads, lambda index: self._replicas[index].restorable(request))
         self._records[request.id] = RequestRecord(request, now, replica)
         if not self._replicas[replica].add(request):
             self._follow_up(now, request)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from forkpoint.outputs import CacheReport
-from forkpoint.routing.router import Replica
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.trace import TraceRequest
 
@@ -31,11 +30,17 @@ class SystemCounters:
     lost_tokens: dict[str, int] = field(default_factory=dict)
 
 
-class ServedSystem(Replica[TraceRequest], Protocol):
+class ServedSystem(Protocol):
     """One replica. `plan` and `finish` take turns; times are the simulator's."""
 
     def add(self, request: TraceRequest) -> bool:
         """Queue a request; False if even an empty cache could not hold it."""
+
+    def restorable(self, request: TraceRequest) -> int:
+        """Tokens of the prompt that a request added now would not have to compute."""
+
+    def num_unfinished(self) -> int:
+        """Requests that are queued or run."""
 
     def plan(self, now_s: float) -> StepLoad | None:
         """Plan and issue the next step; None if there is nothing to do."""

@@ -19,17 +19,9 @@ from tests.sched.harness import Harness, tokens
 SIZE = 64
 
 
-class Known:
-    """A replica by its events and the number of its requests."""
-
-    def __init__(self, index: RestorableIndex, num_unfinished: int = 0) -> None:
-        self.index, self.waiting = index, num_unfinished
-
-    def restorable(self, hashes: list[int]) -> int:
-        return self.index.restorable(hashes) * SIZE
-
-    def num_unfinished(self) -> int:
-        return self.waiting
+def choose(router: Router, hashes: list[int], *replicas: tuple[RestorableIndex, int]) -> int:
+    """Among replicas by their events and the numbers of their requests."""
+    return router.choose([load for _, load in replicas], lambda place: replicas[place][0].restorable(hashes) * SIZE)
 
 
 def stored(hashes: list[int], ends: list[int] | None, parent: int | None = None) -> wire.EventBatch:
@@ -43,13 +35,12 @@ def test_the_prompt_goes_where_most_of_it_can_be_restored_unless_many_wait_there
     short, long = RestorableIndex(), RestorableIndex()
     short.apply(stored(hashes[:40], [hashes[39]]))
     long.apply(stored(hashes[:90], [hashes[89]]))
-    router = Router("prefix-aware")
-    assert router.choose(hashes, [Known(short), Known(long), Known(RestorableIndex())]) == 1
-    assert router.choose(hashes, [Known(short), Known(long, 2), Known(RestorableIndex())]) == 0
-    assert router.choose(hashes[:39], [Known(short, 1), Known(long, 1), Known(RestorableIndex())]) == 2
-    assert router.choose([7], [Known(RestorableIndex(), 3), Known(RestorableIndex(), 1)]) == 1
-    idle = [Known(RestorableIndex()) for _ in range(3)]
-    assert {router.choose([number], idle) for number in range(3)} == {0, 1, 2}
+    router, none = Router("prefix-aware"), RestorableIndex()
+    assert choose(router, hashes, (short, 0), (long, 0), (none, 0)) == 1
+    assert choose(router, hashes, (short, 0), (long, 2), (none, 0)) == 0
+    assert choose(router, hashes[:39], (short, 1), (long, 1), (none, 0)) == 2
+    assert choose(router, [7], (none, 3), (none, 1)) == 1
+    assert {choose(router, [number], (none, 0), (none, 0), (none, 0)) for number in range(3)} == {0, 1, 2}
 
 
 def test_an_engine_that_tells_no_states_can_resume_after_any_block() -> None:
@@ -66,15 +57,15 @@ def test_a_decision_takes_little_whatever_is_published() -> None:
     """1,000 times the blocks: looks are by hash, and few. Times are the least of several, in one run."""
 
     def seconds(num_prompts: int) -> float:
-        replicas = [Known(RestorableIndex()) for _ in range(4)]
+        replicas = [RestorableIndex() for _ in range(4)]
         for prompt in range(num_prompts):
             hashes = [prompt * 1000 + block for block in range(1, 101)]
-            replicas[prompt % 4].index.apply(stored(hashes, [hashes[-1]]))
+            replicas[prompt % 4].apply(stored(hashes, [hashes[-1]]))
         asked = list(range(1, 101))
         router, best = Router("prefix-aware"), 1.0
         for _ in range(200):
             start = time.perf_counter()
-            assert router.choose(asked, replicas) == 0
+            assert choose(router, asked, *((index, 0) for index in replicas)) == 0
             best = min(best, time.perf_counter() - start)
         return best
 
