@@ -56,8 +56,7 @@ class Outcome:
 
 
 class PromptStyle:
-    """Prompts as a backend sends them, and how a conversation goes on: token ids, or text where the dataset has text
-    and the conversation no ids."""
+    """Prompts as a backend sends them, and how a conversation, which is always of token ids, goes on."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -65,19 +64,14 @@ class PromptStyle:
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
         """The prompt of `request`; `before` is what its conversation has come to, None at its start."""
         own = request.content if isinstance(request.content, str) else request.content.tolist()
-        if before is None:
-            return own
-        return before + own if type(before) is type(own) else self._ids(before) + self._ids(own)
+        return own if before is None else before + own
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt:
         """What a conversation has come to once `prompt` is answered."""
-        return prompt + (answer if isinstance(prompt, str) else self._vocabulary.encode(answer))
+        return prompt + self._vocabulary.encode(answer)
 
     def body(self, prompt: Prompt, num_output_tokens: int) -> dict[str, Any]:
         return {"prompt": prompt, "max_tokens": num_output_tokens}
-
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
 
 
 class ChatStyle(PromptStyle):

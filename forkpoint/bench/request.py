@@ -16,7 +16,8 @@ TokenIds = npt.NDArray[np.int32]
 class BenchRequest:
     """Sent at `arrival_s` (None: when the pacing says so), or `think_s` after request `after` has ended.
 
-    Its prompt is `content` (text or token ids); with `continues`, the prompt and the answer of `after` come first.
+    Its prompt is `content`, text or token ids; with `continues` these are ids, and the prompt and the answer of `after`
+    come first.
     """
 
     content: str | TokenIds

@@ -40,7 +40,7 @@ def file_arguments(path: str, flags: dict[str, argparse.Action], given: Containe
             hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
             raise ConfigError(f"{path}: {key!r} is no flag of this command{hint}")
         if action.dest not in given:
-            arguments += _arguments(f"{path}: {key}", flag, action, value, flags)
+            arguments += _arguments(f"{path}: {key}", flag, action, value)
     return arguments
 
 
@@ -58,17 +58,13 @@ def _read(path: str) -> dict[Any, Any]:
     return found or {}
 
 
-def _arguments(
-    where: str, flag: str, action: argparse.Action, value: Any, flags: dict[str, argparse.Action]
-) -> list[str]:
+def _arguments(where: str, flag: str, action: argparse.Action, value: Any) -> list[str]:
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}={value!r} is not allowed; give true or false")
         opposite = "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else "--no-" + flag.removeprefix("--")
-        if value:
-            return [flag]
-        return [opposite] if opposite in flags else []
-    if isinstance(value, list) and (action.nargs == "+" or isinstance(action, argparse._AppendAction)):
+        return [flag if value else opposite]
+    if isinstance(value, list) and action.nargs == "+":
         return [f"{flag}={_text(where, item)}" for item in value]
     if isinstance(value, dict | list):
         return [f"{flag}={json.dumps(value)}"]  # what takes no JSON refuses it by itself
