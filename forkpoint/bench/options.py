@@ -76,8 +76,11 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}={value} must be more than 0")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups={self.num_warmups} must be 0 or more")
+        if math.isinf(self.burstiness):
+            raise ConfigError("burstiness=inf must be a finite number")
+        for name in ("num_warmups", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more")
         self.sampling_body()
 
     def sampling_body(self) -> dict[str, Any]:

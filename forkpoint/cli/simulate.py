@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tqdm import tqdm
 
+from forkpoint.checks import Bounds, Checker
 from forkpoint.cli.result_file import ResultFile
-from forkpoint.config import SchedulerConfig
+from forkpoint.config import SchedulerConfig, checked
 from forkpoint.errors import ConfigError
 from forkpoint.routing.router import ROUTERS
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
@@ -27,6 +28,9 @@ from forkpoint.sim.trace import Trace
 from forkpoint.sim.workload import WORKLOADS, make_workload
 
 GIB = 1 << 30
+MAX_REPLICAS: Final = 4096
+SCALES: Final = Bounds(0.0, 1e9)
+_CHECK: Final = Checker(ConfigError)
 
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +90,14 @@ def read_traces(options: argparse.Namespace) -> list[Trace]:
     """The traces that are named. Raises ConfigError, TraceError."""
     if not options.traces:
         raise ConfigError("no trace was given; give files, or made-up workloads such as chat or rag:documents=20")
+    for name in ("arrival_scale", "think_scale"):
+        _CHECK.number(name, getattr(options, name), SCALES)
     return [_trace(name, options) for name in options.traces]
 
 
 def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: SystemFactory) -> list[Case]:
-    """Every trace, amount of memory and system that is asked for."""
+    """Every trace, amount of memory and system that is asked for. Raises ConfigError."""
+    _CHECK.integer("replicas", options.replicas, 1, MAX_REPLICAS)
     scheduler, shape = read_scheduler(options), _shape(options)
     return [
         Case(trace, shape, H200, system, memory, scheduler, options.replicas, options.router, factory)
@@ -114,8 +121,10 @@ def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: Res
 
 
 def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
-    """The scheduler's options."""
-    return SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
+    """The scheduler's options. Raises ConfigError."""
+    return checked(
+        SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
+    )
 
 
 def _trace(name: str, options: argparse.Namespace) -> Trace:

@@ -386,6 +386,8 @@ def test_a_warm_up_that_fails_measures_nothing(server: FakeServer) -> None:
 
 WRONG: list[dict[str, Any]] = [
     {"num_prompts": 0},
+    {"seed": -1},
+    {"burstiness": math.inf},
     {"request_rate": 0.0},
     {"percentile_metrics": "ttft,speed"},
     {"metric_percentiles": "high"},
