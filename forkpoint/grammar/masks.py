@@ -121,7 +121,7 @@ class TokenRules:
         banned = self._banned()
         if banned:
             bits = bits & ~id_bits(banned, 32 * len(bits))
-        if not bits.any():
+        if (banned or self._matcher is None) and not bits.any():  # else the matcher has said so above
             raise StructuredOutputError(
                 f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and all else asked for leave no token"
             )
