@@ -26,6 +26,8 @@ class HashDrafter(Drafter):
         self._outputs: dict[str, list[int]] = {}
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        if lease.num_planned >= request.num_tokens:
+            return self._draft_ahead(request, lease, most)
         outputs = self._outputs.get(request.id)
         if outputs is None:
             grammar = request.grammar
@@ -46,7 +48,7 @@ class HashDrafter(Drafter):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return self._random.random() < AHEAD
 
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+    def _draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         if self._random.random() < 0.5:
             return np.full(min(most, self._random.randint(0, self._most)), TO_DRAFT, np.int32)
         num_sampled = lease.num_planned + 1 - request.num_prompt_tokens  # if all in flight are right

@@ -62,17 +62,15 @@ class SyntheticDrafter(Drafter):
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         count, first = min(most, len(self._rates)), len(request.output_token_ids)
         answer = self._known.get(tuple(request.prompt_token_ids.tolist()))
-        if answer is None:
-            return np.full(count, TO_DRAFT if self._by_model else 7, np.int32)
+        is_ahead = lease.num_planned >= request.num_tokens
+        if answer is None or is_ahead:
+            return np.full(count, TO_DRAFT if self._by_model or is_ahead else 7, np.int32)
         right = np.asarray(answer[first:][:count], np.int32)
         wrong = self._random.random() >= np.asarray(self._rates[: len(right)])
         return np.where(wrong, (right + 1) % self._vocab_size, right).astype(np.int32)
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return self._by_model
-
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray:
-        return np.full(min(most, len(self._rates)), TO_DRAFT, np.int32)
 
 
 class SyntheticWindows(Windows):

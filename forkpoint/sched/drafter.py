@@ -11,18 +11,13 @@ class Drafter:
     """Asked before each decode step of a row, and told what became of its guesses. This one never guesses."""
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Up to `most` ids that may follow the request's newest token; None or empty: none."""
+        """Up to `most` ids that may follow the request's newest token (of one that goes ahead: the last that its step
+        in flight samples), or TO_DRAFT for those that the runner is to make; None or empty: none."""
         return None
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
-        """Whether the request's next step is as well planned before what its last one sampled is known: with the drafts
-        of `draft_ahead` instead of those of `draft`."""
+        """Whether the request's next step is as well planned before what its last one sampled is known."""
         return False
-
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Up to `most` drafts of a request that goes ahead: those that the runner is to make (TO_DRAFT), or ids that
-        may follow what its step in flight samples last."""
-        return None
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """A step took `num_accepted` of the `num_drafts` that it was given for the request."""

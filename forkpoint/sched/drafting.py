@@ -70,9 +70,7 @@ class DraftPlanner:
             most = min(most, layout.block_size - 1 - start % layout.block_size)
         if most <= 0:
             return None, ()
-        known = start < request.num_tokens
-        draft = self._drafter.draft if known else self._drafter.draft_ahead
-        drafts = draft(request, entry.lease, most)
+        drafts = self._drafter.draft(request, entry.lease, most)
         if drafts is None or not len(drafts):
             return None, ()
         masks: Sequence[IntArray] = ()

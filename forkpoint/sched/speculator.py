@@ -41,9 +41,13 @@ class Speculator(Drafter):
         return cls(sources, config.num_speculative_tokens, config.method == "mtp")
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        """What lookups find, else the model's own. A grammar must know drafts beforehand: it gets none of those."""
         count = self._length.choose(request.id, min(most, self._most))
-        best = _best(self._sources, request, lease, count) if count else None
-        return self._give(request, best.token_ids if best else None, count)
+        drafts = self._following(request, lease, count) if count else None
+        if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
+            drafts = np.full(count, TO_DRAFT, np.int32)
+        self._given[request.id] = NONE if drafts is None else drafts
+        return drafts
 
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         """Where drafts do not pay, the model has some, nothing that is known matches, or what matches says what follows
@@ -53,27 +57,15 @@ class Speculator(Drafter):
         following = self._following(request, lease, 1)
         return following is None or bool(len(following))
 
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        count = self._length.choose(request.id, min(most, self._most))
-        return self._give(request, self._following(request, lease, count) if count else None, count)
-
-    def _give(self, request: Request, drafts: IntArray | None, count: int) -> IntArray | None:
-        """What lookups found for `count` drafts, else the model's own. A grammar has to know its drafts beforehand: it
-        gets none of those."""
-        if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
-            drafts = np.full(count, TO_DRAFT, np.int32)
-        self._given[request.id] = NONE if drafts is None else drafts
-        return drafts
-
     def _following(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Up to `most` ids that follow what the step in flight confirms, as far as lookups know that: those of its
-        drafts that they say too, and one more. Empty: it is not likely that they are right there, or that is all they
-        know. None: they know nothing."""
-        in_flight = lease.num_planned - request.num_tokens
-        guess = _best(self._sources, request, lease, in_flight + 1 + most)
-        if guess is None:
-            return None
-        ids, given = guess.token_ids, self._given.get(request.id, NONE)[: min(in_flight, len(guess.token_ids))]
+        """Up to `most` ids that follow what is known and what a step in flight confirms, as far as lookups know that:
+        those of its drafts that they say too, and one more. Empty: it is not likely that they are right there, or that
+        is all they know. None: they know nothing."""
+        in_flight = lease.num_planned + 1 - request.num_tokens
+        guess = _best(self._sources, request, lease, in_flight + most)
+        if guess is None or not in_flight:
+            return guess.token_ids if guess else None
+        ids, given = guess.token_ids, self._given.get(request.id, NONE)[: min(in_flight - 1, len(guess.token_ids))]
         agree = (given == ids[: len(given)]) | (given == TO_DRAFT)
         num_confirmed = int(agree.cumprod().sum()) + 1
         return ids[num_confirmed:][:most] if self._length.likely(request.id, num_confirmed) >= LIKELY else NONE

@@ -31,6 +31,8 @@ class RandomDrafter(Drafter):
         self.num_of_past = 0  # ids drafted out of past outputs
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+        if lease.num_planned >= request.num_tokens:
+            return self._draft_ahead(most)
         count = min(most, self._random.randint(0, self._most))
         kind = self._random.randrange(2 + len(self._sources) + self._mtp)
         if kind < len(self._sources):
@@ -44,7 +46,7 @@ class RandomDrafter(Drafter):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return self._ahead.random() < AHEAD
 
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
+    def _draft_ahead(self, most: int) -> IntArray:
         count = min(most, self._ahead.randint(0, self._most))
         if self._mtp and self._ahead.random() < 0.7:
             return np.full(count, TO_DRAFT, np.int32)

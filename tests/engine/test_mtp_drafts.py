@@ -54,9 +54,6 @@ class GoingAhead(Always):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return True
 
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        return np.full(min(most, DEPTH), TO_DRAFT, np.int32)
-
 
 @contextmanager
 def noting(drafts: DraftGraphs) -> Iterator[dict[tuple[int, int], list[int]]]:

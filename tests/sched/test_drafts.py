@@ -61,9 +61,6 @@ class GoingAhead(Drafting):
     def goes_ahead(self, request: Request, lease: Lease) -> bool:
         return True
 
-    def draft_ahead(self, request: Request, lease: Lease, most: int) -> np.ndarray:
-        return np.full(min(most, 3), TO_DRAFT, np.int32)
-
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -144,13 +144,13 @@ def test_what_is_often_wrong_waits_for_results(monkeypatch: pytest.MonkeyPatch) 
     lookups: list[DraftSource] = [Recalling(harness, 1000)]
     for goes in (False, True):
         speculator = Speculator(lookups, 3, by_model=goes)
-        right = speculator.draft_ahead(request, lease, 3)
+        right = speculator.draft(request, lease, 3)
         assert speculator.goes_ahead(request, lease)
         assert right is not None and right.tolist() == harness.runner.expected(request.prompt_token_ids.tolist(), 4)[1:]
         for _ in range(9):
             speculator.judged(request, 3, 0)
         assert speculator.goes_ahead(request, lease) is goes
-        drafts = speculator.draft_ahead(request, lease, 3)
+        drafts = speculator.draft(request, lease, 3)
         assert drafts is not None and drafts.tolist() == [TO_DRAFT] * 3 * goes
 
 
@@ -328,6 +328,7 @@ def test_the_longest_match_is_taken(prompt: list[int], drafts: list[int]) -> Non
     say(speculator, SAID)
     request = request_of(prompt)
     lease = Harness().sched.cache.new_lease("r", "", request.prompt_token_ids)
+    lease.num_planned = len(prompt) - 1
     found = speculator.draft(request, lease, 9)
     assert found is not None and found.tolist() == drafts
     speculator.forget(request)
@@ -338,5 +339,6 @@ def test_where_the_tree_knows_nothing_the_row_itself_may() -> None:
     speculator = Speculator.of(config, 64)
     request = request_of([1, 2, 3, 1, 2])
     lease = Harness().sched.cache.new_lease("r", "", request.prompt_token_ids)
+    lease.num_planned = 4
     found = speculator.draft(request, lease, 9)
     assert found is not None and found.tolist() == [3, 1, 2, 3]
