@@ -13,6 +13,7 @@ from evaluation.preempting import preempting
 from evaluation.question import Family, Question, batches, flat
 from evaluation.subject import Counters, Reply, Subject
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.admission import MIN_GAIN_TO_WAIT
 
 BATCH_TOKENS: Final = 16_384  # prompt tokens asked at once where the arena is to hold them all
@@ -44,9 +45,8 @@ class Paper:
         return max(self._ample_bytes(flat(batch)) for batch in batches(self.families, BATCH_TOKENS))
 
     def _ample_bytes(self, questions: Sequence[Question]) -> int:
-        layout = self.layout
         tokens = NUM_SIBLINGS * sum(self._length(question) for question in questions)
-        slots = tokens // layout.checkpoint_grid + NUM_SIBLINGS * len(questions)
+        slots = tokens // BLOCK_SIZE + NUM_SIBLINGS * len(questions)
         return self._bytes(tokens, slots)
 
     @property
@@ -60,7 +60,7 @@ class Paper:
 
     def _length(self, question: Question) -> int:
         """Tokens of the question and its answer, whole blocks."""
-        size = self.layout.block_size
+        size = BLOCK_SIZE
         return -(-(question.num_prompt_tokens + self.max_tokens) // size) * size
 
     def _bytes(self, num_tokens: int, num_slots: int) -> int:

@@ -50,7 +50,7 @@ def by_arrival(trace: Trace) -> list[TraceRequest]:
 
 def hashes_of(request: TraceRequest) -> list[BlockHash]:
     """The blocks that a request leaves behind: of its prompt, and of its output but the last token."""
-    chain = HashChain("", BLOCK)
+    chain = HashChain("")
     chain.extend(TokenSpans.join([request.prompt, request.output.part(0, request.output.num_tokens - 1)]).array())
     return chain.hashes
 

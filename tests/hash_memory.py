@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.plan import IntArray, MoveKind
 from tests.hash_step import require
 from tests.rolling_hash import HashArray
@@ -34,8 +35,8 @@ class HashMemory:
         slots = self.num_pages * self.layout.slots_per_page
         self._slot_position = np.full(slots, GARBAGE, np.int64)
         self._slot_roll = np.zeros(slots, np.uint64)
-        self._block_position = np.full((blocks, self.layout.block_size), GARBAGE, np.int32)
-        self._block_roll = np.zeros((blocks, self.layout.block_size), np.uint64)
+        self._block_position = np.full((blocks, BLOCK_SIZE), GARBAGE, np.int32)
+        self._block_roll = np.zeros((blocks, BLOCK_SIZE), np.uint64)
         self._block_users = np.zeros(blocks, np.int32)
         self._page_kind = [None] * self.num_pages
 
@@ -88,12 +89,12 @@ class HashMemory:
 
     def keys(self, blocks: IntArray, end: int) -> tuple[IntArray, HashArray]:
         """Positions and hashes of the first `end` tokens of a row with these blocks."""
-        used = blocks[: -(-end // self.layout.block_size)]
+        used = blocks[: -(-end // BLOCK_SIZE)]
         return self._block_position[used].ravel()[:end], self._block_roll[used].ravel()[:end]
 
     def write_keys(self, blocks: IntArray, start: int, rolls: list[int]) -> None:
         """Of the tokens of a row from `start` on."""
-        size = self.layout.block_size
+        size = BLOCK_SIZE
         positions = np.arange(start, start + len(rolls), dtype=np.int32)
         at = blocks[positions // size], positions % size
         self._block_position[at] = positions

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, IntArray, MoveKind, StepPlan, StepResult
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
@@ -253,11 +254,11 @@ class HashRunner:
         require(in_range and (work.samples or not drafts), step, f"{where} with drafts {drafts}")
         for position, _ in work.saves:
             last = -1 if state.last_start is None else state.last_start
-            recent = last >= 0 and last < position <= work.latest and position % self.layout.checkpoint_grid == 0
+            recent = last >= 0 and last < position <= work.latest and position % BLOCK_SIZE == 0
             require(recent, step, f"{where}: save at {position}; its last step began at {last}")
 
     def _check_prefill(self, step: int, work: HashWork) -> None:
-        state, grid = self._rows[work.row], self.layout.checkpoint_grid
+        state, grid = self._rows[work.row], BLOCK_SIZE
         where = f"tokens [{work.start}, {work.end}) of row {work.row}"
         require(work.known == work.end, step, f"{where}: drafts go through the decode kernels")
         ends = work.end % grid == 0 or work.end in (state.added.num_prompt_tokens, len(state.ids))
@@ -267,7 +268,7 @@ class HashRunner:
         for position in positions:
             inside = work.start < position <= work.end and position % grid == 0
             require(inside, step, f"{where}: save at {position} is outside of it or off the grid")
-            from_start = (position - work.start) % self.layout.block_size == 0 or position == work.end
+            from_start = (position - work.start) % BLOCK_SIZE == 0 or position == work.end
             require(from_start, step, f"{where}: save at {position} is between the kernel's chunks")
 
     def _check_work(self, step: int, work: HashWork) -> None:
@@ -282,7 +283,7 @@ class HashRunner:
         if not self.layout.has_kv:
             require(state.num_blocks == 0, step, f"{where} has blocks; the layout has no attention")
             return
-        room = state.num_blocks * self.layout.block_size
+        room = state.num_blocks * BLOCK_SIZE
         require(room >= work.end, step, f"{where}: its blocks hold {room} tokens")
         for block in self._written_blocks(work).tolist():
             users = self._memory.num_users(block)
@@ -291,7 +292,7 @@ class HashRunner:
             self._memory.claim(step, MoveKind.BLOCK, block)
 
     def _written_blocks(self, work: HashWork) -> IntArray:
-        size = self.layout.block_size
+        size = BLOCK_SIZE
         return self._rows[work.row].blocks[work.start // size : -(-work.end // size)]
 
     def _append_blocks(self, step: int, row: int, block_ids: list[int]) -> None:
@@ -343,7 +344,7 @@ class HashRunner:
                 self._describe_bad_block(where, state, token, int(positions[token]))
 
     def _describe_bad_block(self, where: str, state: HashRow, token: int, position: int) -> None:
-        block = int(state.blocks[token // self.layout.block_size])
+        block = int(state.blocks[token // BLOCK_SIZE])
         held = {GARBAGE: "garbage", token: "the keys of other tokens"}.get(position, f"position {position}")
         raise PlanViolation(f"{where} attends to token {token} in block {block}, which holds {held}")
 

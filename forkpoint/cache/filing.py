@@ -10,6 +10,7 @@ from forkpoint.cache.layout import NO_BLOCK
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.config import BLOCK_SIZE
 
 
 class Filing:
@@ -33,13 +34,13 @@ class Filing:
         """
         if lease.frozen:
             return
-        size, hashes = self._layout.block_size, lease.chain.hashes
+        hashes = lease.chain.hashes
         if not self._layout.has_states:
-            last = min(end // size, len(hashes))
-            self.planned.update((hashes[i], (i + 1) * size) for i in range(start // size, last))
+            last = min(end // BLOCK_SIZE, len(hashes))
+            self.planned.update((hashes[i], (i + 1) * BLOCK_SIZE) for i in range(start // BLOCK_SIZE, last))
             return
         for candidate in candidates:
-            index = candidate.num_tokens // size - 1
+            index = candidate.num_tokens // BLOCK_SIZE - 1
             if index >= len(hashes) or hashes[index] in self.planned:
                 continue
             present = self._store.tree.find(hashes[index])
@@ -72,11 +73,11 @@ class Filing:
     def reusable_soon(self, lease: Lease, limit: int) -> int:
         """How many tokens of this lease's history, at most `limit`, the plan under construction makes
         reusable for the next one."""
-        size, hashes = self._layout.block_size, lease.chain.hashes
+        hashes = lease.chain.hashes
         fits = (
             num_tokens
             for block_hash, num_tokens in self.planned.items()
-            if num_tokens <= min(limit, len(hashes) * size) and hashes[num_tokens // size - 1] == block_hash
+            if num_tokens <= min(limit, len(hashes) * BLOCK_SIZE) and hashes[num_tokens // BLOCK_SIZE - 1] == block_hash
         )
         return max(fits, default=0)
 
@@ -85,11 +86,11 @@ class Filing:
 
         To be called when the plan that computes them is issued.
         """
-        saves = {save.num_tokens // self._layout.block_size: save for save in lease.pending}
+        saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.pending}
         lease.pending.clear()
         old = node = lease.node
         assert old is not None and node is not None
-        last = min(num_tokens, lease.chain.num_tokens) // self._layout.block_size
+        last = min(num_tokens, lease.chain.num_tokens) // BLOCK_SIZE
         for depth in sorted({last, *saves}):
             node = self._file_blocks(lease, node, min(depth, last))
             if node.depth == depth and (save := saves.pop(depth, None)):

@@ -8,10 +8,13 @@ from typing import NewType, cast
 import numpy as np
 import numpy.typing as npt
 
+from forkpoint.config import BLOCK_SIZE
+
 BlockHash = NewType("BlockHash", bytes)
 
 HASH_BYTES = 16  # also the size of the salt field of BLAKE2b, which carries the parent: no third compression
 TOKEN_BYTES = 4  # int32
+BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
 def root_hash(salt: str) -> BlockHash:
@@ -36,26 +39,25 @@ class HashChain:
     found by that owner alone.
     """
 
-    __slots__ = ("_block_bytes", "_owner", "_private_from", "_rest", "blocks", "hashes", "root")
+    __slots__ = ("_owner", "_private_from", "_rest", "blocks", "hashes", "root")
 
-    def __init__(self, salt: str, block_size: int, owner: str = "", private_from: int | None = None) -> None:
+    def __init__(self, salt: str, owner: str = "", private_from: int | None = None) -> None:
         self.root = root_hash(salt)
         self.hashes: list[BlockHash] = []
         self.blocks: list[bytes] = []  # the int32 token ids of each full block
         self._rest = b""  # of the tokens that fill no block yet
-        self._block_bytes = block_size * TOKEN_BYTES
         self._owner = owner
-        self._private_from = None if private_from is None else private_from // block_size
+        self._private_from = None if private_from is None else private_from // BLOCK_SIZE
 
     @property
     def num_tokens(self) -> int:
-        return (len(self.blocks) * self._block_bytes + len(self._rest)) // TOKEN_BYTES
+        return (len(self.blocks) * BLOCK_BYTES + len(self._rest)) // TOKEN_BYTES
 
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Append tokens and hash the blocks that they fill."""
-        data, size = self._rest + token_ids.astype(np.int32, copy=False).tobytes(), self._block_bytes
-        full = len(data) // size * size
-        self.blocks += [data[offset : offset + size] for offset in range(0, full, size)]
+        data = self._rest + token_ids.astype(np.int32, copy=False).tobytes()
+        full = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        self.blocks += [data[offset : offset + BLOCK_BYTES] for offset in range(0, full, BLOCK_BYTES)]
         self._rest = data[full:]
         start, end = len(self.hashes), len(self.blocks)
         private = end if self._private_from is None else min(max(self._private_from, start), end)

@@ -9,6 +9,7 @@ from forkpoint.cache.arena import UnitOwner, UnitPool
 from forkpoint.cache.layout import NO_BLOCK, NO_SLOT
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.manager import CacheManager
+from forkpoint.config import BLOCK_SIZE
 
 Owned: TypeAlias = tuple[int, UnitOwner]
 
@@ -40,7 +41,7 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     num_read = sum(each.num_readers > 0 for each in checkpoints)
     assert manager.holdings.num_slots == len(running) + num_read, "a running slot or a reader was not counted"
     assert manager.store.num_checkpoints == len(checkpoints)
-    assert all(each.num_tokens == each.node.depth * layout.block_size for each in checkpoints)
+    assert all(each.num_tokens == each.node.depth * BLOCK_SIZE for each in checkpoints)
     pins = sum(node.pins for node in nodes) - sum(node.pins > 0 for node in nodes if node.depth > 1)
     held = sum(lease.node is not None and lease.node.depth > 0 for lease in leases)
     assert pins == held, f"{pins} pins for {held} leases"

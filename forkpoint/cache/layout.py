@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
-from forkpoint.config import BLOCK_SIZE as BLOCK_SIZE
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError, UnsupportedModelError
 
 NO_BLOCK: Final = -1
@@ -133,8 +133,6 @@ class CacheLayout:
     """
 
     layers: tuple[LayerSpec, ...]
-    block_size: int
-    checkpoint_grid: int
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
@@ -150,34 +148,22 @@ class CacheLayout:
     has_states: bool
 
     @classmethod
-    def create(
-        cls,
-        layers: Sequence[LayerSpec],
-        block_size: int = BLOCK_SIZE,
-        checkpoint_grid: int = 0,
-        kernel_block_sizes: Sequence[int] = (),
-    ) -> CacheLayout:
+    def create(cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = ()) -> CacheLayout:
         """Pick the smallest page that wastes at most 5 % whichever of the two it holds.
 
-        `checkpoint_grid` 0 means `block_size`; a larger one must be a multiple of it. Kernels read blocks of the first
-        of `kernel_block_sizes` that divides `block_size`, or, if there are none, blocks as they are. Raises
-        ConfigError if none does.
+        Kernels read blocks of the first of `kernel_block_sizes` that divides a block, or, if there are none, blocks as
+        they are. Raises ConfigError if none does.
         """
-        grid = checkpoint_grid or block_size
-        if grid % block_size:
-            raise ConfigError(f"checkpoint grid {grid} must be a multiple of the block size {block_size}")
         specs = [spec for layer in layers for spec in layer]
         kv = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         states = tuple(spec for spec in specs if isinstance(spec, StateSpec))
-        kernel_size = _first_divisor(block_size, kernel_block_sizes)
-        kernel_blocks = block_size // kernel_size
+        kernel_size = _kernel_block_size(kernel_block_sizes)
+        kernel_blocks = BLOCK_SIZE // kernel_size
         block_bytes = kernel_blocks * sum(spec.block_bytes(kernel_size) for spec in kv)
         slot_bytes = sum(spec.slot_bytes for spec in states)
         blocks, slots, page_bytes = _choose_page(block_bytes, slot_bytes, kernel_blocks)
         return cls(
             layers=tuple(layers),
-            block_size=block_size,
-            checkpoint_grid=grid,
             blocks_per_page=blocks,
             slots_per_page=slots,
             page_bytes=page_bytes,
@@ -225,7 +211,7 @@ class CacheLayout:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy (0 for a layout without attention)."""
-        return -(-num_tokens // self.block_size) if self.has_kv else 0
+        return -(-num_tokens // BLOCK_SIZE) if self.has_kv else 0
 
     def num_pages_for(self, num_tokens: int, num_slots: int) -> int:
         """Pages that one request of `num_tokens` tokens with `num_slots` slots needs at least."""
@@ -248,35 +234,41 @@ class CacheLayout:
             return 0
         part = num_pages * self.blocks_per_page // FALLBACKS_PER_ARENA
         apart = int(math.sqrt(2 * num_pages * self.slots_per_page) * self.slot_bytes / self.block_bytes)
-        return min(part, apart) * self.block_size
+        return min(part, apart) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
         """Tokens between periodic states: every boundary has one where a slot is small beside a block. 0: none."""
         is_small = self.has_kv and self.slot_bytes <= SMALL_SLOT * self.block_bytes
-        return self.checkpoint_grid if asked and is_small else asked
+        return BLOCK_SIZE if asked and is_small else asked
 
     def out_of_sight(self, num_tokens: int) -> float:
         """The share of the keys and values of `num_tokens` tokens that is kept behind the windows of their layers."""
         behind = (
-            spec.block_bytes(self.block_size) * max(0.0, 1 - spec.window / num_tokens)
+            spec.block_bytes(BLOCK_SIZE) * max(0.0, 1 - spec.window / num_tokens)
             for spec in self.kv
             if spec.window is not None
         )
         return sum(behind) / max(1, self.block_bytes)
 
-    def usable_prefix(self, num_prompt_tokens: int) -> int:
+    def longest_request(self, num_pages: int) -> int:
+        """Prompt and output tokens of the longest request that an otherwise empty arena holds."""
+        pages = num_pages - 1 - self.num_pages_of(0, 1)  # page 0 is reserved; one state
+        return max(0, pages) * self.blocks_per_page * BLOCK_SIZE
+
+    @staticmethod
+    def usable_prefix(num_prompt_tokens: int) -> int:
         """The longest prefix of a prompt that a hit may cover: at least one token is always computed."""
-        return max(0, num_prompt_tokens - 1) // self.checkpoint_grid * self.checkpoint_grid
+        return max(0, num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def _first_divisor(block_size: int, sizes: Sequence[int]) -> int:
-    fitting = [size for size in sizes if size > 0 and block_size % size == 0]
+def _kernel_block_size(sizes: Sequence[int]) -> int:
+    fitting = [size for size in sizes if size > 0 and BLOCK_SIZE % size == 0]
     if sizes and not fitting:
         raise ConfigError(
             f"the device's attention reads blocks of {' or '.join(map(str, sizes))} tokens; none divides a block of "
-            f"{block_size}"
+            f"{BLOCK_SIZE}"
         )
-    return fitting[0] if fitting else block_size
+    return fitting[0] if fitting else BLOCK_SIZE
 
 
 def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:

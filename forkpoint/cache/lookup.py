@@ -8,6 +8,7 @@ from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import HashChain
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.tree import Checkpoint, Node, PrefixTree
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import MissReason
 
 
@@ -38,31 +39,30 @@ def find_prefix(
     chain: HashChain, num_known_tokens: int, layout: CacheLayout, tree: PrefixTree, ghosts: GhostTable
 ) -> PrefixHit:
     """Look up a prompt of `num_known_tokens` tokens; at least its last token is left to compute."""
-    size = layout.block_size
     usable = layout.usable_prefix(num_known_tokens)
     if usable == 0:
         return PrefixHit(0, (), None, 0, MissReason.SHORT)
-    path = tree.match(chain, usable // size)
-    kv_num_tokens = len(path) * size
-    checkpoint, num_tokens = None, kv_num_tokens // layout.checkpoint_grid * layout.checkpoint_grid
+    path = tree.match(chain, usable // BLOCK_SIZE)
+    kv_num_tokens = len(path) * BLOCK_SIZE
+    checkpoint, num_tokens = None, kv_num_tokens
     if layout.has_states:
         checkpoint = next((node.checkpoint for node in reversed(path) if node.checkpoint is not None), None)
         num_tokens = checkpoint.num_tokens if checkpoint else 0
     ghost_blocks = len(path)
-    while ghost_blocks < usable // size and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
+    while ghost_blocks < usable // BLOCK_SIZE and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
         ghost_blocks += 1
-    ends = {ghost_blocks * size}
+    ends = {ghost_blocks * BLOCK_SIZE}
     if path and path[-1].children:  # others went on from here, whatever of this history was evicted
         ends.add(kv_num_tokens)
-    lost = path[num_tokens // size :]
+    lost = path[num_tokens // BLOCK_SIZE :]
     return PrefixHit(
         num_tokens=num_tokens,
-        path=tuple(path[: num_tokens // size]),
+        path=tuple(path[: num_tokens // BLOCK_SIZE]),
         checkpoint=checkpoint,
         kv_num_tokens=kv_num_tokens,
         miss=_explain(lost, num_tokens, usable, ghost_blocks > len(path), ghosts),
         junctions=frozenset(end for end in ends if num_tokens < end < usable) if layout.has_states else frozenset(),
-        once_num_tokens=ghost_blocks * size,
+        once_num_tokens=ghost_blocks * BLOCK_SIZE,
     )
 
 

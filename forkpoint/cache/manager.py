@@ -20,7 +20,7 @@ from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, nearest_checkpoint
-from forkpoint.config import CacheConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -61,7 +61,7 @@ class CacheManager:
     def new_lease(self, owner: str, salt: str, token_ids: TokenIds, private_from: int | None = None) -> Lease:
         """A lease that holds nothing yet. In deterministic mode blocks with tokens at or after `private_from`
         (those made by decode kernels) can be found by `owner` alone."""
-        chain = HashChain(salt, self.layout.block_size, owner, private_from if self.deterministic else None)
+        chain = HashChain(salt, owner, private_from if self.deterministic else None)
         if self.enabled:
             chain.extend(token_ids)
         return Lease(owner, chain, frozen=not self.enabled)
@@ -76,16 +76,9 @@ class CacheManager:
         """Whether an otherwise empty arena holds a request of that final length."""
         return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
 
-    def longest_answer(self, num_prompt_tokens: int, most: int) -> int:
-        """Of an answer of up to `most` tokens, those that an otherwise empty arena holds; at least one."""
-        if self.can_ever_fit(num_prompt_tokens + most):
-            return most
-        pages = self.arena.num_pages - 1 - self.layout.num_pages_for(0, 1)
-        return max(1, pages * self.layout.blocks_per_page * self.layout.block_size - num_prompt_tokens)
-
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
         """Whether a lookup could find the first `num_tokens` tokens, a multiple of the grid, reusable."""
-        index, hashes = num_tokens // self.layout.block_size - 1, lease.chain.hashes
+        index, hashes = num_tokens // BLOCK_SIZE - 1, lease.chain.hashes
         node = self.store.tree.find(hashes[index]) if 0 <= index < len(hashes) else None
         return num_tokens == 0 or (node is not None and (node.checkpoint is not None or not self.layout.has_states))
 
@@ -195,13 +188,13 @@ class CacheManager:
             return True
         self.extend(lease, token_ids)
         self.filing.publish(lease, num_certain)
-        size, node = self.layout.block_size, lease.node
+        node = lease.node
         assert node is not None
-        boundary = lease.num_planned // size * size
+        boundary = lease.num_planned // BLOCK_SIZE * BLOCK_SIZE
         lease.in_reach = boundary > num_certain
         if lease.frozen or not self.layout.has_states or lease.read_from is not None:
             return True
-        if not lease.in_reach and (node.depth * size != boundary or node.checkpoint is not None):
+        if not lease.in_reach and (node.depth * BLOCK_SIZE != boundary or node.checkpoint is not None):
             return True
         save = PendingSave(boundary, Origin.DECODE)
         turns = boundary == lease.num_planned and not lease.in_reach
@@ -320,12 +313,12 @@ class CacheManager:
         return Lease(lease.owner, lease.chain, made=lease.made, frozen=not self.enabled)
 
     def _donate_state(self, lease: Lease) -> bool:
-        tokens, grid = lease.num_confirmed, self.layout.checkpoint_grid
-        if lease.frozen or lease.node is None or not tokens or tokens % grid or tokens != lease.num_planned:
+        tokens = lease.num_confirmed
+        if lease.frozen or lease.node is None or not tokens or tokens % BLOCK_SIZE or tokens != lease.num_planned:
             return False
         self.filing.publish(lease, tokens)
         node = lease.node
-        if lease.frozen or node.condemned or node.depth * self.layout.block_size != tokens or node.checkpoint:
+        if lease.frozen or node.condemned or node.depth * BLOCK_SIZE != tokens or node.checkpoint:
             return False
         origin = Origin.DECODE if lease.decoded else Origin.PROMPT_END
         checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.decoded, lease.note)
@@ -337,8 +330,7 @@ class CacheManager:
         """Drop what only this lease's owner can find (deterministic mode: decode-made entries); released."""
         if not self.deterministic:
             return
-        size = self.layout.block_size
-        self.condemn(i for i in lease.made if isinstance(i, Node) and i.depth * size > num_public_tokens)
+        self.condemn(i for i in lease.made if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
 
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
         """These checkpoints, and these nodes with all below them, were never computed or hold garbage."""
@@ -361,17 +353,17 @@ class CacheManager:
 
         Returns the junctions that it showed; where a conversation had lost its end and goes on there is none.
         """
-        size, counters = self.layout.block_size, self.store.counters
+        counters = self.store.counters
         counters.query_tokens += num_tokens
         counters.hit_tokens += hit.num_tokens
         if hit.miss is not None:
             counters.lost_tokens[hit.miss] += hit.once_num_tokens - hit.num_tokens
-        gone = lease.chain.hashes[hit.num_tokens // size : self.layout.usable_prefix(num_tokens) // size]
+        gone = lease.chain.hashes[hit.num_tokens // BLOCK_SIZE : self.layout.usable_prefix(num_tokens) // BLOCK_SIZE]
         lease.note, ended = self.store.policy.missed(gone, lease.note, self.arena.turnover)
         if ended is None:
             return hit.junctions
         lease.num_survived_tokens = hit.kv_num_tokens
-        end = hit.num_tokens + (gone.index(ended) + 1) * size
+        end = hit.num_tokens + (gone.index(ended) + 1) * BLOCK_SIZE
         return frozenset(junction for junction in hit.junctions if junction < end)
 
 

@@ -24,6 +24,7 @@ from forkpoint.cache.tree import (
     PrefixTree,
     nearest_checkpoint,
 )
+from forkpoint.config import BLOCK_SIZE
 
 _INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
 FILED_AT_ONCE: Final = 8  # entries for each unit that is taken; one is due some five times before an arena has gone by
@@ -156,8 +157,8 @@ class PrefixStore:
         """The key of an entry of the queue as it is now."""
         age = self.arena.turnover - entry.last_used
         if isinstance(entry, Node):
-            size, num_bytes = self.layout.block_size, self.layout.block_bytes
-            saved = self._cost((entry.depth - 1) * size, entry.depth * size)
+            num_bytes = self.layout.block_bytes
+            saved = self._cost((entry.depth - 1) * BLOCK_SIZE, entry.depth * BLOCK_SIZE)
             return self.policy.key(
                 EntryFacts(
                     Origin.BLOCK, saved, num_bytes, num_bytes, entry.last_used, age, entry.num_hits, 0, False, False,
@@ -190,7 +191,7 @@ class PrefixStore:
         """What a checkpoint at `end` saves if the nearest one before it is `above`, the bytes of keys and values
         between, and the kind of that one."""
         start = above.num_tokens if above else 0
-        kv_bytes = (end - start) // self.layout.block_size * self.layout.block_bytes
+        kv_bytes = (end - start) // BLOCK_SIZE * self.layout.block_bytes
         return self._cost(start, end), kv_bytes, above.origin if above else None
 
     def _due(self, entry: Checkpoint | Node) -> float:
@@ -211,8 +212,7 @@ class PrefixStore:
         self.ghosts.discard_blocks(hashes)
         if self.restorable is not None and not self.layout.has_states:
             for node in nodes:
-                if node.depth * self.layout.block_size % self.layout.checkpoint_grid == 0:
-                    self.restorable.gained(node)
+                self.restorable.gained(node)
         return nodes
 
     def add_checkpoint(
@@ -232,7 +232,7 @@ class PrefixStore:
             return None
         if present is not None:
             self.drop_checkpoint(present)
-        checkpoint = Checkpoint(node, slot, node.depth * self.layout.block_size, origin, decoded, num_readers)
+        checkpoint = Checkpoint(node, slot, node.depth * BLOCK_SIZE, origin, decoded, num_readers)
         checkpoint.last_used = self.arena.turnover
         node.checkpoint = checkpoint
         if self.restorable is not None:

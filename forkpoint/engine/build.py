@@ -17,7 +17,6 @@ from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sched.speculator import Speculator
 from forkpoint.worker.build import build_worker
 from forkpoint.worker.remote import start_worker
-from forkpoint.worker.sizing import longest_request
 from forkpoint.worker.worker import WorkerFacts
 
 
@@ -49,7 +48,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         cost=RecomputeCost(facts.flops_per_token, facts.flops_per_pair),
         policy=policy(),
         capture=capture(),
-        drafter=Speculator.of(drafts, facts.layout.block_size) if (drafts := config.speculative_config) else None,
+        drafter=Speculator.of(drafts) if (drafts := config.speculative_config) else None,
     )
     _log_plan(config, facts)
     watched = scheduler.cache.watch_restorable() if config.kv_events_config.is_on else None
@@ -60,7 +59,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         drafts=config.speculative_config is not None,
         on_close=worker.release,
         check=worker.check,
-        events=EventPublisher(config.kv_events_config, watched, facts.layout.block_size) if watched else None,
+        events=EventPublisher(config.kv_events_config, watched) if watched else None,
         log=log,
     )
     inputs = InputProcessor(
@@ -81,7 +80,7 @@ def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
         LOGGER.info(line)
     if config.deterministic:
         LOGGER.info("deterministic: cached and uncached runs agree bit for bit")
-    longest = longest_request(layout, facts.num_pages)
+    longest = layout.longest_request(facts.num_pages)
     if layout.has_kv and longest < limit:
         LOGGER.warning(
             "the arena holds requests of at most %d tokens and max_model_len is %d: longer ones will be refused; raise "

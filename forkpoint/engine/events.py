@@ -26,9 +26,8 @@ class EventPublisher:
     the next batch says what is there from the beginning. Raises ConfigError for an endpoint that cannot be had.
     """
 
-    def __init__(self, config: KVEventsConfig, restorable: Restorable, block_size: int) -> None:
+    def __init__(self, config: KVEventsConfig, restorable: Restorable) -> None:
         self._restorable = restorable
-        self._block_size = block_size
         self._topic = config.topic.encode()
         self._queue: queue.Queue[list[Change] | None] = queue.Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -90,7 +89,7 @@ class EventPublisher:
                 continue
             if changes is None:
                 break
-            data = wire.encode(wire.batch_of(changes, self._block_size, time.time()))
+            data = wire.encode(wire.batch_of(changes, time.time()))
             self._sent.append((number, data))
             self._out.send_multipart((self._topic, wire.sequence_bytes(number), data))
             number += 1

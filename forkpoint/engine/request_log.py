@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.layout import BLOCK_SIZE
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.params import FinishReason
@@ -73,6 +73,6 @@ class RequestLog:
         }
         if self._token_ids:
             return {**record, "token_ids": request.all_token_ids().tolist()}
-        chain = HashChain(self._key + request.params.cache_salt, BLOCK_SIZE)
+        chain = HashChain(self._key + request.params.cache_salt)
         chain.extend(request.all_token_ids())
         return {**record, "block_size": BLOCK_SIZE, "block_hashes": [block_hash.hex() for block_hash in chain.hashes]}

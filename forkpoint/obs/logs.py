@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import EngineConfig
+from forkpoint.config import BLOCK_SIZE, EngineConfig
 
 LOGGER: Final = logging.getLogger("forkpoint")
 COLORS: Final = {"DEBUG": "36", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
@@ -101,7 +101,7 @@ def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, 
     ]
     if layout.has_kv:
         most = (num_pages - 1) * layout.blocks_per_page
-        lines.append(f"block: {layout.block_size} tokens, {layout.block_bytes:,} bytes; {most:,} at most")
+        lines.append(f"block: {BLOCK_SIZE} tokens, {layout.block_bytes:,} bytes; {most:,} at most")
     wasted = layout.out_of_sight(max_model_len)
     if wasted:
         lines.append(
@@ -149,7 +149,7 @@ def _caching_line(layout: CacheLayout, config: EngineConfig) -> str:
     spacing = f"every {interval} tokens" if interval else "off"
     periodic = f", periodic checkpoints {spacing}" if layout.has_states else ""
     return (
-        f"prefix caching: on, smallest reusable prefix {layout.checkpoint_grid} tokens{periodic}, "
+        f"prefix caching: on, smallest reusable prefix {BLOCK_SIZE} tokens{periodic}, "
         f"eviction by {cache.eviction_policy}"
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.restorable import AllCleared, BlocksRemoved, BlocksStored, Change
+from forkpoint.config import BLOCK_SIZE
 
 MEDIUM: Final = "GPU"  # vLLM's word for the engine's own cache, wherever that is
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
@@ -56,11 +57,11 @@ def sent_hash(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def batch_of(changes: Iterable[Change], block_size: int, now_s: float) -> EventBatch:
-    return EventBatch(now_s, [_event(change, block_size) for change in changes], 0)
+def batch_of(changes: Iterable[Change], now_s: float) -> EventBatch:
+    return EventBatch(now_s, [_event(change) for change in changes], 0)
 
 
-def _event(change: Change, block_size: int) -> BlockStored | BlockRemoved | AllBlocksCleared:
+def _event(change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared:
     match change:
         case BlocksStored(nodes, ends):
             parent = nodes[0].parent
@@ -68,7 +69,7 @@ def _event(change: Change, block_size: int) -> BlockStored | BlockRemoved | AllB
                 block_hashes=[sent_hash(node.hash) for node in nodes],
                 parent_block_hash=sent_hash(parent.hash) if parent is not None and parent.depth else None,
                 token_ids=np.frombuffer(b"".join([node.tokens for node in nodes]), np.int32).tolist(),
-                block_size=block_size,
+                block_size=BLOCK_SIZE,
                 lora_id=None,
                 medium=MEDIUM,
                 lora_name=None,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
@@ -24,7 +25,7 @@ class Batch:
         self, layout: CacheLayout, num_rows: int, max_model_len: int, vocab_size: int, platform: Platform
     ) -> None:
         blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
-        self.table = BlockTable(num_rows, blocks, layout.block_size, platform, layout.kernel_block_size)
+        self.table = BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self._rows: dict[int, AddedRow] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout, LayerSpec, StateSpec, TensorSpec
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.models.context import LayerCache
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
 from forkpoint.ops.table import OpTable
@@ -49,7 +50,7 @@ class TokenRecords:
         platform: Platform,
         constants: Mapping[tuple[int, str], Sequence[Tensor]],
     ) -> None:
-        self._ops, self._platform, self._grid = ops, platform, arena.layout.checkpoint_grid
+        self._ops, self._platform, self._grid = ops, platform, BLOCK_SIZE
         assert self._grid % interval == 0, "a checkpoint must be whole"
         self.interval, self._specs = interval, arena.layout.layers
         self.drafts = most_tokens > 1  # whether rows may have some

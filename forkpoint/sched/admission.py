@@ -7,6 +7,7 @@ from collections.abc import Callable
 from forkpoint.cache.capture import CaptureContext, CapturePolicy
 from forkpoint.cache.lookup import NOTHING, PrefixHit
 from forkpoint.cache.manager import CacheManager
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.entry import Entry
 from forkpoint.sched.queue import WaitingQueue
@@ -36,7 +37,6 @@ class Admission:
         self._capture = capture
         self._interval = interval
         self._clock = clock
-        self._grid = cache.layout.checkpoint_grid
         self._fallback_step = cache.layout.fallback_step(cache.arena.num_pages)
 
     def admit_waiting(
@@ -51,7 +51,7 @@ class Admission:
             if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
             usable = self._cache.layout.usable_prefix(entry.request.num_tokens)
-            if builder.budget < self._grid and not self._may_end(builder, entry, usable):
+            if builder.budget < BLOCK_SIZE and not self._may_end(builder, entry, usable):
                 passed_over += 1
                 continue
             soon = self._cache.filing.reusable_soon(entry.lease, usable)
@@ -77,7 +77,7 @@ class Admission:
 
     def _may_fit(self, builder: PlanBuilder, entry: Entry) -> bool:
         """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
-        if builder.budget < self._grid or not self._someone_else_has_pages():
+        if builder.budget < BLOCK_SIZE or not self._someone_else_has_pages():
             return True
         return self._cache.holdings.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running.entries))
 
@@ -131,7 +131,7 @@ class Admission:
     def chunk_end(self, start: int, prefill_end: int, budget: int) -> int:
         """Where a chunk from `start` ends: at the end of the prompt, else on the grid."""
         end = min(prefill_end, start + budget)
-        return end if end == prefill_end else end // self._grid * self._grid
+        return end if end == prefill_end else end // BLOCK_SIZE * BLOCK_SIZE
 
     def add_chunk(self, builder: PlanBuilder, entry: Entry, start: int, end: int) -> None:
         """Plan the chunk `[start, end)` of a running entry, for which there are blocks, and what it saves."""
@@ -140,7 +140,7 @@ class Admission:
             start=start,
             end=end,
             prompt_end=entry.prefill_end,
-            grid=self._grid,
+            grid=BLOCK_SIZE,
             breakpoints=request.breakpoints,
             junctions=entry.junctions,
             waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),

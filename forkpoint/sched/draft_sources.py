@@ -10,7 +10,7 @@ import numpy as np
 
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Node
-from forkpoint.config import LEAST_MATCH, MAX_POSITIONS
+from forkpoint.config import BLOCK_SIZE, LEAST_MATCH, MAX_POSITIONS
 from forkpoint.sched.past_outputs import END, PastOutputs
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
@@ -130,14 +130,11 @@ class CacheSource:
 
     most_matched = MAX_POSITIONS
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-
     def draft(self, request: Request, lease: Lease, most: int) -> Guess | None:
         node = lease.node
         if node is None:
             return None
-        rest = request.token_ids(node.depth * self._block_size, request.num_tokens)
+        rest = request.token_ids(node.depth * BLOCK_SIZE, request.num_tokens)
         begun, drafts = rest.astype(np.int32).tobytes(), b""
         while len(drafts) < most * rest.itemsize:
             child = _latest(node, begun)

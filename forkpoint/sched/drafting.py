@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from forkpoint.cache.manager import CacheManager
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
@@ -50,9 +51,9 @@ class DraftPlanner:
         if request.grammar is not None:
             return False
         if end > request.num_tokens:
-            params, size = request.params, self._cache.layout.block_size
+            params = request.params
             placed = params.has_penalties or params.min_tokens > len(request.output_token_ids)
-            crosses = self._cache.deterministic and (request.num_tokens - 1) // size != end // size
+            crosses = self._cache.deterministic and (request.num_tokens - 1) // BLOCK_SIZE != end // BLOCK_SIZE
             return not (placed or crosses)
         return True
 
@@ -61,13 +62,13 @@ class DraftPlanner:
         after each; None: none. They leave budget for every other row and for a chunk of a prompt, and do not come as
         far as the block after the next. What is planned ahead in deterministic mode stays in its block: how keys are
         split follows from their number, and that is not known."""
-        request, start, layout = entry.request, entry.lease.num_planned, self._cache.layout
+        request, start = entry.request, entry.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
-        spare = builder.budget - num_running - layout.checkpoint_grid
-        most = min(spare, entry.last - start - 1, layout.block_size - 1)
+        spare = builder.budget - num_running - BLOCK_SIZE
+        most = min(spare, entry.last - start - 1, BLOCK_SIZE - 1)
         if start > request.num_tokens and self._cache.deterministic:
-            most = min(most, layout.block_size - 1 - start % layout.block_size)
+            most = min(most, BLOCK_SIZE - 1 - start % BLOCK_SIZE)
         if most <= 0:
             return None, ()
         drafts = self._drafter.draft(request, entry.lease, most)
@@ -78,7 +79,7 @@ class DraftPlanner:
             masks = _masks_after(request.grammar, drafts.tolist())
             drafts = drafts[: len(masks)]
         if not self._cache.ensure_blocks(entry.lease, start + 1 + len(drafts)):
-            drafts = drafts[: entry.lease.num_blocks * layout.block_size - start - 1]
+            drafts = drafts[: entry.lease.num_blocks * BLOCK_SIZE - start - 1]
         return (drafts, masks[: len(drafts)]) if len(drafts) else (None, ())
 
     def begin(self, issued: IssuedStep) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.entry import Entry
 from forkpoint.sched.interest import PrefixInterest
 
@@ -16,8 +17,7 @@ class WaitingQueue:
     """Entries by (priority, arrival), for others to read in `entries`. Knows how many of their prompts contain a
     block."""
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
+    def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._interest = PrefixInterest()
 
@@ -37,17 +37,17 @@ class WaitingQueue:
 
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
         """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
-        size = self._layout.block_size
         junctions: list[int] = []
         before = 0
-        for index, here in enumerate(itertools.chain(self._interest.counts(hashes), [0])):
-            if index * size > end:
+        counts = itertools.chain(self._interest.counts(hashes), [0])
+        for position, here in zip(itertools.count(0, BLOCK_SIZE), counts, strict=False):
+            if position > end:
                 break
-            if here < before and index * size > start:
-                junctions.append(index * size)
+            if here < before and position > start:
+                junctions.append(position)
             before = here
         return frozenset(junctions)
 
     def _reusable_hashes(self, entry: Entry) -> list[BlockHash]:
-        usable = self._layout.usable_prefix(entry.request.num_tokens)
-        return entry.lease.chain.hashes[: usable // self._layout.block_size]
+        usable = CacheLayout.usable_prefix(entry.request.num_tokens)
+        return entry.lease.chain.hashes[: usable // BLOCK_SIZE]

@@ -15,7 +15,7 @@ from forkpoint.cache.integrity import check_integrity
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.policies import CAPTURE
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
 from forkpoint.params import FinishReason
 from forkpoint.sched.admission import Admission
@@ -54,7 +54,7 @@ class Scheduler:
         self.layout = layout
         self.config = scheduler
         self.cache = CacheManager(layout, num_pages, cache, deterministic=deterministic, cost=cost, policy=policy)
-        self._waiting = WaitingQueue(layout)
+        self._waiting = WaitingQueue()
         self._issued: deque[IssuedStep] = deque()
         self._running = RunningSet(scheduler.max_num_seqs, self._issued)
         capture = capture or CAPTURE.find(cache.capture_policy)()
@@ -110,8 +110,11 @@ class Scheduler:
             )
 
     def _longest_answer(self, request: Request) -> int:
-        most, is_asked = request.max_tokens, request.params.max_tokens is not None
-        return most if is_asked else self.cache.longest_answer(request.num_prompt_tokens, most)
+        """The length that was asked for, else as much as an otherwise empty arena holds; at least one token."""
+        if request.params.max_tokens is not None or not self.layout.has_kv:
+            return request.max_tokens
+        longest = self.layout.longest_request(self.cache.arena.num_pages) - request.num_prompt_tokens
+        return max(1, min(request.max_tokens, longest))
 
     def has_unfinished(self) -> bool:
         return bool(self._entries or self._running.leaving or self._issued)
@@ -203,7 +206,7 @@ class Scheduler:
     ) -> list[Entry]:
         """Plan every row that decodes; returns those that are still in prefill. Of rows that wait for a result those
         that may go `ahead` of it do not."""
-        size, step = self.layout.block_size, builder.step
+        step = builder.step
         in_prefill: list[Entry] = []
         steady: list[Entry] = []
         for entry in running:
@@ -218,7 +221,7 @@ class Scheduler:
             elif entry.waits:
                 if start < entry.request.num_tokens or entry in ahead:  # else it depends on a token in flight
                     self._plan_decode(builder, entry)
-            elif start % size and start > entry.num_known and not lease.has_duplicates:
+            elif start % BLOCK_SIZE and start > entry.num_known and not lease.has_duplicates:
                 entry.planned_step = step
                 steady.append(entry)
             else:
@@ -240,7 +243,7 @@ class Scheduler:
                 return
         num_running = len(self._running.entries)
         drafts, masks = self._drafting.plan(builder, entry, num_running) if self._drafting is not None else (None, ())
-        if start % self.layout.block_size < lease.num_last:
+        if start % BLOCK_SIZE < lease.num_last:
             num_certain = min(start, entry.request.num_tokens)
             if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start), num_certain):
                 return
@@ -262,7 +265,7 @@ class Scheduler:
             return
         while not self.cache.ensure_blocks(entry.lease, end):
             if not self._make_room(entry, builder, may_preempt_itself=False):
-                end = min(end, entry.lease.num_blocks * self.layout.block_size) if self.layout.has_kv else end
+                end = min(end, entry.lease.num_blocks * BLOCK_SIZE) if self.layout.has_kv else end
                 break
         if start < end:
             self._admission.add_chunk(builder, entry, start, end)

@@ -29,10 +29,10 @@ class Speculator(Drafter):
         self._given: dict[str, IntArray] = {}  # to each request's last step
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, block_size: int) -> Speculator:
+    def of(cls, config: SpeculativeConfig) -> Speculator:
         """The tree knows whole histories, past outputs any part of them, the row itself its last tokens; the model
         guesses where all of them know nothing."""
-        sources: list[DraftSource] = [] if config.method == "ngram" else [CacheSource(block_size)]
+        sources: list[DraftSource] = [] if config.method == "ngram" else [CacheSource()]
         if config.method == "suffix":
             depth, past = config.suffix_decoding_max_tree_depth, PastOutputs(config.suffix_decoding_max_cached_requests)
             factor, share = config.suffix_decoding_max_spec_factor, config.suffix_decoding_min_token_prob

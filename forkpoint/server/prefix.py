@@ -53,7 +53,7 @@ def read_prefix(path: str, salted: bool, texts: Texts, data: bytes) -> PrefixRep
     if isinstance(asked, str) or salted or asked.params.cache_salt:
         return PrefixReply(block_hashes=[])
     token_ids = asked.prompts[0].token_ids
-    chain = HashChain("", BLOCK_SIZE)
+    chain = HashChain("")
     chain.extend(token_ids)
     usable = (len(token_ids) - 1) // BLOCK_SIZE
     return PrefixReply(block_hashes=[sent_hash(name) for name in chain.hashes[:usable]])

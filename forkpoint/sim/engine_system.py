@@ -9,7 +9,7 @@ import numpy as np
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.outputs import CacheReport
 from forkpoint.params import SamplingParams
@@ -81,7 +81,7 @@ class EngineSystem:
             self._row_ids[added.row] = added.request_id
         layout, counters = self.options.layout, self._counters
         load = load_of(plan, layout)
-        counters.kv_written_bytes += load.num_tokens * layout.block_bytes // layout.block_size
+        counters.kv_written_bytes += load.num_tokens * layout.block_bytes // BLOCK_SIZE
         counters.state_written_bytes += load.num_saves * layout.slot_bytes
         return load
 

@@ -18,6 +18,7 @@ from forkpoint.cache.layout import (
     TensorSpec,
     keys_in_fp8,
 )
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 
 WEIGHT_BYTES: Final = 2  # bfloat16
@@ -53,7 +54,7 @@ class ModelShape:
     @cached_property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, all layers."""
-        return self.layout.block_bytes // self.layout.block_size
+        return self.layout.block_bytes // BLOCK_SIZE
 
     @cached_property
     def flops_per_token(self) -> int:

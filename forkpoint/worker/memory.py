@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from forkpoint.checks import first_line
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import Loaded, ModelRunner
@@ -62,7 +63,7 @@ def graph_bytes(loaded: Loaded) -> int:
     trials = loaded.shapes[:: max(1, len(loaded.shapes) // NUM_TRIALS)]
 
     def record() -> tuple[ModelRunner, int]:
-        runner = ModelRunner(loaded, 1 + layout.num_pages_for(layout.block_size, 1), shapes=trials)
+        runner = ModelRunner(loaded, 1 + layout.num_pages_for(BLOCK_SIZE, 1), shapes=trials)
         before = platform.free_bytes()
         runner.record_graphs()
         return runner, before - platform.free_bytes()

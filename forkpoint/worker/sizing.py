@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 
 DEFAULT_REQUESTS = 4  # of max_model_len, for which the default arena has room
@@ -27,7 +28,7 @@ def choose_num_pages(
         pages = RESERVED_PAGES + DEFAULT_REQUESTS * per_request
         wanted = min(pages * layout.page_bytes, free_bytes // MEMORY_SHARE)
     pages = wanted // layout.page_bytes
-    least = RESERVED_PAGES + layout.num_pages_for(layout.block_size, MIN_SLOTS)
+    least = RESERVED_PAGES + layout.num_pages_for(BLOCK_SIZE, MIN_SLOTS)
     if pages < least:
         given = f"{free_bytes} free bytes"
         if memory_bytes is not None:
@@ -35,13 +36,7 @@ def choose_num_pages(
         elif share_bytes is not None:
             given = f"the {share_bytes} bytes that gpu_memory_utilization leaves beside weights and activations"
         raise ConfigError(
-            f"{given}: that leaves no room for a single request; one of {layout.block_size} tokens needs "
+            f"{given}: that leaves no room for a single request; one of {BLOCK_SIZE} tokens needs "
             f"{least * layout.page_bytes} bytes ({least} pages of {layout.page_bytes})"
         )
     return pages
-
-
-def longest_request(layout: CacheLayout, num_pages: int) -> int:
-    """Prompt and output tokens of the longest request that an otherwise empty arena holds."""
-    pages = num_pages - RESERVED_PAGES - layout.num_pages_for(0, 1)  # one state
-    return max(0, pages) * layout.blocks_per_page * layout.block_size

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.plan import TokenMasks
@@ -71,7 +71,7 @@ def full_step_pages(layout: CacheLayout, sched: SchedulerConfig, max_model_len: 
 
 
 def _pages(layout: CacheLayout, prompts: Sequence[int]) -> int:
-    spare = layout.block_size * len(prompts)
+    spare = BLOCK_SIZE * len(prompts)
     return 1 + sum(layout.num_pages_for(length + 1 + spare, 1) for length in prompts)
 
 

@@ -6,6 +6,7 @@ import bisect
 import itertools
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import CacheReport
 from forkpoint.sim.cost import StepLoad
 from forkpoint.sim.system import StepNews, SystemCounters
@@ -86,7 +87,7 @@ class PeerScheduler:
     def _count(self, planned: StepPlanned, num_decodes: int) -> None:
         layout, counters = self._layout, self._counters
         tokens = planned.prefill_tokens + num_decodes
-        counters.kv_written_bytes += tokens * layout.block_bytes // layout.block_size
+        counters.kv_written_bytes += tokens * layout.block_bytes // BLOCK_SIZE
         counters.state_written_bytes += planned.num_saves * layout.slot_bytes
 
     def finish(self, now_s: float) -> StepNews:

@@ -37,7 +37,7 @@ class Sequence:
     @classmethod
     def of(cls, request: TraceRequest, order: int) -> Sequence:
         tokens = TokenSpans.join([request.prompt, request.output]).array()
-        chain = HashChain("", GRID)
+        chain = HashChain("")
         chain.extend(tokens)
         prompt = request.prompt.num_tokens
         return cls(request, tokens, chain, order, prompt, len(tokens), prefill_end=prompt)

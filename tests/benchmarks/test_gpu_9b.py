@@ -31,6 +31,7 @@ from benchmarks.gpu_9b.shape import (
 from benchmarks.gpu_9b.table import Goal, Line
 from benchmarks.model131m import HybridShape
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.engine.llm import LLM
 from forkpoint.models.attention import AttentionConfig
 from forkpoint.models.registry import load_config, load_model
@@ -85,7 +86,7 @@ def client(model: Path) -> Any:
 def test_the_shape_counts_what_the_model_and_its_layout_count(model: Path) -> None:
     loaded = load_model(model, ops=torch_table(), load_format="dummy")
     layout = CacheLayout.create(loaded.layer_specs)
-    assert kv_bytes_per_token(SHAPE) * layout.block_size == layout.block_bytes
+    assert kv_bytes_per_token(SHAPE) * BLOCK_SIZE == layout.block_bytes
     assert state_bytes(SHAPE) == layout.slot_bytes
     assert attention_flops_per_pair(SHAPE) == loaded.config.flops_per_pair
     # The model's estimate leaves out the two gates of a head and the gate of attention.

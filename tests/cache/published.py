@@ -10,6 +10,7 @@ import numpy as np
 from forkpoint.cache.hashing import HashChain, block_hash, root_hash
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Node
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
 
@@ -25,7 +26,7 @@ class Listener:
 
     def listen(self) -> None:
         if changes := self._watched.drain():
-            batch = wire.decode(wire.encode(wire.batch_of(changes, self._cache.layout.block_size, 0.0)))
+            batch = wire.decode(wire.encode(wire.batch_of(changes, 0.0)))
             self.batches.append(batch)
             self.index.apply(batch)
 
@@ -37,8 +38,8 @@ class Listener:
             self.check_prompt(prompt)
 
     def check_prompt(self, prompt: np.ndarray) -> None:
-        cache, size = self._cache, self._cache.layout.block_size
-        hashes = sent_hashes(prompt, size)[: cache.layout.usable_prefix(len(prompt)) // size]
+        cache, size = self._cache, BLOCK_SIZE
+        hashes = sent_hashes(prompt)[: cache.layout.usable_prefix(len(prompt)) // size]
         found = cache.lookup(cache.new_lease("somebody", "", prompt), len(prompt)).num_tokens
         assert self.index.restorable(hashes) * size == found
         assert self.published_run(hashes) * size >= found
@@ -59,7 +60,7 @@ class Listener:
         layout = self._cache.layout
         if node.condemned or not self._cache.enabled:
             return False
-        if node.checkpoint is None and (layout.has_states or node.depth * layout.block_size % layout.checkpoint_grid):
+        if node.checkpoint is None and (layout.has_states):
             return False
         parent, path = root_hash(""), path_to(node)
         return all(above.hash == (parent := block_hash(parent, above.tokens)) for above in path)  # nobody's own
@@ -70,7 +71,7 @@ def path_to(node: Node) -> list[Node]:
     return [*path_to(node.parent), node] if node.parent is not None else []
 
 
-def sent_hashes(prompt: np.ndarray, block_size: int) -> list[int]:
-    chain = HashChain("", block_size)
+def sent_hashes(prompt: np.ndarray) -> list[int]:
+    chain = HashChain("")
     chain.extend(prompt.astype(np.int32))
     return [wire.sent_hash(name) for name in chain.hashes]

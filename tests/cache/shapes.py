@@ -16,10 +16,10 @@ def state(
     return StateSpec(tuple(TensorSpec(name, shape, kind) for name, shape, kind in kept if shape is not None))
 
 
-def layout_of(specs: Sequence[KVSpec | StateSpec], checkpoint_grid: int = 0) -> CacheLayout:
+def layout_of(specs: Sequence[KVSpec | StateSpec]) -> CacheLayout:
     """Each spec is a layer's."""
     layers: list[LayerSpec] = [(spec,) for spec in specs]
-    return CacheLayout.create(layers, checkpoint_grid=checkpoint_grid)
+    return CacheLayout.create(layers)
 
 
 def delta_net(k_heads: int, v_heads: int, k_dim: int = 128, v_dim: int = 128) -> StateSpec:

@@ -13,7 +13,7 @@ SIZE = 64
 
 
 def chain(*parts: np.ndarray, salt: str = "", owner: str = "", private_from: int | None = None) -> HashChain:
-    made = HashChain(salt, SIZE, owner, private_from)
+    made = HashChain(salt, owner, private_from)
     for part in parts:
         made.extend(part)
     return made

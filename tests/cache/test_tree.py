@@ -13,7 +13,7 @@ SIZE = 64
 
 
 def chain(seed: int, blocks: int = 4, salt: str = "") -> HashChain:
-    made = HashChain(salt, SIZE)
+    made = HashChain(salt)
     made.extend(tokens(seed, blocks * SIZE + 5))
     return made
 

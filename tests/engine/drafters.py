@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from forkpoint.cache.layout import BLOCK_SIZE
 from forkpoint.cache.lease import Lease
 from forkpoint.config import LEAST_MATCH
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, NgramSource, SuffixSource
@@ -26,7 +25,7 @@ class RandomDrafter(Drafter):
     def __init__(self, seed: int, most: int, vocab_size: int, mtp: bool = False) -> None:
         self._random, self._most, self._vocab_size = random.Random(seed), most, vocab_size
         past = SuffixSource(PastOutputs(100, 1024), 2 * most + LEAST_MATCH, 2.0, 0.3)
-        self._sources: list[DraftSource] = [CacheSource(BLOCK_SIZE), NgramSource(1, 3), past]
+        self._sources: list[DraftSource] = [CacheSource(), NgramSource(1, 3), past]
         self._mtp, self._ahead = mtp, random.Random(seed)
         self.num_of_past = 0  # ids drafted out of past outputs
 

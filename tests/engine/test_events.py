@@ -77,12 +77,10 @@ def test_the_bytes_are_those_of_vllm() -> None:
     harness.add("b", prompt[:200])
     harness.run()
     changes = watched.drain()
-    batch = msgspec.msgpack.decode(wire.encode(wire.batch_of(changes, SIZE, 5.0)), type=VllmBatch)
+    batch = msgspec.msgpack.decode(wire.encode(wire.batch_of(changes, 5.0)), type=VllmBatch)
     cleared, stored = batch.events
     assert (batch.ts, cleared, batch.data_parallel_rank) == (5.0, AllBlocksCleared(), 0)
-    assert stored == BlockStored(
-        sent_hashes(prompt, SIZE)[:3], None, prompt[: 3 * SIZE].tolist(), SIZE, None, "GPU", None
-    )
+    assert stored == BlockStored(sent_hashes(prompt)[:3], None, prompt[: 3 * SIZE].tolist(), SIZE, None, "GPU", None)
     assert all(isinstance(event, BlockStored | BlockRemoved | AllBlocksCleared) for event in batch.events)
 
 
@@ -91,7 +89,7 @@ def test_a_state_that_goes_takes_the_blocks_above_it_along() -> None:
     harness = Harness()
     cache, listener = harness.sched.cache, Listener(harness.sched.cache)
     prompt = tokens(1, 700)
-    hashes = sent_hashes(prompt, SIZE)
+    hashes = sent_hashes(prompt)
     harness.add("a", prompt, breakpoints=(256,))
     harness.run()
     listener.check([prompt, prompt[:400]])
@@ -115,7 +113,7 @@ def test_what_is_condemned_while_somebody_reads_it_is_told_at_once() -> None:
     listener.check([prompt])
     cache.condemn([hit.path[1]])
     listener.check([prompt])
-    assert listener.index.restorable(sent_hashes(prompt, SIZE)) == 0
+    assert listener.index.restorable(sent_hashes(prompt)) == 0
     cache.release(reader)
     listener.check([prompt])
 
@@ -152,7 +150,7 @@ def test_the_router_of_dynamo_counts_what_can_be_restored() -> None:
             ids = history.tolist()
             scores = tree.find_matches(core.compute_block_hash_for_seq(ids, SIZE)).scores
             (count,) = scores.values() if scores else (0,)
-            hashes = sent_hashes(history, SIZE)
+            hashes = sent_hashes(history)
             assert count == listener.published_run(hashes)
             num_exact += count == listener.index.restorable(hashes)
             num_asked += 1
@@ -181,7 +179,7 @@ def dynamo_event(core: Any, number: int, event: Any) -> dict[str, Any]:
 def publishing(harness: Harness, folder: Path, **options: Any) -> Iterator[tuple[EventPublisher, Any, Any]]:
     endpoints = {name: f"ipc://{folder}/{name}" for name in ("endpoint", "replay_endpoint")}
     config = KVEventsConfig.of({"enable_kv_cache_events": True, "topic": "kv", **endpoints, **options})
-    publisher = EventPublisher(config, harness.sched.cache.watch_restorable(), SIZE)
+    publisher = EventPublisher(config, harness.sched.cache.watch_restorable())
     with zmq.Context() as context, context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as replay:
         sub.setsockopt(zmq.RCVTIMEO, 20_000)
         replay.setsockopt(zmq.RCVTIMEO, 20_000)
@@ -225,7 +223,7 @@ def test_batches_are_numbered_and_can_be_replayed(tmp_path: Path) -> None:
         assert wire.encode(found[first][1]) == data
         assert [number for number, _ in ask(replay, 1)] == list(range(1, len(harness.requests)))
         for request in harness.requests.values():
-            assert index.restorable(sent_hashes(request.prompt_token_ids, SIZE)) == 3
+            assert index.restorable(sent_hashes(request.prompt_token_ids)) == 3
 
 
 @pytest.mark.parametrize("limit", ["buffer_steps", "max_queue_size"])
@@ -252,7 +250,7 @@ def _knows_all(harness: Harness, batches: list[tuple[int, wire.EventBatch]]) -> 
     for _, batch in batches:
         index.apply(batch)
     prompts = [request.prompt_token_ids for request in harness.requests.values()]
-    return all(index.restorable(sent_hashes(prompt, SIZE)) == 3 for prompt in prompts)
+    return all(index.restorable(sent_hashes(prompt)) == 3 for prompt in prompts)
 
 
 def wait_for(holds: Any) -> None:
@@ -271,6 +269,4 @@ def test_wrong_options_are_told() -> None:
         with pytest.raises(ConfigError, match=r"kv_events_config|publisher|hwm"):
             EngineConfig.from_flat(model="m", kv_events_config=wrong)
     with pytest.raises(ConfigError, match="nowhere"):
-        EventPublisher(
-            KVEventsConfig.of({**given, "endpoint": "nowhere"}), Harness().sched.cache.watch_restorable(), 64
-        )
+        EventPublisher(KVEventsConfig.of({**given, "endpoint": "nowhere"}), Harness().sched.cache.watch_restorable())

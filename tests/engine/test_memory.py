@@ -26,7 +26,6 @@ from forkpoint.runtime.step_inputs import StepShape
 from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.worker import build
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
-from forkpoint.worker.sizing import longest_request
 from forkpoint.worker.trial import compile_ahead, full_step_pages, run_full_step
 
 SPEC = RandomModelSpec(
@@ -187,7 +186,7 @@ def test_an_arena_below_the_longest_request_is_told(
     folder: Path, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = 3 * layout.page_bytes
-    longest = longest_request(layout, 3)
+    longest = layout.longest_request(3)
     assert 0 < longest < SPEC.max_position_embeddings
     with _started(folder, CpuPlatform(), monkeypatch, kv_cache_memory_bytes=size, log_level="warning") as llm:
         assert llm.config.kv_cache_memory_bytes == size
@@ -198,7 +197,7 @@ def test_an_arena_below_the_longest_request_is_told(
 
 @pytest.mark.parametrize("pages", range(2, 12))
 def test_the_longest_request_just_fits(layout: CacheLayout, pages: int) -> None:
-    longest = longest_request(layout, pages)
+    longest = layout.longest_request(pages)
     if longest:
         assert layout.num_pages_for(longest, 1) <= pages - 1
     assert layout.num_pages_for(longest + 1, 1) > pages - 1

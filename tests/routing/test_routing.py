@@ -89,7 +89,7 @@ def test_a_feed_knows_what_was_there_before_it_came(tmp_path: Path) -> None:
 
 
 def knows(feed: EventFeed, prompts: list[np.ndarray]) -> bool:
-    return all(feed.index.restorable(sent_hashes(prompt, SIZE)) == 3 for prompt in prompts)
+    return all(feed.index.restorable(sent_hashes(prompt)) == 3 for prompt in prompts)
 
 
 def test_a_gap_is_asked_for_again_and_nonsense_is_passed_over(tmp_path: Path) -> None:
@@ -125,4 +125,4 @@ def answer(replay: Any, batches: list[bytes]) -> int:
 def test_the_prompts_of_the_tests_hash_as_the_engine_hashes_them() -> None:
     harness = Harness()
     lease = harness.sched.cache.new_lease("a", "", tokens(1, 200))
-    assert sent_hashes(tokens(1, 200), SIZE) == [wire.sent_hash(name) for name in lease.chain.hashes]
+    assert sent_hashes(tokens(1, 200)) == [wire.sent_hash(name) for name in lease.chain.hashes]

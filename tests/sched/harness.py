@@ -9,7 +9,7 @@ import numpy as np
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tree import Checkpoint
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import PendingStep, StepPlan
 from forkpoint.sched.request import Request, RequestUpdate
@@ -150,7 +150,7 @@ class Harness:
     def checkpoints(self, prompt: np.ndarray) -> dict[int, Checkpoint]:
         """Those on the path of a prompt, by position."""
         chain = self.sched.cache.new_lease("look", "", prompt).chain
-        path = self.sched.cache.store.tree.match(chain, len(prompt) // self.layout.block_size)
+        path = self.sched.cache.store.tree.match(chain, len(prompt) // BLOCK_SIZE)
         return {node.checkpoint.num_tokens: node.checkpoint for node in path if node.checkpoint is not None}
 
     def output(self, name: str) -> list[int]:

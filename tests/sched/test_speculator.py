@@ -64,7 +64,7 @@ def test_prompt_lookup_follows_a_row() -> None:
 def test_the_tree_drafts_what_was_said_before(deterministic: bool) -> None:
     """A prompt that is sent again: all of its answer up to the last whole block comes out of the tree."""
     harness = Harness(deterministic=deterministic, most_drafts=1)
-    harness.sched._drafting._drafter = speculator = Speculator([CacheSource(64)], 7)
+    harness.sched._drafting._drafter = speculator = Speculator([CacheSource()], 7)
     speculator._length.choose = lambda name, most: most  # type: ignore[method-assign]
     first = harness.add("first", tokens(1, 150), 200)
     harness.run()
@@ -83,7 +83,7 @@ def test_the_tree_drafts_what_was_said_before(deterministic: bool) -> None:
 def test_siblings_draft_for_each_other() -> None:
     """One is half a block behind the other at the same tokens."""
     harness = Harness(most_drafts=1)
-    harness.sched._drafting._drafter = speculator = Speculator([CacheSource(64)], 3)
+    harness.sched._drafting._drafter = speculator = Speculator([CacheSource()], 3)
     speculator._length.choose = lambda name, most: most  # type: ignore[method-assign]
     harness.add("ahead", tokens(2, 100), 150)
     for _ in range(70):
@@ -323,7 +323,7 @@ def slow_find(stream: list[int], tail: list[int], count: int) -> tuple[list[list
 )
 def test_the_longest_match_is_taken(prompt: list[int], drafts: list[int]) -> None:
     config = SpeculativeConfig.of({"method": "suffix", "num_speculative_tokens": 4})
-    speculator = Speculator.of(config, 64)
+    speculator = Speculator.of(config)
     speculator._length.choose = lambda name, most: 4  # type: ignore[method-assign]
     say(speculator, SAID)
     request = request_of(prompt)
@@ -336,7 +336,7 @@ def test_the_longest_match_is_taken(prompt: list[int], drafts: list[int]) -> Non
 
 def test_where_the_tree_knows_nothing_the_row_itself_may() -> None:
     config = SpeculativeConfig.of({"method": "cache", "num_speculative_tokens": 4, "prompt_lookup_max": 2})
-    speculator = Speculator.of(config, 64)
+    speculator = Speculator.of(config)
     request = request_of([1, 2, 3, 1, 2])
     lease = Harness().sched.cache.new_lease("r", "", request.prompt_token_ids)
     lease.num_planned = 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.config import CacheConfig, SchedulerConfig
+from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import ConfigError
 from forkpoint.params import SamplingParams
@@ -263,7 +263,7 @@ def room_beside(layout: CacheLayout, num_pages: int, running: TraceRequest) -> i
     running slot and the state it resumed from; the other one needs a state too. Page 0 is reserved."""
     blocks = layout.num_blocks_for(running.prompt.num_tokens + running.output.num_tokens)
     pages = num_pages - 1 - -(-3 // layout.slots_per_page)
-    return (pages * layout.blocks_per_page - blocks) * layout.block_size
+    return (pages * layout.blocks_per_page - blocks) * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("shape", [QWEN3_5_9B, QWEN3_5_35B, KIMI_LINEAR], ids=lambda shape: shape.name)
