@@ -131,8 +131,6 @@ class Foresight:
 class ClairvoyantPolicy(EvictionPolicy):
     """The entry gives way that saves the least for its bytes and the time until it is used; first what never is."""
 
-    name = "clairvoyant"
-
     def __init__(self, foresight: Foresight) -> None:
         self._foresight = foresight
 

@@ -20,7 +20,7 @@ from studies.peers.sglang import SglangCache, SglangOptions
 from studies.peers.vllm import VllmCache, VllmGeometry, VllmOptions
 
 ENGINE: Final = systems.ENGINE
-CLAIRVOYANT: Final = f"{ENGINE}:eviction={ClairvoyantPolicy.name}"
+CLAIRVOYANT: Final = f"{ENGINE}:eviction=clairvoyant"
 VLLM: Final[Mapping[str, VllmOptions]] = MappingProxyType(
     {"vllm": VllmOptions(), "vllm-dense": VllmOptions(dense=True), "vllm-unit64": VllmOptions(unit=64)}
 )

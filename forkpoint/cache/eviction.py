@@ -64,8 +64,6 @@ class EvictionPolicy:
     checkpoint, and that of a request, which the methods that take it return.
     """
 
-    name = ""
-
     def key(self, entry: EntryFacts) -> float:
         """Of an entry as it is now, or of a state that might be saved: it gets room from entries of smaller keys."""
         raise NotImplementedError
@@ -109,8 +107,6 @@ class EvictionPolicy:
 
 class LRUPolicy(EvictionPolicy):
     """The entry used longest ago goes first."""
-
-    name = "lru"
 
     def key(self, entry: EntryFacts) -> float:
         return math.inf if entry.num_expected else entry.last_used

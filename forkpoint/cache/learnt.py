@@ -20,17 +20,6 @@ LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first
 HARDLY_LOST: Final = 4  # blocks: who lost no more hardly lost anything
 CONVERSATION_ENDS: Final = (Origin.DECODE, Origin.TOOL_CALL)
 
-# The chance of one more use before the first one. Each further use halves the chance that there is none.
-_FIRST_CHANCES: Final[Mapping[Origin, float]] = MappingProxyType(
-    {
-        Origin.PROMPT_END: 0.1,
-        Origin.SUPERSEDED: 0.05,
-        Origin.JUNCTION: 0.6,
-        Origin.BREAKPOINT: 0.4,
-        Origin.INTERVAL: 0.02,
-    }
-)
-
 
 def _priors() -> dict[Origin, Prior]:
     uses, low, width = np.arange(MOST_USES + 1.0), np.asarray(EDGES[:-1]), np.diff(np.asarray(EDGES))
@@ -38,12 +27,20 @@ def _priors() -> dict[Origin, Prior]:
     # is a good part of the arena. Beyond, any scale of time is as likely as another.
     ages = np.where(low < 1, width * (low < 1).mean(), 1 / NUM_BINS).astype(np.float64)
     at_once = 0.4 ** np.arange(float(NUM_BINS))  # tools answer at once, on the scale of people
+    # The chance of one more use before the first one. Each further use halves the chance that there is none.
+    first_chances = {
+        Origin.PROMPT_END: 0.1,
+        Origin.SUPERSEDED: 0.05,
+        Origin.JUNCTION: 0.6,
+        Origin.BREAKPOINT: 0.4,
+        Origin.INTERVAL: 0.02,
+    }
     going_on = (1 + uses) / (4 + uses)  # three in four end after their first turn, then fewer and fewer
     return {
         Origin.DECODE: Prior(going_on, ages),
         Origin.TOOL_CALL: Prior(np.full(MOST_USES + 1, 0.95), at_once / float(at_once.sum())),
         Origin.BLOCK: Prior(going_on, np.full(NUM_BINS, 1 / NUM_BINS)),
-        **{kind: Prior(1 - (1 - first) * 0.5**uses, ages) for kind, first in _FIRST_CHANCES.items()},
+        **{kind: Prior(1 - (1 - first) * 0.5**uses, ages) for kind, first in first_chances.items()},
     }
 
 
@@ -89,8 +86,6 @@ class LearntPolicy(EvictionPolicy):
     conversation when its end is evicted stands in for the end. The state one boundary before the end serves the returns
     that part there, a fallback those whose end was evicted: both are worth a share of the end.
     """
-
-    name = "cost"
 
     def __init__(self) -> None:
         self.hazards = HazardModel(PRIORS)

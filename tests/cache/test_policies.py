@@ -21,8 +21,6 @@ LENGTH = 3000
 class TwoClasses(EvictionPolicy):
     """What conversations went on from first, then the oldest."""
 
-    name = "two classes"
-
     def key(self, entry: EntryFacts) -> float:
         return (0.0 if entry.superseded else 1e9) - entry.age
 

@@ -12,8 +12,6 @@ from forkpoint.cache.tree import Origin
 class OldestFirst(EvictionPolicy):
     """The entry used longest ago goes first."""
 
-    name = "oldest first"
-
     def key(self, entry: EntryFacts) -> float:
         return entry.last_used
 
