@@ -149,7 +149,7 @@ def measure_lookup(num_tokens: int, repeats: int) -> list[Reading]:
     times = []
     for index in range(repeats):
         start = Reading.now()
-        lease = sched.cache.new_lease(f"again{index}", "", prompt, num_tokens)
+        lease = sched.cache.new_lease(f"again{index}", "", prompt)
         hit = sched.cache.lookup(lease, num_tokens)
         times.append(Reading.now() - start)
         assert hit.num_tokens == layout.usable_prefix(num_tokens), f"the lookup found {hit.num_tokens} tokens only"

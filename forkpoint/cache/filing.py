@@ -51,7 +51,10 @@ class Filing:
 
     def _plan_save(self, lease: Lease, candidate: Candidate, block_hash: BlockHash) -> None:
         save = PendingSave(candidate.num_tokens, candidate.origin)
-        slot = self._take_slot(save, block_hash, lease, candidate.displaces)
+        if candidate.displaces:
+            slot = self.take_slot(lease, save, block_hash, save)
+        else:
+            slot = self._store.arena.take_slot(save, compact=False)
         if slot is None:
             self._store.counters.checkpoints_skipped[candidate.origin] += 1
             if candidate.origin is Origin.PROMPT_END:
@@ -61,14 +64,14 @@ class Filing:
         lease.pending.append(save)
         self.planned[block_hash] = candidate.num_tokens
 
-    def _take_slot(self, save: PendingSave, block_hash: BlockHash, lease: Lease, displaces: bool) -> int | None:
-        if not displaces:
-            return self._store.arena.take_slot(save, compact=False)
-        assert lease.node is not None
+    def take_slot(
+        self, lease: Lease, save: PendingSave, block_hash: BlockHash, owner: Lease | PendingSave
+    ) -> int | None:
+        """A slot for `owner`, if the state to be saved is worth more than what would give way for it."""
         pending = (other for other in lease.pending if other.num_tokens < save.num_tokens)
         above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
         key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
-        return self._store.take_slot(save, below=key)
+        return self._store.take_slot(owner, below=key)
 
     def reusable_soon(self, lease: Lease, limit: int) -> int:
         """How many tokens of this lease's history, at most `limit`, the plan under construction makes

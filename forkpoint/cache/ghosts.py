@@ -38,14 +38,10 @@ class GhostTable:
     def get(self, block_hash: BlockHash) -> GhostKind | None:
         return self._kinds.get(block_hash)
 
-    def discard(self, block_hash: BlockHash) -> None:
-        """The block, or its checkpoint, is cached again."""
-        self._kinds.pop(block_hash, None)
-
-    def discard_blocks(self, hashes: Iterable[BlockHash]) -> None:
-        """These blocks are cached again; checkpoints that some of them lost are not."""
+    def discard(self, hashes: Iterable[BlockHash], kind: GhostKind) -> None:
+        """These blocks, or their checkpoints, are cached again; of blocks checkpoints that they lost are not."""
         for block_hash in self._kinds.keys() & hashes:
-            if self._kinds[block_hash] is GhostKind.KV:
+            if self._kinds[block_hash] is kind:
                 del self._kinds[block_hash]
 
     def clear(self) -> None:

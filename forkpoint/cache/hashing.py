@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import NewType, cast
+from typing import NewType, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forkpoint.config import BLOCK_SIZE
 
 BlockHash = NewType("BlockHash", bytes)
+TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 HASH_BYTES = 16  # also the size of the salt field of BLAKE2b, which carries the parent: no third compression
 TOKEN_BYTES = 4  # int32
@@ -53,7 +54,7 @@ class HashChain:
     def num_tokens(self) -> int:
         return (len(self.blocks) * BLOCK_BYTES + len(self._rest)) // TOKEN_BYTES
 
-    def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
+    def extend(self, token_ids: TokenIds) -> None:
         """Append tokens and hash the blocks that they fill."""
         data = self._rest + token_ids.astype(np.int32, copy=False).tobytes()
         full = len(data) // BLOCK_BYTES * BLOCK_BYTES

@@ -32,14 +32,14 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     own: list[Owned] = [(block, lease) for lease in leases for block in lease.own_blocks.values()]
     if layout.has_kv:
         _check_owners(arena.blocks, [*own, *((node.block, node) for node in nodes)])
-        assert manager.holdings.num_blocks == len(own) + tree.num_pinned
+        assert manager.num_blocks_held == len(own) + tree.num_pinned
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
     pending: list[Owned] = [(save.slot, save) for lease in leases for save in lease.pending]
     _check_owners(arena.slots, [*running, *pending, *((each.slot, each) for each in checkpoints)])
     num_read = sum(each.num_readers > 0 for each in checkpoints)
-    assert manager.holdings.num_slots == len(running) + num_read, "a running slot or a reader was not counted"
+    assert manager.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
     assert manager.store.num_checkpoints == len(checkpoints)
     assert all(each.num_tokens == each.node.depth * BLOCK_SIZE for each in checkpoints)
     pins = sum(node.pins for node in nodes) - sum(node.pins > 0 for node in nodes if node.depth > 1)

@@ -26,7 +26,7 @@ class PendingSave:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's share. Written by CacheManager and its parts (filing, holdings); the scheduler confirms what
+    """A request's share. Written by CacheManager and its part, Filing; the scheduler confirms what
     was sampled and freezes what failed.
 
     The request's block table has `num_blocks` blocks: those of the nodes down to `node` except where `own_blocks` has

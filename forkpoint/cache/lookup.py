@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.tree import Checkpoint, Node, PrefixTree
+from forkpoint.cache.store import PrefixStore
+from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import MissReason
 
@@ -35,14 +35,13 @@ class PrefixHit:
 NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
 
 
-def find_prefix(
-    chain: HashChain, num_known_tokens: int, layout: CacheLayout, tree: PrefixTree, ghosts: GhostTable
-) -> PrefixHit:
+def find_prefix(chain: HashChain, num_known_tokens: int, store: PrefixStore) -> PrefixHit:
     """Look up a prompt of `num_known_tokens` tokens; at least its last token is left to compute."""
+    layout, ghosts = store.layout, store.ghosts
     usable = layout.usable_prefix(num_known_tokens)
     if usable == 0:
         return PrefixHit(0, (), None, 0, MissReason.SHORT)
-    path = tree.match(chain, usable // BLOCK_SIZE)
+    path = store.tree.match(chain, usable // BLOCK_SIZE)
     kv_num_tokens = len(path) * BLOCK_SIZE
     checkpoint, num_tokens = None, kv_num_tokens
     if layout.has_states:

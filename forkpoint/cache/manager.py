@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from forkpoint.cache.arena import Arena, Move
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
-from forkpoint.cache.ghosts import GhostTable
-from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.holdings import Holdings
+from forkpoint.cache.hashing import HashChain, TokenIds
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
 from forkpoint.cache.lease import Lease, PendingSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.store import PrefixStore
-from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin, nearest_checkpoint
+from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE, CacheConfig
-
-TokenIds = npt.NDArray[np.int32]
 
 
 class CacheManager:
@@ -45,11 +39,10 @@ class CacheManager:
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
         self.arena = Arena(layout, num_pages)
-        self.ghosts = GhostTable(config.num_ghosts)
         policy = policy or EVICTION.find(config.eviction_policy)()
-        self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), self.ghosts)
-        self.holdings = Holdings(layout, self.arena, self.store.tree)
+        self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), config.num_ghosts)
         self.filing = Filing(self.store)
+        self.num_slots_held = 0  # that requests write, and those of checkpoints with readers
 
     def watch_restorable(self) -> Restorable:
         """Keep account of what lookups find from now on; to be called while the cache is empty."""
@@ -58,10 +51,10 @@ class CacheManager:
 
     # --- before a request runs
 
-    def new_lease(self, owner: str, salt: str, token_ids: TokenIds, private_from: int | None = None) -> Lease:
-        """A lease that holds nothing yet. In deterministic mode blocks with tokens at or after `private_from`
-        (those made by decode kernels) can be found by `owner` alone."""
-        chain = HashChain(salt, owner, private_from if self.deterministic else None)
+    def new_lease(self, owner: str, salt: str, token_ids: TokenIds) -> Lease:
+        """A lease for a prompt that holds nothing yet. In deterministic mode blocks with later tokens (those made by
+        decode kernels) can be found by `owner` alone."""
+        chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None)
         if self.enabled:
             chain.extend(token_ids)
         return Lease(owner, chain, frozen=not self.enabled)
@@ -70,7 +63,7 @@ class CacheManager:
         """The longest reusable prefix of the first `num_known_tokens` tokens. Changes nothing."""
         if not self.enabled or not read:
             return NOTHING
-        return find_prefix(lease.chain, num_known_tokens, self.layout, self.store.tree, self.ghosts)
+        return find_prefix(lease.chain, num_known_tokens, self.store)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether an otherwise empty arena holds a request of that final length."""
@@ -88,6 +81,36 @@ class CacheManager:
             checkpoint.num_expected += change
             self.store.refile(checkpoint)
 
+    # --- what requests hold; what is merely cached is not among it, since it gives way
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Of the tree's blocks the pinned ones are held. (Of no account in a layout without keys and values.)"""
+        return self.arena.blocks.num_used - self.store.tree.num_nodes + self.store.tree.num_pinned
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that what is held takes, densely packed."""
+        return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held)
+
+    def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
+        """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
+        num_shared = sum(node.pins > 0 for node in hit.path)
+        slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
+        return self._fits(num_tokens, spare_blocks - num_shared, slots)
+
+    def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
+        """False only where `has_room` would be False whatever a lookup finds: cheaper than the lookup.
+
+        A hit spares room only by blocks that other requests hold, and those can be counted by hash."""
+        nodes = (self.store.tree.find(block_hash) for block_hash in lease.chain.hashes)
+        shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
+        return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
+
+    def _fits(self, num_tokens: int, more_blocks: int, more_slots: int) -> bool:
+        blocks = self.num_blocks_held + self.layout.num_blocks_for(num_tokens) + more_blocks
+        return self.layout.num_pages_of(blocks, self.num_slots_held + more_slots) < self.arena.num_pages
+
     # --- while it runs
 
     def attach(self, lease: Lease, hit: PrefixHit) -> None:
@@ -103,20 +126,18 @@ class CacheManager:
         depth, hashes = lease.node.depth, lease.chain.hashes
         return depth < len(hashes) and self.store.tree.find(hashes[depth]) is not None
 
-    def jump(self, lease: Lease, hit: PrefixHit) -> bool:
-        """Move a lease in prefill onto a longer prefix that has been cached meanwhile; False: not worth it.
+    def jump(self, lease: Lease, hit: PrefixHit) -> None:
+        """Move a lease in prefill onto a longer prefix that has been cached meanwhile.
 
         The blocks computed so far are given back; the running slot is kept for what follows.
         """
-        if hit.num_tokens <= lease.num_planned or lease.node is None or lease.frozen:
-            return False
         old = lease.node
+        assert old is not None and not lease.frozen
         self.store.tree.pin(hit.path[-1])
         self._free_own_blocks(lease)
         lease.node = hit.path[-1]
         self.store.unpin(old)
         self._start_from(lease, hit)
-        return True
 
     def _start_from(self, lease: Lease, hit: PrefixHit) -> None:
         if lease.read_from is not None:
@@ -170,7 +191,7 @@ class CacheManager:
         if slot is None:
             return False
         lease.slot = slot
-        self.holdings.count_slots(1)
+        self.num_slots_held += 1
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
@@ -184,8 +205,6 @@ class CacheManager:
         the boundary if that is worth a slot. Where it is the running state, its slot becomes the checkpoint and a fresh
         one is taken; else the next plan saves it, if it turns out to come so far. False: there is no slot for what may
         be saved, and the row is better planned once that is known."""
-        if not self.enabled:
-            return True
         self.extend(lease, token_ids)
         self.filing.publish(lease, num_certain)
         node = lease.node
@@ -205,7 +224,7 @@ class CacheManager:
         if turns:
             save.slot, lease.slot = lease.slot, fresh
             lease.read_from = self.filing.keep(lease, node, save, num_readers=1)
-            self.holdings.count_slots(1)
+            self.num_slots_held += 1
         else:
             save.slot = fresh
             lease.pending.append(save)
@@ -230,9 +249,7 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.slots.transfer([slot], [owner])
             return slot
-        above = nearest_checkpoint(node)  # of a block in reach the hash is not known: that of the one before
-        key = self.store.candidate_key(node.hash, save.num_tokens, save.origin, lease.note, above)
-        return self.store.take_slot(owner, below=key)
+        return self.filing.take_slot(lease, save, node.hash, owner)  # the hash of a block in reach is not known yet
 
     # --- plans
 
@@ -279,13 +296,13 @@ class CacheManager:
         assert checkpoint.num_readers > 0
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
-            self.holdings.count_slots(-1)
+            self.num_slots_held -= 1
             self.store.refile(checkpoint)
 
     def _start_reading(self, checkpoint: Checkpoint) -> None:
         checkpoint.num_readers += 1
         if checkpoint.num_readers == 1:
-            self.holdings.count_slots(1)
+            self.num_slots_held += 1
 
     # --- afterwards
 
@@ -302,7 +319,7 @@ class CacheManager:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:
-            self.holdings.count_slots(-1)
+            self.num_slots_held -= 1
             if not (donate and self._donate_state(lease)):
                 self.arena.give_slot(lease.slot)
         self._free_own_blocks(lease)

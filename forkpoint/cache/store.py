@@ -40,17 +40,12 @@ class PrefixStore:
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        arena: Arena,
-        policy: EvictionPolicy,
-        cost: RecomputeCost,
-        ghosts: GhostTable,
-    ):
+        self, layout: CacheLayout, arena: Arena, policy: EvictionPolicy, cost: RecomputeCost, num_ghosts: int
+    ) -> None:
         self.layout = layout
         self.arena = arena
         self.tree = PrefixTree()
-        self.ghosts = ghosts
+        self.ghosts = GhostTable(num_ghosts)
         self.counters = CacheCounters()
         self.num_checkpoints = 0
         self.restorable: Restorable | None = None  # where somebody wants to know
@@ -209,7 +204,7 @@ class PrefixStore:
             node.last_used = self.arena.turnover
         if self.layout.has_kv:
             self.arena.blocks.transfer(blocks, nodes)
-        self.ghosts.discard_blocks(hashes)
+        self.ghosts.discard(hashes, GhostKind.KV)
         if self.restorable is not None and not self.layout.has_states:
             for node in nodes:
                 self.restorable.gained(node)
@@ -240,7 +235,7 @@ class PrefixStore:
         self.arena.slots.transfer([slot], [checkpoint])
         self.num_checkpoints += 1
         self.counters.checkpoints_saved[origin] += 1
-        self.ghosts.discard(node.hash)
+        self.ghosts.discard([node.hash], GhostKind.CHECKPOINT)
         self.policy.saved(checkpoint, nearest_checkpoint(node.parent), note)
         self._queue.push(checkpoint)
         return checkpoint

@@ -164,9 +164,7 @@ class PrefixTree:
         removed = [leaf]
         node = leaf.parent
         del node.children[leaf]
-        while len(removed) < most and node.parent and node.condemned == leaf.condemned:
-            if node.children or node.pins or node.checkpoint:
-                break
+        while len(removed) < most and node.parent and node.condemned == leaf.condemned and node.is_evictable:
             removed.append(node)
             del node.parent.children[node]
             node = node.parent

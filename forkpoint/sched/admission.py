@@ -46,7 +46,7 @@ class Admission:
         if `only` is, no other."""
         passed_over = 0
         for entry in list(self._waiting.entries) if only is None else [only]:
-            if not self._running.has_free_row or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
+            if not self._running.free_rows or builder.budget <= 0 or passed_over > MAX_PASSED_OVER:
                 return
             if more_urgent_than is not None and entry.order[0] >= more_urgent_than.order[0]:
                 return
@@ -79,15 +79,15 @@ class Admission:
         """False, without a lookup, if whatever it found the entry would have to wait for others to leave."""
         if builder.budget < BLOCK_SIZE or not self._someone_else_has_pages():
             return True
-        return self._cache.holdings.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running.entries))
+        return self._cache.may_have_room(entry.lease, entry.request.num_tokens + 1, len(self._running.entries))
 
     def _admit(self, builder: PlanBuilder, entry: Entry, hit: PrefixHit) -> bool:
         request, lease = entry.request, entry.lease
         spare = len(self._running.entries)
-        if not self._cache.holdings.has_room(hit, request.num_tokens + 1, spare):
+        if not self._cache.has_room(hit, request.num_tokens + 1, spare):
             if self._someone_else_has_pages():
                 return False
-            hit = hit if self._cache.holdings.has_room(hit, request.num_tokens, 0) else NOTHING
+            hit = hit if self._cache.has_room(hit, request.num_tokens, 0) else NOTHING
         self._cache.attach(lease, hit)
         start, prefill_end = hit.num_tokens, self._prefill_end(request)
         end = self.chunk_end(start, prefill_end, builder.budget) if start < prefill_end else start + 1
@@ -101,7 +101,6 @@ class Admission:
         if start < prefill_end:
             self.add_chunk(builder, entry, start, end)
         else:
-            entry.planned_step = builder.step
             builder.add_decode(entry)
         return True
 
@@ -149,5 +148,4 @@ class Admission:
             interval=self._interval,
         )
         self._cache.filing.plan_saves(lease, start, end, self._capture.candidates(context))
-        entry.planned_step = builder.step
         builder.add_prefill(entry, end)

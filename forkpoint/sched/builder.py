@@ -67,6 +67,7 @@ class PlanBuilder:
 
     def _add(self, entry: Entry, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
         mask = entry.request.grammar.mask if entry.request.grammar is not None else None
+        entry.planned_step = self.step
         work = _Work(entry, tokens, decodes, (mask, *masks) if mask is not None else ())
         (self._decodes if decodes else self._prefills).append(work)
         self.budget -= len(tokens)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
-from forkpoint.cache.layout import NO_BLOCK as NO_BLOCK
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
 from forkpoint.params import SamplingParams
 

@@ -14,23 +14,19 @@ class RunningSet:
     steps in flight.
 
     To be read by others: `entries`, those that may be planned, in order; `leaving`, those that leave once the steps in
-    flight have ended; `removed_rows`, those freed since the last `drain_removed`.
+    flight have ended; `free_rows`; `removed_rows`, those freed since the last `drain_removed`.
     """
 
     def __init__(self, num_rows: int, issued: Sequence[IssuedStep]) -> None:
         self.entries: list[Entry] = []
         self.leaving: list[Entry] = []
+        self.free_rows = list(range(num_rows - 1, -1, -1))
         self.removed_rows: list[int] = []
         self._issued = issued
-        self._free_rows = list(range(num_rows - 1, -1, -1))
-
-    @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
 
     def start(self, entry: Entry) -> None:
         """Give a waiting entry a row."""
-        entry.row = self._free_rows.pop()
+        entry.row = self.free_rows.pop()
         bisect.insort(self.entries, entry, key=lambda e: e.order)
 
     def leave(self, entry: Entry) -> bool:
@@ -55,7 +51,7 @@ class RunningSet:
         """Free the entry's row."""
         entry.leaving = False
         self.removed_rows.append(entry.row)
-        self._free_rows.append(entry.row)
+        self.free_rows.append(entry.row)
         entry.row = NO_ROW
 
     def drain_removed(self) -> tuple[int, ...]:

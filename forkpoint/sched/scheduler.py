@@ -80,9 +80,7 @@ class Scheduler:
             )
         self.check(request)
         request.max_tokens = self._longest_answer(request)
-        lease = self.cache.new_lease(
-            request.id, request.params.cache_salt, request.prompt_token_ids, request.num_prompt_tokens
-        )
+        lease = self.cache.new_lease(request.id, request.params.cache_salt, request.prompt_token_ids)
         entry = Entry(request, lease, (request.priority, next(self._arrivals)), waits=self._drafting is not None)
         self._wait(entry)
         self._entries[request.id] = entry
@@ -130,8 +128,8 @@ class Scheduler:
             num_waiting=len(self._waiting.entries),
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
-            num_pages_held=self.cache.holdings.num_pages,
-            num_slots_held=self.cache.holdings.num_slots,
+            num_pages_held=self.cache.num_pages_held,
+            num_slots_held=self.cache.num_slots_held,
             blocks_per_page=self.layout.blocks_per_page,
             slots_per_page=self.layout.slots_per_page,
             cache=self.cache.store.stats(),
@@ -248,7 +246,6 @@ class Scheduler:
             if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start), num_certain):
                 return
             self._drop_duplicates(builder, entry)
-        entry.planned_step = builder.step
         builder.add_decode(entry, drafts, masks)
 
     def _drop_duplicates(self, builder: PlanBuilder, entry: Entry) -> None:
@@ -265,7 +262,7 @@ class Scheduler:
             return
         while not self.cache.ensure_blocks(entry.lease, end):
             if not self._make_room(entry, builder, may_preempt_itself=False):
-                end = min(end, entry.lease.num_blocks * BLOCK_SIZE) if self.layout.has_kv else end
+                end = min(end, entry.lease.num_blocks * BLOCK_SIZE)
                 break
         if start < end:
             self._admission.add_chunk(builder, entry, start, end)
@@ -277,7 +274,8 @@ class Scheduler:
             return
         hit = self.cache.lookup(lease, entry.prefill_end)
         start = lease.num_planned
-        if hit.num_tokens > start and self.cache.jump(lease, hit):
+        if hit.num_tokens > start:
+            self.cache.jump(lease, hit)
             builder.replace_prefix(entry)
             entry.record_hit(hit, gained=hit.num_tokens - start)
 

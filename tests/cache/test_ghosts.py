@@ -23,8 +23,7 @@ def test_the_oldest_is_forgotten_first() -> None:
 def test_what_is_cached_again_is_no_ghost() -> None:
     table = GhostTable(2)
     table.add([name(1)], GhostKind.KV)
-    table.discard(name(1))
-    table.discard(name(7))
+    table.discard([name(1), name(7)], GhostKind.KV)
     assert table.get(name(1)) is None and len(table) == 0
     table.add([name(2)], GhostKind.KV)
     table.clear()
@@ -47,7 +46,7 @@ def test_blocks_that_are_cached_again_still_miss_their_checkpoints() -> None:
     table = GhostTable(4)
     table.add([name(1), name(2)], GhostKind.KV)
     table.add([name(3)], GhostKind.CHECKPOINT)
-    table.discard_blocks([name(1), name(3), name(9)])
+    table.discard([name(1), name(3), name(9)], GhostKind.KV)
     assert [table.get(name(n)) for n in (1, 2, 3)] == [None, GhostKind.KV, GhostKind.CHECKPOINT]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from forkpoint.cache.holdings import Holdings
 from forkpoint.cache.manager import CacheManager
 from forkpoint.config import SchedulerConfig
 from forkpoint.routing.router import Router
@@ -43,7 +42,7 @@ def test_requests_run_as_if_each_had_been_looked_up(workload: str, monkeypatch: 
 
     monkeypatch.setattr(CacheManager, "lookup", counted)
     quick, num_quick = run()
-    monkeypatch.setattr(Holdings, "may_have_room", lambda *_: True)
+    monkeypatch.setattr(CacheManager, "may_have_room", lambda *_: True)
     monkeypatch.setattr(CacheManager, "may_hit", lambda *_: True)
     slow, num_slow = run()
     assert quick == slow
