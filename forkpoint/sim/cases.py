@@ -6,7 +6,7 @@ import gc
 import multiprocessing
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Final, TypeAlias
@@ -19,11 +19,11 @@ from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel, Device
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
-from forkpoint.sim.system import ServedSystem
+from forkpoint.sim.system import ServedSystem, SystemCounters
 from forkpoint.sim.systems import make_system
 from forkpoint.sim.trace import Trace
 
-SUMMED: Final = ("kv_written_bytes", "state_written_bytes", "states_evicted", "blocks_evicted", "num_preemptions")
+SUMMED: Final = tuple(each.name for each in fields(SystemCounters) if each.name != "lost_tokens")
 Progress: TypeAlias = Callable[[int], None]
 # Makes a replica: (the system's name, model, bytes, scheduler's options, its requests if it gets them all).
 SystemFactory: TypeAlias = Callable[[str, ModelShape, int, SchedulerConfig, Trace | None], ServedSystem]
@@ -47,8 +47,8 @@ class Case:
     factory: SystemFactory = make_system
 
 
-@dataclass(frozen=True, slots=True)
-class CaseResult:
+@dataclass(slots=True, kw_only=True)
+class CaseResult(SystemCounters):
     """What a case gave, over all replicas. Times in simulated seconds, rates per simulated second."""
 
     trace: str
@@ -68,12 +68,6 @@ class CaseResult:
     elapsed_s: float
     busy_s: float
     num_steps: int
-    kv_written_bytes: int
-    state_written_bytes: int
-    states_evicted: int
-    blocks_evicted: int
-    num_preemptions: int
-    lost_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:

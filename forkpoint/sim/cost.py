@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from forkpoint.errors import ConfigError
 from forkpoint.sim.shape import WEIGHT_BYTES, ModelShape
 
 
@@ -65,11 +64,6 @@ class Device:
     decode_states: float = 0.77
     moved: float = 0.77
     step_s: float = 0.0008
-
-    def __post_init__(self) -> None:
-        bad = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name" and getattr(self, f.name) < 0}
-        if bad or not self.flops or not self.bandwidth:
-            raise ConfigError(f"device {self.name} has {bad or 'no ceilings'}; rates and shares must be positive")
 
 
 H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12, memory_bytes=141e9)  # docs/benchmarks/gpu_ops.md

@@ -11,7 +11,6 @@ from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.errors import RequestTooLargeError
-from forkpoint.outputs import CacheReport
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import IntArray, MoveKind, StepPlan, StepResult
 from forkpoint.sched.request import Request
@@ -91,12 +90,12 @@ class EngineSystem:
         plan = self._plan
         assert plan is not None
         prefills = plan.rows.row[plan.num_decodes :][plan.rows.samples[plan.num_decodes :]]
-        sampled = [self._row_ids[row] for row in prefills.tolist()]
+        first = tuple(self._row_ids[row] for row in prefills.tolist())
         tokens, counts = self._sample(plan)
         updates = self.sched.apply(StepResult(plan.step, tokens, num_tokens=plan.num_tokens, counts=counts))
-        finished = tuple(update.request.id for update in updates if update.finish_reason is not None)
-        # A prompt that is computed again after a preemption may have put out tokens before.
-        first = tuple(name for name in sampled if len(self._requests[name].output_token_ids) == 1)
+        finished = {update.request.id: update.request.cache for update in updates if update.finish_reason is not None}
+        for name in finished:
+            del self._requests[name], self._outputs[name]
         return StepNews(first, finished)
 
     def _sample(self, plan: StepPlan) -> tuple[IntArray, IntArray | None]:
@@ -110,11 +109,6 @@ class EngineSystem:
             done = len(self._requests[name].output_token_ids)
             tokens += self._outputs[name][done : done + counts[-1]]
         return np.asarray(tokens, np.int32), np.asarray(counts, np.int32) if num_drafts.any() else None
-
-    def cache_report(self, request_id: str) -> CacheReport:
-        """What the cache did for a request that ended."""
-        del self._outputs[request_id]
-        return self._requests.pop(request_id).cache
 
     def restorable(self, request: TraceRequest) -> int:
         """Tokens that a hit would cover now."""

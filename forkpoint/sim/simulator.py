@@ -59,8 +59,7 @@ class Simulator:
         self._on_finish = on_finish or (lambda count: None)
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
-        self._steps: list[tuple[float, int]] = []  # (end, replica) of steps under way
-        self._stepping: set[int] = set()
+        self._steps: list[tuple[float, int]] = []  # (end, replica) of steps under way, one of a replica at a time
         self._records: dict[str, RequestRecord] = {}
         self._followers: dict[str, list[TraceRequest]] = {}
         self._busy_s, self._num_steps = 0.0, 0
@@ -98,27 +97,25 @@ class Simulator:
             self._follow_up(now, request)
 
     def _wake_all(self, now: float) -> None:
+        stepping = {replica for _, replica in self._steps}
         for replica, system in enumerate(self._replicas):
-            idle = replica not in self._stepping and system.num_unfinished()
+            idle = replica not in stepping and system.num_unfinished()
             load = system.plan(now) if idle else None
             if load is not None:
                 seconds = self._cost.step_s(load)
                 self._busy_s += seconds
                 self._num_steps += 1
-                self._stepping.add(replica)
                 heapq.heappush(self._steps, (now + seconds, replica))
 
     def _finish_step(self, now: float, replica: int) -> None:
-        system = self._replicas[replica]
-        news = system.finish(now)
-        self._stepping.discard(replica)
+        news = self._replicas[replica].finish(now)
         for name in news.first_tokens:
             record = self._records[name]
             if record.first_token_s is None:
                 record.first_token_s = now
-        for name in news.finished:
+        for name, report in news.finished.items():
             record = self._records[name]
-            record.finished_s, record.cache = now, system.cache_report(name)
+            record.finished_s, record.cache = now, report
             self._follow_up(now, record.request)
         if news.finished:
             self._on_finish(len(news.finished))

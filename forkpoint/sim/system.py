@@ -12,10 +12,11 @@ from forkpoint.sim.trace import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What a finished step tells: requests whose first token it sampled, and requests that ended with it."""
+    """What a finished step tells: requests whose prompts it finished (again, where they had been preempted), and so
+    sampled a first token of, and of requests that ended with it what the cache did for them."""
 
     first_tokens: tuple[str, ...]
-    finished: tuple[str, ...]
+    finished: dict[str, CacheReport]
 
 
 @dataclass(slots=True)
@@ -47,9 +48,6 @@ class ServedSystem(Protocol):
 
     def finish(self, now_s: float) -> StepNews:
         """The step planned last has ended."""
-
-    def cache_report(self, request_id: str) -> CacheReport:
-        """Of a request that has just ended; it is forgotten by this call."""
 
     def counters(self) -> SystemCounters:
         """What was counted so far."""

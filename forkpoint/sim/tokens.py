@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-TokenIds = npt.NDArray[np.int32]
+from forkpoint.cache.hashing import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

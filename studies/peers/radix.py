@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forkpoint.sim.tokens import TokenIds
+from forkpoint.cache.hashing import TokenIds
 
 
 @dataclass(slots=True, eq=False)

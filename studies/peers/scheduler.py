@@ -36,7 +36,6 @@ class PeerScheduler:
         self._decode_kv_tokens = 0  # keys that the rows that decode attend to in the current step
         self._step = 0
         self._due: dict[int, list[tuple[Sequence, int]]] = {}  # step -> (sequence, its epoch)
-        self._ended: dict[str, Sequence] = {}
         self._first: list[Sequence] = []
         self._counters = SystemCounters()
 
@@ -103,14 +102,8 @@ class PeerScheduler:
                 finished.append(sequence)
         for sequence in finished:
             self._leave(sequence, self._position(sequence), finished=True)
-            self._ended[sequence.request.id] = sequence
-        names = tuple(s.request.id for s in first)
-        return StepNews(names, tuple(s.request.id for s in finished))
-
-    def cache_report(self, request_id: str) -> CacheReport:
-        """What the cache did for a request that ended."""
-        sequence = self._ended.pop(request_id)
-        return CacheReport(0, sequence.num_cached_tokens, sequence.kv_num_tokens)
+        reports = {s.request.id: CacheReport(0, s.num_cached_tokens, s.kv_num_tokens) for s in finished}
+        return StepNews(tuple(s.request.id for s in first), reports)
 
     def counters(self) -> SystemCounters:
         """What was counted so far."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from forkpoint.cache.hashing import HashChain
-from forkpoint.sim.tokens import TokenIds, TokenSpans
+from forkpoint.cache.hashing import HashChain, TokenIds
+from forkpoint.sim.tokens import TokenSpans
 from forkpoint.sim.trace import TraceRequest
 
 GRID = 64  # all that emulations cut prompts into is a multiple of it

@@ -125,8 +125,8 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
             assert system.add(replace(request(done.id, *spans), awaits_tool=done.awaits_tool))
             index += 1
         if system.plan(0.0) is not None:
-            for finished in system.finish(0.0).finished:
-                expected, found = requests[finished].cache, system.cache_report(finished)
+            for finished, found in system.finish(0.0).finished.items():
+                expected = requests[finished].cache
                 assert found.num_cached_tokens == expected.num_cached_tokens
                 assert found.kv_num_tokens == expected.kv_num_tokens
         step += 1

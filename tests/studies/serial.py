@@ -26,8 +26,8 @@ class Serial:
         while (load := self.system.plan(0.0)) is not None:
             if load.prefill_tokens:
                 self.chunks.append(load.prefill_tokens)
-            self.system.finish(0.0)
-        return self.system.cache_report(asked.id)
+            finished = self.system.finish(0.0).finished
+        return finished[asked.id]
 
     def cached(self, prompt: TokenSpans, output: TokenSpans | int = 1) -> int:
         return self.ask(prompt, output).num_cached_tokens
