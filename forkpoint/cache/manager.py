@@ -205,6 +205,8 @@ class CacheManager:
         the boundary if that is worth a slot. Where it is the running state, its slot becomes the checkpoint and a fresh
         one is taken; else the next plan saves it, if it turns out to come so far. False: there is no slot for what may
         be saved, and the row is better planned once that is known."""
+        if not self.enabled:
+            return True
         self.extend(lease, token_ids)
         self.filing.publish(lease, num_certain)
         node = lease.node

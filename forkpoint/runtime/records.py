@@ -50,8 +50,8 @@ class TokenRecords:
         platform: Platform,
         constants: Mapping[tuple[int, str], Sequence[Tensor]],
     ) -> None:
-        self._ops, self._platform, self._grid = ops, platform, BLOCK_SIZE
-        assert self._grid % interval == 0, "a checkpoint must be whole"
+        self._ops, self._platform = ops, platform
+        assert BLOCK_SIZE % interval == 0, "a checkpoint must be whole"
         self.interval, self._specs = interval, arena.layout.layers
         self.drafts = most_tokens > 1  # whether rows may have some
         spaced, layers = interval > 1, list[LayerCache]()
@@ -188,7 +188,7 @@ class TokenRecords:
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
         """Rows leave the batch, then slots move. The state of a row at a boundary may have become a checkpoint."""
         gone = np.asarray(list(removed), np.int64)
-        gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % self._grid == 0)]
+        gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % BLOCK_SIZE == 0)]
         self._fold(gone_whole[self._pending[gone_whole] > 0])
         self._settle(gone_whole)
         self._pending[gone], self._start[gone] = 0, NOWHERE
