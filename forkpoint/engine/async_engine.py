@@ -24,48 +24,47 @@ CALL_TIMEOUT_S = 30.0
 
 
 class OpenRequest:
-    """One prompt on its way. Iterate over `deltas`, or await `finish`; then read `state`."""
+    """Prompts on their way, answered together. Iterate over `deltas`; then read `states`, one for each prompt."""
 
-    def __init__(self, state: RequestState) -> None:
-        self.state = state
+    def __init__(self) -> None:
+        self.states: list[RequestState] = []
         self._news = asyncio.Event()
         self._error: ForkpointError | None = None
 
     def wake(self, error: ForkpointError | None = None) -> None:
-        """Called by the engine: there is news, or `error` ended the request."""
+        """Called by the engine: there is news, or `error` ended a prompt's request."""
         self._error = self._error or error
         self._news.set()
 
     async def first_news(self) -> None:
-        """Wait until the request has produced something. Raises as `deltas` does."""
+        """Wait until each prompt has an output token, or has ended without. Raises as `deltas` does."""
+        while True:
+            await self._wait()
+            if all(state.has_begun for state in self.states):
+                return
+            self._news.clear()
+
+    async def deltas(self, *, whole: bool = False) -> AsyncIterator[tuple[int, CompletionOutput]]:
+        """(number of the prompt, news of a completion) as they come, joined where the reader is slower than the
+        engine; `whole`: all completions of a prompt at once, when it has ended.
+
+        Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
+        """
+        num_finished = 0
+        while num_finished < len(self.states):
+            await self._wait()
+            self._news.clear()
+            num_finished = sum(state.finished for state in self.states)
+            for number, state in enumerate(self.states):
+                for completion in state.completions if state.finished or not whole else ():
+                    delta = completion.take_delta()
+                    if delta is not None:
+                        yield number, delta
+
+    async def _wait(self) -> None:
         await self._news.wait()
         if self._error is not None:
             raise self._error
-
-    async def deltas(self) -> AsyncIterator[CompletionOutput]:
-        """News of all completions as they come, joined where the reader is slower than the engine.
-
-        Raises the RequestError with which the engine refused the request, or EngineStoppedError.
-        """
-        while True:
-            await self.first_news()
-            self._news.clear()
-            finished = self.state.finished
-            for completion in self.state.completions:
-                delta = completion.take_delta()
-                if delta is not None:
-                    yield delta
-            if finished:
-                return
-
-    async def finish(self) -> RequestState:
-        """Wait for the end. Raises as `deltas` does."""
-        while not self.state.finished and self._error is None:
-            await self._news.wait()
-            self._news.clear()
-        if self._error is not None:
-            raise self._error
-        return self.state
 
 
 class AsyncEngine:
@@ -148,16 +147,18 @@ class AsyncEngine:
 
     # --- requests
 
-    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> OpenRequest:
-        """Send one prompt with its `n` completions to the engine.
+    def add(
+        self, opened: OpenRequest, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> None:
+        """Send one prompt with its `n` completions to the engine, as the next one of `opened`.
 
         Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. What the engine itself refuses
-        (QueueFullError, RequestTooLargeError) is raised by the request's first news.
+        (QueueFullError, RequestTooLargeError) is raised by the first news of `opened`.
         """
         now = time.perf_counter()
         number = next(self._numbers)
         requests = self.inputs.requests(request_id, prompt, params, priority=priority, number=number, arrival_s=now)
-        opened = OpenRequest(self._outputs.add(prompt, requests))
+        opened.states.append(self._outputs.add(prompt, requests))
         self._open[request_id] = opened
         try:
             for request in requests:
@@ -165,14 +166,13 @@ class AsyncEngine:
         except Exception:
             self.abort(request_id)  # what was not sent would never end
             raise
-        return opened
 
     def abort(self, request_id: str) -> None:
         """End a request where it stands; nothing happens if it has ended."""
-        opened = self._drop(request_id)
-        if opened is not None:
-            self._observer.finished(opened.state)
-            opened.wake()
+        state = self._outputs.abort(request_id, time.perf_counter())
+        if state is not None:
+            self._observer.finished(state)
+            self._open.pop(request_id).wake()
 
     async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
         """Ask the engine between two steps. Raises EngineStoppedError, also where no answer comes in time."""
@@ -226,14 +226,11 @@ class AsyncEngine:
 
     def _refuse(self, name: str, error: ForkpointError) -> None:
         found = self._outputs.find(name)
-        opened = self._drop(found[0].request_id) if found else None
-        if opened is not None:  # else its request was refused or aborted as a whole
+        if found is not None:  # else its request was refused or aborted as a whole
+            request_id = found[0].request_id
+            self._outputs.abort(request_id, time.perf_counter())
             self._observer.refused(error)
-            opened.wake(error)
-
-    def _drop(self, request_id: str) -> OpenRequest | None:
-        state = self._outputs.abort(request_id, time.perf_counter())
-        return self._open.pop(request_id) if state is not None else None
+            self._open.pop(request_id).wake(error)
 
     def _end(self, sequences: Sequence[str], reason: FinishReason) -> None:
         if self._died is None:
@@ -248,9 +245,9 @@ class AsyncEngine:
         self._died = self._died or error
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(error)
-        for opened in list(self._open.values()):
+        for request_id, opened in list(self._open.items()):
             opened.wake(error)
-            self.abort(opened.state.request_id)
+            self.abort(request_id)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -177,6 +177,11 @@ class RequestState:
         return self._prompt_ids
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an output token is there, or none will come."""
+        return any(c.num_tokens or c.finish_reason is not None for c in self.completions)
+
+    @property
     def finished(self) -> bool:
         return self.finished_s is not None
 

@@ -138,12 +138,8 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             yield self._choice(number, delta), {}
 
     async def reply(self) -> CompletionReply:
-        choices = []
-        for number, state in enumerate(await self.generation.finish()):
-            for completion in state.completions:
-                delta = completion.take_delta()
-                assert delta is not None
-                choices.append(self._choice(number, delta))
+        choices = [self._choice(number, delta) async for number, delta in self.generation.deltas(whole=True)]
+        choices.sort(key=lambda choice: choice["index"])
         return CompletionReply.model_validate(self.document(self.chunk_kind, choices, **self.ending()))
 
     def usage(self) -> dict[str, Any]:
@@ -177,11 +173,11 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             if first:
                 told["prompt_token_ids"] = asked.prompts[number].token_ids.tolist()
         if asked.tells_prompt_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(self.generation.requests[number].state)
+            told["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
         return told
 
     def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
-        found = self.generation.requests[number].state.all_prompt_logprobs() or ()
+        found = self.generation.states[number].all_prompt_logprobs() or ()
         return [(_text_of(entry) if entry else self.asked.first_texts[number], entry) for entry in found]
 
 

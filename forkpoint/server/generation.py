@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +16,19 @@ from forkpoint.server.errors import HTTPError
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One engine request per prompt. Close it when nobody waits for the answer any more.
+    """What the engine makes of the prompts. Close it when nobody waits for the answer any more.
 
     `tells_cache`: whoever asked may learn what was cached.
     """
 
     engine: AsyncEngine
-    requests: Sequence[OpenRequest]
+    opened: OpenRequest
     tells_cache: bool
 
     def close(self) -> None:
         """End what still runs; harmless when all has ended."""
-        for opened in self.requests:
-            self.engine.abort(opened.state.request_id)
+        for state in self.states:
+            self.engine.abort(state.request_id)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -40,44 +39,22 @@ class Generation:
             raise
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token. Raises where one is refused."""
-        for opened in self.requests:
-            await opened.first_news()
-            _check_ends(opened.state)
+        """Wait until each prompt has an output token. Raises where one is refused or fails."""
+        await self.opened.first_news()
+        for state in self.states:
+            for completion in state.completions:
+                _check_end(completion.finish_reason, completion.error)
 
-    async def finish(self) -> list[RequestState]:
-        """Wait for all completions. Raises where one fails."""
-        await self.first_news()
-        states = [await opened.finish() for opened in self.requests]
-        for state in states:
-            _check_ends(state)
-        return states
-
-    async def deltas(self) -> AsyncIterator[tuple[int, CompletionOutput]]:
-        """(number of the prompt, news) as they come. Raises where a completion fails."""
-        if len(self.requests) == 1:
-            async for delta in self.requests[0].deltas():
-                _check_end(delta.finish_reason, delta.error)
-                yield 0, delta
-            return
-        streams = [opened.deltas() for opened in self.requests]
-        waiting = {asyncio.ensure_future(anext(stream, None)): number for number, stream in enumerate(streams)}
-        try:
-            while waiting:
-                for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
-                    number, news = waiting.pop(task), task.result()
-                    if news is not None:
-                        waiting[asyncio.ensure_future(anext(streams[number], None))] = number
-                        _check_end(news.finish_reason, news.error)
-                        yield number, news
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+    async def deltas(self, *, whole: bool = False) -> AsyncIterator[tuple[int, CompletionOutput]]:
+        """As the engine's. Raises where a completion fails."""
+        async for number, delta in self.opened.deltas(whole=whole):
+            _check_end(delta.finish_reason, delta.error)
+            yield number, delta
 
     @property
     def states(self) -> list[RequestState]:
-        return [opened.state for opened in self.requests]
+        """Of the prompts."""
+        return self.opened.states
 
     def details(self) -> dict[str, Any]:
         """What the cache did and, where there may be drafts, what became of them; None for what is not told."""
@@ -113,11 +90,6 @@ class Generation:
             "kv_num_tokens": sum(report.kv_num_tokens for report in reports),
             "miss": next((report.miss.value for report in reports if report.miss is not None), None),
         }
-
-
-def _check_ends(state: RequestState) -> None:
-    for completion in state.completions:
-        _check_end(completion.finish_reason, completion.error)
 
 
 def _check_end(reason: FinishReason | None, error: str | None) -> None:

@@ -111,13 +111,13 @@ class Service:
             )
         if config.salts_by_key:
             params = replace(params, cache_salt=own_salt(params.cache_salt))
-        opened: list[OpenRequest] = []
+        opened = OpenRequest()
         generation = Generation(self.engine, opened, tells_cache=config.enable_prompt_tokens_details)
         with generation.closed_on_error():
             for index, prompt in enumerate(asked.prompts):
                 if index:
                     await asyncio.sleep(0)  # other streams have their turn between two
-                opened.append(self.engine.add(f"{name}-{index}", prompt, params, priority=priority))
+                self.engine.add(opened, f"{name}-{index}", prompt, params, priority=priority)
         return generation
 
     def _check_room(self, num_more: int) -> None:

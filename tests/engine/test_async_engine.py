@@ -9,7 +9,7 @@ import pytest
 
 from forkpoint import EngineNotReadyError, EngineStoppedError, ForkpointError, SamplingParams
 from forkpoint.config import EngineConfig
-from forkpoint.engine.async_engine import AsyncEngine
+from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.engine.llm import LLM
 from forkpoint.engine.outputs import RequestState
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
@@ -52,9 +52,10 @@ def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Pa
             engine.check_ready()
         try:
             await engine.start(tokenizer_of(tiny_model))
-            request = engine.add("one", engine.inputs.prompt(prompt), params)
+            request = OpenRequest()
+            engine.add(request, "one", engine.inputs.prompt(prompt), params)
             texts = {0: "", 1: ""}
-            async for delta in request.deltas():
+            async for _, delta in request.deltas():
                 texts[delta.index] += delta.text
             assert texts == {c.index: c.text for c in expected.outputs}
             assert observer.num_finished == 1 and engine.num_open == 0
@@ -62,14 +63,16 @@ def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Pa
             unsendable = SamplingParams()
             object.__setattr__(unsendable, "cache_salt", "\ud800")  # past the check of values
             with pytest.raises(UnicodeEncodeError):
-                engine.add("lost", engine.inputs.prompt(prompt), unsendable)
+                engine.add(OpenRequest(), "lost", engine.inputs.prompt(prompt), unsendable)
             assert engine.num_open == 0
             observer.broken = True
+            request = OpenRequest()
+            engine.add(request, "two", engine.inputs.prompt(prompt), params)
             with pytest.raises(EngineStoppedError, match="broken on purpose"):
-                await asyncio.wait_for(engine.add("two", engine.inputs.prompt(prompt), params).finish(), 20)
+                await asyncio.wait_for(anext(request.deltas(whole=True)), 20)
             assert "broken on purpose" in str(await asyncio.wait_for(engine.ended(), 5))
             with pytest.raises(EngineStoppedError):
-                engine.add("three", engine.inputs.prompt(prompt), params)
+                engine.add(OpenRequest(), "three", engine.inputs.prompt(prompt), params)
         finally:
             await engine.close()
             await engine.close()

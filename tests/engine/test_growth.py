@@ -10,7 +10,7 @@ import pytest
 from forkpoint.cache import hazards
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
-from forkpoint.engine.async_engine import AsyncEngine
+from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor
@@ -162,17 +162,17 @@ def test_no_table_of_the_server_grows() -> None:
     sizes, number = [], 0
     for _ in range(2):
         for _ in range(NUM_REQUESTS // BURST):
-            opened = []
+            opened = OpenRequest()
             for _ in range(BURST):
                 number += 1
-                opened.append(api.add(f"r{number}", api.inputs.prompt(traffic.prompt()), traffic.params()))
+                api.add(opened, f"r{number}", api.inputs.prompt(traffic.prompt()), traffic.params())
             exchange()
-            for request in opened:
+            for state in opened.states:
                 if traffic.leaves():
-                    api.abort(request.state.request_id)
+                    api.abort(state.request_id)
             while api.num_open or core.has_unfinished() or loop._starting:
                 exchange()
-            assert all(request.state.finished for request in opened)
+            assert all(state.finished for state in opened.states)
         del opened
         sweep(scheduler)
         sizes.append(container_sizes({"api": api, "loop": loop}, skip=[HashRunner]))
