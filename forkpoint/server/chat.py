@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from forkpoint.outputs import Logprob
-from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
+from forkpoint.server.answer import CallPart, Content, Reasoning
 from forkpoint.server.body import parse
 from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.generation import Generation
@@ -65,38 +64,46 @@ def prepare_chat(texts: Texts, data: bytes) -> Turn:
     return ask(texts, parse(ChatBody, data))
 
 
-class _Choice:
-    """One completion of a chat, and what of it has not been told yet."""
+class ChatAnswer(CompletionAnswer[Turn]):
+    prefix = "chatcmpl-"
+    chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, index: int, name: str, num_top: int | None) -> None:
-        self.started = False
-        self._index = index
-        self._name = name
-        self._num_top = num_top
-        self._pieces: list[Piece] = []
-        self._ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
+    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
+        super().__init__(name, asked, generation, service)
+        self._talk = Talk(asked, generation)
+        self._role = service.config.response_role
 
-    def hold(self, news: News) -> None:
-        self._pieces += news.pieces
-        self._ids += news.delta.token_ids
-        self._logprobs += news.delta.logprobs or ()
+    async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+        delta = {"role": self._role, "content": ""}
+        for index in range(self.asked.params.n):
+            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield first, {"cache": self.generation.cache_info(), **self._prompt_ids()}
+        async for news in self._talk.news():
+            yield self._choice(news), {}
 
-    def told(self, news: News, *, returns_ids: bool) -> dict[str, Any]:
-        """All that is held, as the choice of a chunk."""
-        told = {"index": self._index, "delta": self._delta(), "logprobs": None, "finish_reason": news.reason}
-        if self._num_top is not None:
-            told["logprobs"] = chat_logprobs(self._logprobs, self._num_top)
+    async def reply(self) -> ChatReply:
+        choices = [self._choice(news) async for news in self._talk.news()]
+        choices.sort(key=lambda choice: choice["index"])
+        for choice in choices:
+            choice["message"] = self._message(choice["delta"])
+        prompt = {"prompt_logprobs": prompt_logprobs(self.generation.states[0]), **self._prompt_ids()}
+        return ChatReply.model_validate(self.document("chat.completion", choices, **self.ending(), **prompt))
+
+    def _choice(self, news: News) -> dict[str, Any]:
+        """As a chunk has it."""
+        told = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
+        num_top = self.asked.params.logprobs
+        if num_top is not None:
+            told["logprobs"] = chat_logprobs(news.logprobs, num_top)
         if news.reason is not None:
-            told["stop_reason"] = news.delta.stop_reason
-        if returns_ids:
-            told["token_ids"] = self._ids
-        self._pieces, self._ids, self._logprobs = [], [], []
+            told["stop_reason"] = news.stop_reason
+        if self.asked.returns_ids:
+            told["token_ids"] = news.token_ids
         return told
 
-    def _delta(self) -> dict[str, Any]:
+    def _delta(self, news: News) -> dict[str, Any]:
         told: dict[str, Any] = {}
-        for piece in self._pieces:
+        for piece in news.pieces:
             match piece:
                 case Content(text):
                     told["content"] = told.get("content", "") + text
@@ -106,49 +113,13 @@ class _Choice:
                     calls = told.setdefault("tool_calls", [])
                     if name is not None:
                         function = {"name": name, "arguments": arguments}
-                        call = {"id": f"call_{self._name}_{self._index}_{index}", "type": "function"}
+                        call = {"id": f"call_{self.name[-12:]}_{news.index}_{index}", "type": "function"}
                         calls.append({"index": index, **call, "function": function})
                     elif calls:
                         calls[-1]["function"]["arguments"] += arguments
                     else:
                         calls.append({"index": index, "function": {"arguments": arguments}})
         return told
-
-
-class ChatAnswer(CompletionAnswer[Turn]):
-    prefix = "chatcmpl-"
-    chunk_kind = "chat.completion.chunk"
-
-    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
-        super().__init__(name, asked, generation, service)
-        self._talk = Talk(asked, generation)
-        self._role = service.config.response_role
-        self._choices = [_Choice(index, name[-12:], asked.params.logprobs) for index in range(asked.params.n)]
-
-    async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
-        async for news in self._talk.news():
-            index = news.delta.index
-            choice = self._choices[index]
-            choice.hold(news)
-            if not choice.started:
-                choice.started = True
-                delta = {"role": self._role, "content": ""}
-                first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield first, {"cache": self.generation.cache_info(), **self._prompt_ids()}
-            if news.pieces or news.reason is not None:
-                yield choice.told(news, returns_ids=self.asked.telling.returns_ids), {}
-
-    async def reply(self) -> ChatReply:
-        made: dict[int, dict[str, Any]] = {}
-        async for news in self._talk.news():
-            choice = self._choices[news.delta.index]
-            choice.hold(news)
-            if news.reason is not None:
-                told = choice.told(news, returns_ids=self.asked.telling.returns_ids)
-                made[news.delta.index] = {**told, "message": self._message(told["delta"])}
-        prompt = {"prompt_logprobs": prompt_logprobs(self.generation.states[0]), **self._prompt_ids()}
-        choices = [made[index] for index in sorted(made)]
-        return ChatReply.model_validate(self.document("chat.completion", choices, **self.ending(), **prompt))
 
     def _message(self, delta: dict[str, Any]) -> dict[str, Any]:
         nothing = None if delta.keys() - {"content"} else ""
@@ -157,4 +128,4 @@ class ChatAnswer(CompletionAnswer[Turn]):
     def _prompt_ids(self) -> dict[str, list[int]]:
         """For who asks for them."""
         asked = self.asked
-        return {"prompt_token_ids": asked.prompts[0].token_ids.tolist()} if asked.telling.returns_ids else {}
+        return {"prompt_token_ids": asked.prompts[0].token_ids.tolist()} if asked.returns_ids else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, Generic, TypeVar
@@ -28,6 +29,7 @@ class Answer(ABC, Generic[A]):
         self.asked = asked
         self.generation = generation
         self.service = service
+        self.created_s = int(time.time())
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
@@ -44,7 +46,7 @@ class Answer(ABC, Generic[A]):
     async def send(self, request: Request) -> Any:
         """Raises HTTPError or ForkpointError before anything is sent."""
         with self.generation.closed_on_error():
-            if not self.asked.telling.stream:
+            if not self.asked.stream:
                 return await unless_left(request.receive, self.reply())
             wait_s = self.service.config.sse_keep_alive_interval
             events = await begin(request.receive, self.generation.first_news(), self.events(), wait_s)
@@ -66,11 +68,6 @@ class CompletionAnswer(Answer[A]):
 
     chunk_kind: ClassVar[str]
 
-    def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
-        chosen = asked.telling.request_id
-        super().__init__(name if chosen is None else self.prefix + chosen, asked, generation, service)
-        self._created_s = service.now()
-
     @abstractmethod
     def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The news of one choice after the other, each with what its chunk has beside it."""
@@ -79,7 +76,9 @@ class CompletionAnswer(Answer[A]):
         return self.generation.usage()
 
     def document(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
-        head = {"id": self.name, "object": kind, "created": self._created_s, "model": self.asked.model}
+        chosen = self.asked.request_id
+        name = self.name if chosen is None else self.prefix + chosen
+        head = {"id": name, "object": kind, "created": self.created_s, "model": self.asked.model}
         return {**head, "choices": choices, **others}
 
     def ending(self) -> dict[str, Any]:
@@ -89,15 +88,14 @@ class CompletionAnswer(Answer[A]):
         return event(error.body()) + DONE
 
     async def events(self) -> AsyncIterator[bytes]:
-        telling, states = self.asked.telling, self.generation.states
-        num_open = sum(len(state.completions) for state in states)
+        asked, num_open = self.asked, len(self.asked.prompts) * self.asked.params.n
         async for choice, others in self.choices():
             num_open -= choice["finish_reason"] is not None
-            if telling.continuous_usage:
+            if asked.continuous_usage:
                 others["usage"] = self.usage()
-            if num_open == 0 and not telling.include_usage:
+            if num_open == 0 and not asked.include_usage:
                 others |= self.generation.details()
             yield event(self.document(self.chunk_kind, [choice], **others))
-        if telling.include_usage:
+        if asked.include_usage:
             yield event(self.document(self.chunk_kind, [], **self.ending()))
         yield DONE

@@ -16,7 +16,7 @@ from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.generation import Generation
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
-from forkpoint.server.sampling import Asked, SamplingBody, Telling, bounded, sampling_params, structured_outputs
+from forkpoint.server.sampling import Asked, SamplingBody, bounded, sampling_params, structured_outputs
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Texts
 
@@ -84,12 +84,12 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
             for prompt, ids in zip(prompts, all_ids, strict=True)
         )
         first_texts = tuple(texts.text_of(ids[:1]) for ids in all_ids) if body.logprobs is not None else ()
-    return PreparedCompletion(
+    return PreparedCompletion.of(
+        body,
+        texts,
         model=model,
         prompts=tuple(replace(prompt, text=None) for prompt in prompts),
         params=params,
-        priority=body.priority or 0,
-        telling=Telling.of(body, texts),
         echoed=echoed,
         first_texts=first_texts,
         drops_output=body.max_tokens == 0,
@@ -168,7 +168,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             "finish_reason": "length" if reason and asked.drops_output else reason,
             "stop_reason": delta.stop_reason,
         }
-        if asked.telling.returns_ids:
+        if asked.returns_ids:
             told["token_ids"] = [] if asked.drops_output else list(delta.token_ids)
             if first:
                 told["prompt_token_ids"] = asked.prompts[number].token_ids.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -118,10 +118,14 @@ class SamplingBody(SampledBody):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """How a completion is told. `request_id`: the name that the client has chosen for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of the engine, and how it is told. `request_id`: the name that the client has chosen for it."""
 
+    model: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    priority: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -129,26 +133,18 @@ class Telling:
     request_id: str | None
 
     @classmethod
-    def of(cls, body: SamplingBody, texts: Texts) -> Telling:
+    def of(cls, body: SamplingBody, texts: Texts, **others: Any) -> Self:
+        """What `body` says alike in all APIs, beside `others`."""
         options = body.stream_options
         return cls(
+            priority=body.priority or 0,
             stream=bool(body.stream),
             include_usage=bool(options and options.include_usage) or texts.config.enable_force_include_usage,
             continuous_usage=bool(options and options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
             request_id=body.request_id,
+            **others,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is asked of the engine, and how it is told."""
-
-    model: str
-    prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    priority: int
-    telling: Telling
 
 
 def sampling_params(

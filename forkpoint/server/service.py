@@ -131,6 +131,3 @@ class Service:
     def new_id(self) -> str:
         """Of an answer; it is not the request's, for clients may send the same X-Request-Id twice."""
         return uuid.uuid4().hex
-
-    def now(self) -> int:
-        return int(time.time())

@@ -3,21 +3,21 @@ the engine, and its answer in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from forkpoint.engine.inputs import Prompt
-from forkpoint.outputs import CompletionOutput
+from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import SamplingParams
 from forkpoint.server.answer import THINK, THINK_END, AnswerParser, CallPart, Piece, Reasoning
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.protocol import Body, Many, MaxTokens
-from forkpoint.server.sampling import Asked, SamplingBody, Telling, bounded, sampling_params
+from forkpoint.server.sampling import Asked, SamplingBody, bounded, sampling_params
 from forkpoint.server.texts import Texts
 from forkpoint.server.tools import AnyToolChoice, ToolPlan, ToolSpec, plan_tools
 
@@ -108,12 +108,12 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
         forced=plan.forced,
         single=plan.single,
     )
-    return Turn(
+    return Turn.of(
+        body,
+        texts,
         model=model,
         prompts=(replace(prompt, text=None),),
         params=params,
-        priority=body.priority or 0,
-        telling=Telling.of(body, texts),
         parser=parser,
         names_call=plan.named,
         tells_reasoning=body.include_reasoning is not False,
@@ -151,67 +151,77 @@ def _render(texts: Texts, body: ChatBody, plan: ToolPlan, params: SamplingParams
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class News:
-    """What one completion gained: pieces that became certain, and why it ended."""
+    """What one completion gained: pieces that became certain, all tokens since the last news, and why it ended."""
 
-    delta: CompletionOutput
-    pieces: list[Piece]
-    reason: Reason | None
+    index: int
+    pieces: list[Piece] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    reason: Reason | None = None
+    stop_reason: str | int | None = None
 
 
 class Talk:
-    """The answer of a turn, as it comes. Read `news` once, to its end or until it is closed."""
+    """The answer of a turn, as it comes. Read `news` or `changes`, once, to its end or until it is closed."""
 
     def __init__(self, turn: Turn, generation: Generation) -> None:
-        self.turn = turn
-        self.generation = generation
         self.num_reasoning_tokens = 0
-        self.num_calls = 0
-        self._last: Piece | None = None  # of the part that `changes` told of last
+        self.end = News(0)  # the last news of a turn with one completion
+        self._turn = turn
+        self._generation = generation
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
-        self._ended: set[int] = set()
 
     async def news(self) -> AsyncIterator[News]:
-        """Until all completions have ended. Raises where one fails."""
+        """Until all completions have ended; what is not streamed is told of each at its end. Raises where one fails."""
+        held = {index: News(index) for index in range(len(self._parsers))}
         try:
-            async for _, delta in self.generation.deltas():
-                if delta.index in self._ended:
-                    continue
-                news = self._read(delta)
+            async for _, delta in self._generation.deltas():
+                news = held.get(delta.index)
+                if news is None:
+                    continue  # what is told has ended before what is generated
+                self._read(delta, news)
                 if news.reason is not None:
-                    self._ended.add(delta.index)
-                    self.num_calls += self._parsers[delta.index].num_calls
+                    del held[delta.index]
+                elif news.pieces and self._turn.stream:
+                    held[delta.index] = News(delta.index)
+                else:
+                    continue
                 yield news
-                if len(self._ended) == len(self._parsers):
+                if not held:
                     break
         finally:
-            self.generation.close()  # what is told may end before what is generated, and one that fails ends the others
+            self._generation.close()  # that of others where one fails, too
 
-    def changes(self, news: News) -> Iterator[tuple[Change, Piece]]:
+    async def changes(self) -> AsyncIterator[tuple[Change, Piece]]:
         """The pieces of a turn with one completion as parts of its answer: a stretch of reasoning or of content, or a
         call, begins and grows with a piece and ends after it. One that the answer's length cuts off is incomplete."""
-        for piece in news.pieces:
-            names_call = isinstance(piece, CallPart) and piece.name is not None
-            if names_call or type(piece) is not type(self._last):
-                if self._last is not None:
-                    yield "completed", self._last
-                yield "begins", piece
-            self._last = piece
-            yield "grows", piece
-        if news.reason is not None and self._last is not None:
-            yield "incomplete" if news.reason == "length" else "completed", self._last
+        last: Piece | None = None
+        async for news in self.news():
+            for piece in news.pieces:
+                names_call = isinstance(piece, CallPart) and piece.name is not None
+                if names_call or type(piece) is not type(last):
+                    if last is not None:
+                        yield "completed", last
+                    yield "begins", piece
+                last = piece
+                yield "grows", piece
+            self.end = news
+        if last is not None:
+            yield "incomplete" if self.end.reason == "length" else "completed", last
 
-    def _read(self, delta: CompletionOutput) -> News:
+    def _read(self, delta: CompletionOutput, news: News) -> None:
         parser = self._parsers[delta.index]
         pieces = parser.feed(delta.text) if delta.text else []
         if parser.in_reasoning or any(isinstance(piece, Reasoning) for piece in pieces):
             self.num_reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces += parser.finish()
-        if not self.turn.tells_reasoning:
-            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
-        return News(delta, pieces, self._reason(parser, delta))
+        news.pieces += [piece for piece in pieces if self._turn.tells_reasoning or not isinstance(piece, Reasoning)]
+        news.token_ids += delta.token_ids
+        news.logprobs += delta.logprobs or ()
+        news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
         """A call to the function that the request names is no reason of its own, as OpenAI has it."""
@@ -221,4 +231,4 @@ class Talk:
             return None
         if delta.finish_reason.value == "length":
             return "length"
-        return "tool_calls" if parser.num_calls and not self.turn.names_call else "stop"
+        return "tool_calls" if parser.num_calls and not self._turn.names_call else "stop"

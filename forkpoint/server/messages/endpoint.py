@@ -98,12 +98,10 @@ class MessageAnswer(Answer[Turn]):
         return named_event(error.messages_body())
 
     async def _block_events(self) -> AsyncIterator[dict[str, Any]]:
-        async for news in self._talk.news():
-            for change, piece in self._talk.changes(news):
-                for told in self._told(change, piece):
-                    yield told
-            if news.reason is not None:
-                self._ending = self._ended(news)
+        async for change, piece in self._talk.changes():
+            for told in self._told(change, piece):
+                yield told
+        self._ending = self._ended(self._talk.end)
 
     def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
         """Have the blocks as `change` leaves them; yields the events that tell it."""
@@ -141,9 +139,10 @@ class MessageAnswer(Answer[Turn]):
 
     def _ended(self, news: News) -> dict[str, Any]:
         """Why; a call that a named choice asks for ends with `stop` in OpenAI's API, and with `tool_use` here."""
-        if news.reason == "stop" and isinstance(news.delta.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": news.delta.stop_reason}
-        reason = "tool_calls" if self._talk.num_calls and news.reason == "stop" else news.reason
+        if news.reason == "stop" and isinstance(news.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": news.stop_reason}
+        calls = any(block["type"] == "tool_use" for block in self._blocks)
+        reason = "tool_calls" if calls and news.reason == "stop" else news.reason
         return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class ResponseAnswer(Answer[Turn]):
         self._reply: dict[str, Any] = {
             "id": key.name,
             "object": "response",
-            "created_at": service.now(),
+            "created_at": self.created_s,
             "status": "in_progress",
             "model": self.asked.model,
             "output": [],
@@ -129,14 +129,13 @@ class ResponseAnswer(Answer[Turn]):
             self.generation.close()
 
     async def _item_events(self) -> AsyncIterator[dict[str, Any]]:
-        async for news in self._talk.news():
-            for change, piece in self._talk.changes(news):
-                for told in self._told(change, piece):
-                    yield told
-            if news.reason == "length":
-                self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
-            elif news.reason is not None:
-                self._end("completed", incomplete_details=None)
+        async for change, piece in self._talk.changes():
+            for told in self._told(change, piece):
+                yield told
+        if self._talk.end.reason == "length":
+            self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        else:
+            self._end("completed", incomplete_details=None)
 
     def _told(self, change: Change, piece: Piece) -> Iterator[dict[str, Any]]:
         """Have the items as `change` leaves them; yields the events that tell it, without their numbers."""
