@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -39,7 +38,7 @@ from forkpoint.server.responses.body import ResponsesBody
 from forkpoint.server.responses.endpoint import Responses
 from forkpoint.server.service import Service
 from forkpoint.server.talk import ChatBody
-from forkpoint.server.texts import Texts, served_name
+from forkpoint.server.texts import Prepare, served_name
 from forkpoint.server.tokens import (
     DetokenizeBody,
     DetokenizeReply,
@@ -112,7 +111,7 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
         own, name = documents(body, answer), path.removeprefix("/v1").strip("/").replace("/", "_")
         routes.add_api_route(path, own, methods=["POST"], response_model=reply, responses=others, name=name)
 
-    def read(prepare: Callable[[Texts, bytes], Any]) -> Endpoint:
+    def read(prepare: Prepare[Any]) -> Endpoint:
         return partial(service.prepare, prepare)
 
     tell = partial(create, service)

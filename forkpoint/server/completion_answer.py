@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
 from forkpoint.server.sse import DONE, EventStream, begin, event, unless_left
-from forkpoint.server.texts import Texts
+from forkpoint.server.texts import Prepare
 
 A = TypeVar("A", bound=Asked)
 
@@ -53,9 +53,7 @@ class Answer(ABC, Generic[A]):
         return EventStream(events, self.generation.close, self.error_event)
 
 
-async def create(
-    service: Service, prepare: Callable[[Texts, bytes], A], kind: type[Answer[A]], request: Request
-) -> Any:
+async def create(service: Service, prepare: Prepare[A], kind: type[Answer[A]], request: Request) -> Any:
     """The answer of `kind` to what `prepare` reads. Raises HTTPError or ForkpointError before anything is sent."""
     asked = await service.prepare(prepare, request)
     name = kind.prefix + service.new_id()

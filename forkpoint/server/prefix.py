@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -23,7 +23,7 @@ from forkpoint.server.responses.answer import PreparedResponse
 from forkpoint.server.responses.endpoint import prepare_response
 from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
-from forkpoint.server.texts import Texts
+from forkpoint.server.texts import Prepare, Texts
 
 
 class PrefixReply(BaseModel):
@@ -59,7 +59,7 @@ def read_prefix(path: str, salted: bool, texts: Texts, data: bytes) -> PrefixRep
     return PrefixReply(block_hashes=[sent_hash(name) for name in chain.hashes[:usable]])
 
 
-PREPARED: Final[Mapping[str, Callable[[Texts, bytes], Asked | PreparedResponse | str]]] = MappingProxyType(
+PREPARED: Final[Mapping[str, Prepare[Asked | PreparedResponse | str]]] = MappingProxyType(
     {
         "v1/chat/completions": prepare_chat,
         "v1/completions": prepare_completion,

@@ -14,15 +14,16 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
-from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
+from forkpoint.errors import EngineStoppedError, ForkpointError
 from forkpoint.obs.logs import LOGGER
+from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.texts import Facts, Prepare, Texts
 from forkpoint.worker.child import HANDLED_SIGNALS, signals_blocked
 
 HEAD: Final = struct.Struct("!QQ")  # bytes of the pickled function, bytes of the data
@@ -30,20 +31,6 @@ LENGTH: Final = struct.Struct("!Q")  # bytes of the pickled answer
 MAX_GROWTH_BYTES: Final = 4 * 2**30  # of a reader's own memory, beyond which its request fails
 MAX_STACK_BYTES: Final = 4 * 2**20  # half of what the engine's threads have: what passes here does not overflow there
 FIRST_TO_GO: Final = "1000"  # for the system that runs out of memory: a reader, rather than the engine
-
-
-class Knowledge(Protocol):
-    """What readers know. `load` runs once, in the loader; `begin` once the engine has told its limits."""
-
-    def load(self) -> object:
-        """What the API process is to be told. Raises ForkpointError."""
-
-    def begin(self, facts: Any) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    facts: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +51,7 @@ class Failed:
     error: Exception
 
 
-def fork_loader(knowledge: Knowledge, channel: Connection, others: Connection) -> int:
+def fork_loader(texts: Texts, channel: Connection, others: Connection) -> int:
     """Start the loader and return its process id. `others` is the API process's end of the channel."""
     with signals_blocked():  # they are for the API process, from this one's first moment on
         pid = os.fork()
@@ -76,28 +63,28 @@ def fork_loader(knowledge: Knowledge, channel: Connection, others: Connection) -
         return pid
     try:
         others.close()
-        _load_and_fork(knowledge, channel)
+        _load_and_fork(texts, channel)
     except BaseException:
         LOGGER.exception("the process that starts readers stops")
     finally:
         os._exit(0)  # the API process sees its end closed, and asks for no exit code
 
 
-def _load_and_fork(knowledge: Knowledge, channel: Connection) -> None:
+def _load_and_fork(texts: Texts, channel: Connection) -> None:
     readers: dict[int, int] = {}
     try:
-        told = _load(knowledge)
+        told = _load(texts)
         channel.send(told)
         while not isinstance(told, Failed):
             match channel.recv():
-                case Begin(facts):
-                    knowledge.begin(facts)
+                case Facts() as facts:
+                    texts.begin(facts)
                     gc.collect()
                     gc.freeze()  # else each reader's first collection would copy all shared memory
                 case StartReader(number, niceness):
                     handle = reduction.recv_handle(channel)
                     with contextlib.suppress(OSError):  # too many processes: the API process sees its end closed
-                        readers[number] = _fork_reader(knowledge, channel, handle, niceness)
+                        readers[number] = _fork_reader(texts, channel, handle, niceness)
                     os.close(handle)
                 case EndReader(number):
                     _end(readers.pop(number, None))
@@ -106,11 +93,13 @@ def _load_and_fork(knowledge: Knowledge, channel: Connection) -> None:
             _end(pid)
 
 
-def _load(knowledge: Knowledge) -> object:
+def _load(texts: Texts) -> object:
     try:
-        return knowledge.load()
-    except Exception as error:
-        return Failed(_sendable(error, EngineStoppedError))
+        return texts.load()
+    except (ForkpointError, OSError) as error:
+        return Failed(error)
+    except Exception as error:  # of a kind that may not survive the way
+        return Failed(EngineStoppedError(f"unexpected {type(error).__name__}: {error}"))
 
 
 def _end(pid: int | None) -> None:
@@ -119,7 +108,7 @@ def _end(pid: int | None) -> None:
         os.waitpid(pid, 0)
 
 
-def _fork_reader(knowledge: Knowledge, channel: Connection, handle: int, niceness: int) -> int:
+def _fork_reader(texts: Texts, channel: Connection, handle: int, niceness: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -128,7 +117,7 @@ def _fork_reader(knowledge: Knowledge, channel: Connection, handle: int, nicenes
         os.nice(niceness)
         _bound_memory()
         with socket.socket(fileno=handle) as own:
-            _read_requests(knowledge, own)
+            _read_requests(texts, own)
     finally:  # also where the API process has gone in the middle of an answer
         os._exit(0)
 
@@ -143,27 +132,24 @@ def _bound_memory() -> None:
             resource.setrlimit(kind, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _read_requests(knowledge: Knowledge, own: socket.socket) -> None:
+def _read_requests(texts: Texts, own: socket.socket) -> None:
     stream = own.makefile("rwb")
     while len(head := stream.read(HEAD.size)) == HEAD.size:
         num_function_bytes, num_data_bytes = HEAD.unpack(head)
-        function: Callable[[Knowledge, bytes], object] = pickle.loads(stream.read(num_function_bytes))
-        answer = _answer(function, knowledge, stream.read(num_data_bytes))
+        prepare: Prepare[object] = pickle.loads(stream.read(num_function_bytes))
+        answer = _answer(prepare, texts, stream.read(num_data_bytes))
         stream.write(LENGTH.pack(len(answer)) + answer)
         stream.flush()
 
 
-def _answer(function: Callable[[Knowledge, bytes], object], knowledge: Knowledge, data: bytes) -> bytes:
+def _answer(prepare: Prepare[object], texts: Texts, data: bytes) -> bytes:
+    """What `prepare` returns, or an error that can be answered for whatever it raises."""
     try:
-        return pickle.dumps(function(knowledge, data), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        return pickle.dumps(Failed(_sendable(error, RequestFailedError)))
-
-
-def _sendable(error: Exception, instead: type[ForkpointError]) -> Exception:
-    """`error` where it survives the way, or else one of the kind `instead` that tells its class."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return instead(f"unexpected {type(error).__name__}: {error}")
-    return error
+        return pickle.dumps(prepare(texts, data), pickle.HIGHEST_PROTOCOL)
+    except RecursionError:
+        error = HTTPError(400, "something in the body is nested too deeply to be read")
+    except MemoryError:
+        error = HTTPError(400, "the request takes too much memory to read; send less")
+    except Exception as raised:
+        error = to_http(raised, "reading a request")
+    return pickle.dumps(Failed(error))

@@ -1,8 +1,9 @@
 """Readers: requests are parsed, checked, rendered and tokenised in processes of their own.
 
-`Readers.run(function, data)` has one of them call `function(texts, data)`, which is pickled by its name. What it
-returns or raises comes back. When the caller is cancelled or a time limit passes, the reader is killed in the middle
-of its work and nothing is left of it; another is there within milliseconds. Small requests never wait for large ones.
+`Readers.run(prepare, data)` has one of them call `prepare(texts, data)`, which is pickled by its name. What it
+returns comes back, or the error to answer with. When the caller is cancelled or a time limit passes, the reader is
+killed in the middle of its work and nothing is left of it; another is there within milliseconds. Small requests never
+wait for large ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, reduction
@@ -22,7 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
 from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError, RequestTooLargeError
-from forkpoint.server.reader_process import HEAD, LENGTH, Begin, EndReader, Failed, Knowledge, StartReader, fork_loader
+from forkpoint.server.reader_process import HEAD, LENGTH, EndReader, Failed, StartReader, fork_loader
+from forkpoint.server.texts import Facts, Prepare, Texts
 
 SMALL_BYTES: Final = 64 * 2**10  # of a request that may take a reader kept for small ones
 RETIRE_BYTES: Final = 2**20  # of a request that may leave its reader with much memory: it is not used again
@@ -78,24 +80,24 @@ class Readers:
         self.num_open = 0  # requests that come in, wait to be read, or are being read
 
     @classmethod
-    def fork(cls, knowledge: Knowledge) -> Readers:
+    def fork(cls, texts: Texts) -> Readers:
         """Start the process that loads. To be called before this process has threads."""
         ours, theirs = Pipe()
-        pid = fork_loader(knowledge, theirs, ours)
+        pid = fork_loader(texts, theirs, ours)
         theirs.close()
         return cls(ours, pid)
 
     async def loaded(self) -> Any:
-        """Wait for what `Knowledge.load` returns; raises what it raised. Once."""
+        """Wait for what `Texts.load` returns; raises what it raised. Once."""
         self._loop = asyncio.get_running_loop()
         self._told = self._loop.create_future()
         self._loop.add_reader(self._channel.fileno(), self._receive)
         os.set_blocking(self._channel.fileno(), True)  # uvloop has changed that; messages come and go as a whole
         return await self._told
 
-    def begin(self, facts: object) -> None:
+    def begin(self, facts: Facts) -> None:
         """Tell the readers what they wait for. From now on requests are read."""
-        self._channel.send(Begin(facts))
+        self._channel.send(facts)
 
     async def lost(self) -> ForkpointError:
         """Wait until readers can no longer be started; why."""
@@ -111,12 +113,12 @@ class Readers:
         finally:
             self.num_open -= 1
 
-    async def run(self, function: Callable[[Any, bytes], T], data: bytes, lane: Lane | None = None) -> T:
-        """What `function` makes of `data`, by default in the lane for its size. Raises what it raises;
+    async def run(self, prepare: Prepare[T], data: bytes, lane: Lane | None = None) -> T:
+        """What `prepare` makes of `data`, by default in the lane for its size. Raises HTTPError for what it raises;
         RequestTooLargeError where it takes too long, and RequestFailedError where the process dies of it."""
         lane = lane or (self._small if len(data) <= SMALL_BYTES else self._large)
         async with lane.turns:
-            answer = await self._run(lane, pickle.dumps(function), data)
+            answer = await self._run(lane, pickle.dumps(prepare), data)
         if isinstance(answer, Failed):
             raise answer.error
         return answer  # type: ignore[no-any-return]

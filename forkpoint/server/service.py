@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -26,7 +25,7 @@ from forkpoint.server.middleware import own_salt
 from forkpoint.server.readers import Readers
 from forkpoint.server.sampling import Asked
 from forkpoint.server.sse import unless_left
-from forkpoint.server.texts import Texts, guarded
+from forkpoint.server.texts import Prepare
 from forkpoint.server.trials import Trials
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ class Service:
         """Prompts that the engine answers, and requests that are being read."""
         return self.engine.num_open + self.readers.num_open
 
-    async def prepare(self, prepare: Callable[[Texts, bytes], T], request: Request) -> T:
+    async def prepare(self, prepare: Prepare[T], request: Request) -> T:
         """What `prepare` makes of the request's body, in a reader's process; ended when the client leaves.
 
         Raises the HTTPError with which to answer, and QueueFullError beyond the server's own limit.
@@ -78,9 +77,9 @@ class Service:
         async with self.body(request) as data:
             return await self.prepare_from(data, prepare, request)
 
-    async def prepare_from(self, data: bytes, prepare: Callable[[Texts, bytes], T], request: Request) -> T:
+    async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
         """What `prepare` makes of a body that has been read, once or several times, as `prepare` does."""
-        return await unless_left(request.receive, self.readers.run(partial(guarded, prepare), data))
+        return await unless_left(request.receive, self.readers.run(prepare, data))
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:

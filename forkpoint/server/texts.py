@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import ChatTemplate
@@ -24,7 +24,7 @@ from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.errors import HTTPError
 from forkpoint.server.notations import find_notation
 from forkpoint.server.tool_call import Notation
 
@@ -135,6 +135,9 @@ class Texts:
             )
 
 
+Prepare: TypeAlias = Callable[[Texts, bytes], T]  # what a reader runs, by its name
+
+
 def served_name(names: Sequence[str], asked: str | None) -> str:
     """The name to answer with, of those served. Raises HTTPError 404 for another."""
     if not asked:
@@ -148,15 +151,3 @@ def served_name(names: Sequence[str], asked: str | None) -> str:
             code="model_not_found",
         )
     return asked
-
-
-def guarded(prepare: Callable[[Texts, bytes], T], texts: Texts, data: bytes) -> T:
-    """`prepare`, with any error of it turned into one that can be answered. Called in a reader's process."""
-    try:
-        return prepare(texts, data)
-    except RecursionError:
-        raise HTTPError(400, "something in the body is nested too deeply to be read") from None
-    except MemoryError:
-        raise HTTPError(400, "the request takes too much memory to read; send less") from None
-    except Exception as error:
-        raise to_http(error, "reading a request") from None

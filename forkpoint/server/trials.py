@@ -12,7 +12,7 @@ from forkpoint.errors import InvalidParamsError, RequestFailedError, RequestTooL
 from forkpoint.params import StructuredOutputsParams
 from forkpoint.server.readers import Lane, Readers
 from forkpoint.server.sse import unless_left
-from forkpoint.server.texts import Texts, guarded
+from forkpoint.server.texts import Texts
 
 MAX_COMPILE_S: Final = 2.0
 NUM_AT_ONCE: Final = 3
@@ -35,7 +35,7 @@ class Trials:
         name = self._engine.inputs.grammars.slow_name(wanted)
         if name is None:
             return
-        trial = self._readers.run(partial(guarded, partial(compile_once, wanted)), b"", self._lane)
+        trial = self._readers.run(partial(compile_once, wanted), b"", self._lane)
         try:
             await unless_left(receive, trial)
         except RequestTooLargeError as error:
