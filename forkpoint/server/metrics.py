@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,8 +22,9 @@ LABELS: Final = ("model_name", "engine")
 ENGINE: Final = "0"
 HTTP_LABELS: Final = ("handler", "method", "status")  # as instrumentators of FastAPI have them, without the prefix
 METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-# Of the engine's stats: (name, text, key), and the label that a mapping's keys are values of.
+# Of the figures that `text` is given: (name, text, key), and the label that a mapping's keys are values of.
 GAUGES: Final = (
+    ("num_requests_open", "Requests being answered.", "num_requests_open"),
     ("num_requests_running", "Completions in the batch.", "num_running"),
     ("num_requests_waiting", "Completions that wait for room.", "num_waiting"),
     ("kv_cache_usage_perc", "Share of the arena that requests hold; 1 is full.", "share_held"),
@@ -35,6 +36,7 @@ GAUGES: Final = (
     ("cached_blocks", "Blocks of the prefix tree.", "num_cached_blocks"),
 )
 COUNTERS: Final = (
+    ("log_lines_lost", "Log lines that could not be written.", "log_lines_lost"),
     ("num_preemptions", "Requests that were preempted and ran again.", "num_preemptions"),
     ("prefix_cache_queries", "Prompt tokens that were looked up.", "query_tokens"),
     ("prefix_cache_hits", "Prompt tokens that were reused.", "hit_tokens"),
@@ -59,7 +61,6 @@ LABELLED_COUNTERS: Final = (
         "position",
     ),
 )
-Family: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Metrics:
@@ -74,8 +75,7 @@ class Metrics:
             "http_requests", "Answers, by route, method and status.", HTTP_LABELS, registry=self._registry
         )
         ProcessCollector(registry=self._registry)
-        self._own: Mapping[str, int] = {}  # what `text` was given last
-        self._stats: Mapping[str, Any] = {}
+        self._figures: Mapping[str, Any] = {}  # what `text` was given last
         self._config: Mapping[str, Any] = {}
         self._registry.register(self)
         self.num_prompt_tokens = 0  # since the start, for the log
@@ -154,7 +154,7 @@ class Metrics:
     def text(self, own: Mapping[str, int], stats: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
         """The exposition. `own` are the API process's figures (`num_requests_open`, `log_lines_lost`), `stats` the
         engine's counters and gauges (empty: not known), `config` its options and sizes."""
-        self._own, self._stats, self._config = own, stats, config
+        self._figures, self._config = {**own, **_with_shares(stats)}, config
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *extra: str) -> Counter:
@@ -166,31 +166,25 @@ class Metrics:
         )
 
     def collect(self) -> Iterable[Metric]:
-        """What the engine said last, as gauges and counters; called by the registry."""
-        own, stats = self._own, _with_shares(self._stats)
-        if own:
-            yield self._one(GaugeMetricFamily, "num_requests_open", "Requests being answered.", own)
-            yield self._one(CounterMetricFamily, "log_lines_lost", "Log lines that could not be written.", own)
+        """What `text` was given, as gauges and counters; called by the registry."""
+        labels, figures = self._labels, self._figures
         if self._config:
-            info = self._family(GaugeMetricFamily, "cache_config_info", "Options of the engine.", *self._config)
-            info.add_metric((*self._labels, *map(str, self._config.values())), 1)
+            names = (*LABELS, *self._config)
+            info = GaugeMetricFamily(self._prefix + "cache_config_info", "Options of the engine.", labels=names)
+            info.add_metric((*labels, *map(str, self._config.values())), 1)
             yield info
-        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)) if stats else ():
+        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, key in table:
-                yield self._one(kind, name, text, {name: stats[key]})
-        for name, text, key, label in LABELLED_COUNTERS if stats else ():
-            family = self._family(CounterMetricFamily, name, text, label)
-            for value, count in stats[key].items():
-                family.add_metric((*self._labels, value), count)
-            yield family
-
-    def _one(self, kind: Family, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        family = self._family(kind, name, text)
-        family.add_metric(self._labels, values[name])
-        return family
-
-    def _family(self, kind: Family, name: str, text: str, *labels: str) -> GaugeMetricFamily | CounterMetricFamily:
-        return kind(self._prefix + name, text, labels=(*LABELS, *labels))
+                if key in figures:
+                    family = kind(self._prefix + name, text, labels=LABELS)
+                    family.add_metric(labels, figures[key])
+                    yield family
+        for name, text, key, label in LABELLED_COUNTERS:
+            if key in figures:
+                family = CounterMetricFamily(self._prefix + name, text, labels=(*LABELS, label))
+                for value, count in figures[key].items():
+                    family.add_metric((*labels, value), count)
+                yield family
 
 
 def _with_shares(stats: Mapping[str, Any]) -> Mapping[str, Any]:
