@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from forkpoint.server.notations import QWEN
-from forkpoint.server.tool_call import CallReader, ForcedCallReader, NotACallError, Notation
+from forkpoint.server.tool_call import NO_CALL, CallReader, ForcedCallReader, Notation
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -131,7 +131,7 @@ class AnswerParser:
         text, self._buffer = self._buffer, ""
         try:
             found = self._reader.feed(text, final)
-        except NotACallError:  # what follows the tag is read as the text that it is
+        except NO_CALL:  # what follows the tag is read as the text that it is
             text = self._reader.text
             # Without a closing tag only what the last opening one begins can be whole: it may lack its own.
             tags = self._notation

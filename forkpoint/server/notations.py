@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import regex
 
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.server.python_call import read_python
-from forkpoint.server.tool_call import Body, Call, NotACallError, Notation, json_object, read_json, strict_json
+from forkpoint.server.tool_call import FORCED, Body, Call, Notation, strict_json
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION_END = "</function>"
@@ -26,6 +27,7 @@ LING_HEAD = regex.compile(r"\s*([\w.-]{1,256})(?:\s|\\n)*(?=<arg_key>|</tool_cal
 KIMI_HEAD = regex.compile(
     rf"\s*{regex.escape(KIMI_CALL)}\s*(?:functions\.)?([^\s<>:]{{1,256}}):\d{{1,9}}\s*{regex.escape(KIMI_ARGUMENTS)}"
 )
+JSON_WORDS: Final = {"true": True, "false": False, "null": None}
 PYTHON_HEAD = regex.compile(r"\s*(?=\[|[^\W\d])")
 
 
@@ -35,7 +37,7 @@ def _read_parameters(parameter: regex.Pattern[str], body: Body) -> list[Call]:
     while found := parameter.match(body.text, position):
         key, text, end = found.groups()
         if CALL in text.partition(CALL_END)[2]:
-            raise NotACallError  # another call began
+            raise ValueError("another call began")
         if not end:
             return []
         value = _value(body, function, key.strip(), text.removeprefix("\n").removesuffix("\n"))  # the notation's own
@@ -43,7 +45,7 @@ def _read_parameters(parameter: regex.Pattern[str], body: Body) -> list[Call]:
         position = found.end()
     rest = body.text[position:].strip()
     if rest != FUNCTION_END and (rest or not body.closed):
-        raise NotACallError
+        raise ValueError("a call ends with its last parameter")
     return [Call(function, "{" + ", ".join(members) + "}")]
 
 
@@ -62,21 +64,85 @@ def _value(body: Body, function: str, key: str, text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
 
 
+def _read_json(body: Body) -> list[Call]:
+    """An object with the function's name and its arguments."""
+    call = _json_object(body.text)
+    if call is None:
+        return []
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call names its function")
+    head = FORCED.match(body.text)
+    if head is not None and isinstance(arguments, dict):  # as it was written: numbers keep their digits
+        return [Call(name, body.text[head.end() : json.JSONDecoder().raw_decode(body.text, head.end())[1]])]
+    if isinstance(arguments, str):
+        arguments = strict_json(arguments or "{}")
+    if arguments is not None and not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    return [Call(name, json.dumps(arguments or {}, ensure_ascii=False))]
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    """None where `text` ends within a string, which may go on. Raises ValueError for what is no object."""
+    try:
+        value = strict_json(text)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string"):
+            return None
+        raise
+    if not isinstance(value, dict):
+        raise ValueError("a call is an object")
+    return value
+
+
 def _read_qwen(body: Body) -> list[Call]:
     """JSON (Hermes, Qwen3), or the function and its parameters between tags (Qwen3-Coder, Qwen3.5)."""
-    return read_json(body) if body.head[1] is None else _read_parameters(QWEN_PARAMETER, body)
+    return _read_json(body) if body.head[1] is None else _read_parameters(QWEN_PARAMETER, body)
 
 
 def _read_kimi(body: Body) -> list[Call]:
     """The arguments behind an id that names the function; empty for none."""
     text = body.text.strip() or "{}" * body.closed
-    return [] if json_object(text) is None else [Call(body.head[1], text)]
+    return [] if _json_object(text) is None else [Call(body.head[1], text)]
+
+
+def _read_python(body: Body) -> list[Call]:
+    """`[f(x=1, y="a"), g()]`, or a call on each line: all with named, constant arguments."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that Python does not know
+        statements = ast.parse(body.text.strip()).body
+    calls: list[ast.expr] = []
+    for statement in statements:
+        if not isinstance(statement, ast.Expr):
+            raise ValueError("a statement is no call")
+        calls += statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
+    if not calls:
+        raise ValueError("there is no call")
+    return [_python_call(call) for call in calls]
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise ValueError("a call names its function and all arguments")
+    arguments = {keyword.arg: ast.literal_eval(_Words().visit(keyword.value)) for keyword in node.keywords}
+    if None in arguments:
+        raise ValueError("a call names all arguments")
+    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    told.encode()  # half a character is none
+    return Call(ast.unparse(node.func), told)
+
+
+class _Words(ast.NodeTransformer):
+    """Makes constants of JSON's words, which models mix in."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
 
 
 QWEN: Final = Notation(CALL, CALL_END, QWEN_HEAD, _read_qwen)
 LING: Final = Notation(CALL, CALL_END, LING_HEAD, partial(_read_parameters, LING_PARAMETER))
-LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", PYTHON_HEAD, read_python)
-OLMO3: Final = Notation("<function_calls>", "</function_calls>", PYTHON_HEAD, read_python)
+LFM2: Final = Notation("<|tool_call_start|>", "<|tool_call_end|>", PYTHON_HEAD, _read_python)
+OLMO3: Final = Notation("<function_calls>", "</function_calls>", PYTHON_HEAD, _read_python)
 KIMI: Final = Notation(
     "<|tool_calls_section_begin|>",
     "<|tool_call_end|>",

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import regex
 
 FORCED = regex.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
+# What a notation's `read` raises for what is no call: reading Python raises all of these.
+NO_CALL: Final = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+
 Tools: TypeAlias = Mapping[str, Any]  # parameter schemas by name of the function
-
-
-class NotACallError(ValueError):
-    """What has been read can no longer become a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Notation:
     """How a family writes calls. `head`: how what follows the opening tag begins; `section`: the tags of a further call
     behind the closing one, and of the end of all.
 
-    `read` makes calls of a body: none where the closing tag is part of a value. It raises ValueError, or what parsing
-    Python raises, for what is no call.
+    `read` makes calls of a body: none where the closing tag is part of a value. It raises one of NO_CALL for what is
+    no call.
     """
 
     opening: str
@@ -70,16 +69,13 @@ class CallReader:
     def feed(self, text: str, final: bool) -> tuple[list[Call], str] | None:
         """The calls once they are whole, and the text behind them; None while they may still come.
 
-        The closing tag may be missing where the answer ends (`final`). Raises NotACallError when there is no call.
+        The closing tag may be missing where the answer ends (`final`). Raises one of NO_CALL when there is no call.
         """
         self.text += text
-        try:
-            self._read(final)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            raise NotACallError from None
+        self._read(final)
         rest = self._rest(final) if self._calls else None
         if rest is None and final:
-            raise NotACallError
+            raise ValueError("the answer ended within a call")
         return None if rest is None else (self._calls, rest)
 
     def _read(self, final: bool) -> None:
@@ -87,7 +83,7 @@ class CallReader:
         if self._head is None:
             head = notation.head.match(self.text, partial=True)
             if head is None:
-                raise NotACallError
+                raise ValueError("no call begins like this")
             if head.partial:
                 return
             self._head, self._sought = head, head.end()
@@ -153,37 +149,6 @@ def is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def json_object(text: str) -> dict[str, Any] | None:
-    """None where `text` ends within a string, which may go on. Raises ValueError for what is no object."""
-    try:
-        value = strict_json(text)
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string"):
-            return None
-        raise
-    if not isinstance(value, dict):
-        raise NotACallError
-    return value
-
-
-def read_json(body: Body) -> list[Call]:
-    """An object with the function's name and its arguments."""
-    call = json_object(body.text)
-    if call is None:
-        return []
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-    if not isinstance(name, str) or not name:
-        raise NotACallError
-    head = FORCED.match(body.text)
-    if head is not None and isinstance(arguments, dict):  # as it was written: numbers keep their digits
-        return [Call(name, body.text[head.end() : json.JSONDecoder().raw_decode(body.text, head.end())[1]])]
-    if isinstance(arguments, str):
-        arguments = strict_json(arguments or "{}")
-    if arguments is not None and not isinstance(arguments, dict):
-        raise NotACallError
-    return [Call(name, json.dumps(arguments or {}, ensure_ascii=False))]
 
 
 def _refuse(constant: str) -> NoReturn:
