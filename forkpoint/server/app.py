@@ -31,11 +31,11 @@ from forkpoint.server.messages.endpoint import (
 from forkpoint.server.metrics import CONTENT_TYPE
 from forkpoint.server.middleware import Gate
 from forkpoint.server.page import add_page
-from forkpoint.server.prefix import add_prefix_route
+from forkpoint.server.prefix import PromptReader, read_prefix
 from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelList, VersionReply
 from forkpoint.server.responses.answer import DeletedReply, ResponseReply
 from forkpoint.server.responses.body import ResponsesBody
-from forkpoint.server.responses.endpoint import Responses
+from forkpoint.server.responses.endpoint import Responses, prepare_response
 from forkpoint.server.service import Service
 from forkpoint.server.talk import ChatBody
 from forkpoint.server.texts import Prepare, served_name
@@ -72,6 +72,14 @@ STREAM: Answers = {
 }
 
 
+PROMPTS: tuple[tuple[str, type[BaseModel], PromptReader], ...] = (
+    ("/v1/chat/completions", ChatBody, prepare_chat),
+    ("/v1/completions", CompletionBody, prepare_completion),
+    ("/v1/messages", MessagesBody, prepare_message),
+    ("/v1/responses", ResponsesBody, prepare_response),
+)
+
+
 def create_app(service: Service) -> FastAPI:
     """The ASGI application. The engine may still be loading; what needs it answers 503 until it is ready."""
     app = FastAPI(title="forkpoint", version=installed_version(), docs_url="/docs", redoc_url=None)
@@ -84,8 +92,6 @@ def create_app(service: Service) -> FastAPI:
     _add_model_routes(app, service)
     _add_operator_routes(app, service)
     add_page(app)
-    if service.engine.config.kv_events_config.is_on:
-        add_prefix_route(app, service)
     if service.config.enable_dev_endpoints:
         _add_dev_routes(app, service)
     return app
@@ -123,6 +129,10 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
     add("/v1/responses", ResponsesBody, responses.create, ResponseReply, streams)
     add("/tokenize", TokenizeBody, read(tokenize), TokenizeReply, ERRORS)
     add("/detokenize", DetokenizeBody, read(detokenize), DetokenizeReply, ERRORS)
+    if service.engine.config.kv_events_config.is_on:
+        for path, body, prepare in PROMPTS:  # which routers ask about before they send the same body to one server
+            own = documents(body, read(partial(read_prefix, prepare, service.config.salts_by_key)))
+            routes.add_api_route("/prefix" + path, own, methods=["POST"], include_in_schema=False)
     app.include_router(routes)
 
 
