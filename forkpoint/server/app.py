@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,11 +9,10 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
-from uvicorn.config import LOG_LEVELS
 
-from forkpoint.obs.logs import LOGGER
 from forkpoint.server.body import BodyRoute, Endpoint, documents
 from forkpoint.server.chat import ChatAnswer, ChatReply, prepare_chat
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import create
 from forkpoint.server.completions import CompletionBody, CompletionReply, TextAnswer, prepare_completion
 from forkpoint.server.config import ServerConfig
@@ -37,7 +35,6 @@ from forkpoint.server.responses.answer import DeletedReply, ResponseReply
 from forkpoint.server.responses.body import ResponsesBody
 from forkpoint.server.responses.endpoint import Responses, prepare_response
 from forkpoint.server.service import Service
-from forkpoint.server.talk import ChatBody
 from forkpoint.server.texts import Prepare, served_name
 from forkpoint.server.tokens import (
     DetokenizeBody,
@@ -191,12 +188,3 @@ def _add_dev_routes(app: FastAPI, service: Service) -> None:
     async def check_integrity() -> DoneReply:
         """Check that all pages, blocks, slots and checkpoints of the cache add up; 500 says what does not."""
         return DoneReply(done=bool(await service.engine.call("check_integrity")))
-
-
-def quiet_libraries(level: str) -> None:
-    """uvicorn's own log goes where forkpoint's does, from `level` upward."""
-    for name in ("uvicorn", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers = list(LOGGER.handlers)
-        logger.propagate = False
-        logger.setLevel(LOG_LEVELS[level])

@@ -7,12 +7,11 @@ from typing import Any, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
 from forkpoint.server.body import parse
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import CompletionAnswer
-from forkpoint.server.generation import Generation
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
-from forkpoint.server.service import Service
-from forkpoint.server.talk import ChatBody, News, Reason, Talk, Turn, ask
+from forkpoint.server.talk import News, Reason, Talk, Turn, ask
 from forkpoint.server.texts import Texts
 
 
@@ -68,10 +67,9 @@ class ChatAnswer(CompletionAnswer[Turn]):
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
-        super().__init__(name, asked, generation, service)
-        self._talk = Talk(asked, generation)
-        self._role = service.config.response_role
+    def __post_init__(self) -> None:
+        self._talk = Talk(self.asked, self.generation)
+        self._role = self.service.config.response_role
 
     async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
         delta = {"role": self._role, "content": ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
@@ -19,17 +20,20 @@ from forkpoint.server.texts import Prepare
 A = TypeVar("A", bound=Asked)
 
 
+@dataclass
 class Answer(ABC, Generic[A]):
     """What an API makes of a generation. Read `events` or await `reply`, once."""
 
     prefix: ClassVar[str]  # of names
 
-    def __init__(self, name: str, asked: A, generation: Generation, service: Service) -> None:
-        self.name = name
-        self.asked = asked
-        self.generation = generation
-        self.service = service
-        self.created_s = int(time.time())
+    name: str
+    asked: A
+    generation: Generation
+    service: Service
+    created_s: int = field(init=False, default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """For what a kind of answer keeps beside this."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:

@@ -13,11 +13,9 @@ from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import MAX_INT32, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.completion_answer import CompletionAnswer
-from forkpoint.server.generation import Generation
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
 from forkpoint.server.sampling import Asked, SamplingBody, bounded, sampling_params, structured_outputs
-from forkpoint.server.service import Service
 from forkpoint.server.texts import Texts
 
 DEFAULT_MAX_TOKENS = 16
@@ -129,8 +127,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     prefix = "cmpl-"
     chunk_kind = "text_completion"
 
-    def __init__(self, name: str, asked: PreparedCompletion, generation: Generation, service: Service) -> None:
-        super().__init__(name, asked, generation, service)
+    def __post_init__(self) -> None:
         self._offsets: dict[int, int] = {}  # by choice: characters told so far
 
     async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import time
@@ -22,7 +23,7 @@ from forkpoint.engine.chat import read_template
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import EngineStoppedError, ForkpointError
 from forkpoint.obs.logs import LOGGER, Reading, is_idle, load_line, set_up_logging
-from forkpoint.server.app import create_app, quiet_libraries
+from forkpoint.server.app import create_app
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.connections import RESERVED_FILES, Connection, Connections, raise_file_limit
 from forkpoint.server.listener import listen, tls_options, url
@@ -178,6 +179,7 @@ class _Uvicorn(uvicorn.Server):
             uvicorn.Config(
                 self.app,
                 log_config=None,
+                log_level=service.config.uvicorn_log_level,
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -187,7 +189,8 @@ class _Uvicorn(uvicorn.Server):
                 **tls,
             )
         )
-        quiet_libraries(service.config.uvicorn_log_level)
+        logger = logging.getLogger("uvicorn")  # what it says goes where forkpoint's own log does
+        logger.handlers, logger.propagate = list(LOGGER.handlers), False
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,56 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
-
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import SamplingParams
 from forkpoint.server.answer import THINK, THINK_END, AnswerParser, CallPart, Piece, Reasoning
+from forkpoint.server.chat_body import ChatBody, ToolChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
-from forkpoint.server.protocol import Body, Many, MaxTokens
-from forkpoint.server.sampling import Asked, SamplingBody, bounded, sampling_params
+from forkpoint.server.sampling import Asked, sampling_params
 from forkpoint.server.texts import Texts
-from forkpoint.server.tools import AnyToolChoice, ToolPlan, ToolSpec, plan_tools
+from forkpoint.server.tools import plan_tools
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Change: TypeAlias = Literal["begins", "grows", "completed", "incomplete"]
-
-
-class ChatMessage(Body):
-    """One message; `content` is a text or a list of text parts."""
-
-    role: str
-    content: str | Many[dict[str, Any]] | None = None
-    tool_calls: Many[dict[str, Any]] | None = None
-
-
-class ChatBody(SamplingBody, apis=("completions", "chat")):
-    """Answer a conversation. The end of each message is a breakpoint of the prefix cache."""
-
-    messages: Many[ChatMessage] = Field(min_length=1)
-    max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = bounded("logprobs")
-    tools: Many[ToolSpec] | None = None
-    tool_choice: AnyToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: Many[dict[str, Any]] | None = Field(None, description="for templates that show them")
-    reasoning_effort: str | None = Field(
-        None, description="for the template, as `reasoning_effort` and as `enable_thinking`: false for `none`"
-    )
-    include_reasoning: bool | None = Field(None, description="false: reasoning is not told")
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatBody:
-        if self.top_logprobs and not self.logprobs:
-            raise HTTPError(400, "top_logprobs are told with logprobs: true", param="top_logprobs")
-        return self
 
 
 def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +47,7 @@ class Turn(Asked):
 def ask(texts: Texts, body: ChatBody) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
     model = texts.served_name(body.model)
-    plan = _plan(texts, body)
+    plan = plan_tools(body)
     params = sampling_params(
         body,
         texts,
@@ -95,15 +58,16 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
     )
     notation = texts.notation
     reasoning = params.structured_outputs is None and texts.config.reasoning_parser != "none"  # a grammar has none
-    tags = [notation.opening] * (plan.schemas is not None) + [THINK, THINK_END] * reasoning
+    schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
+    tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * reasoning
     if texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags)):
         params = replace(params, skip_special_tokens=False)
-    prompt = _render(texts, body, plan, params)
+    prompt = _render(texts, body, plan.shown, params)
     parser = partial(
         AnswerParser,
         reasoning=reasoning,
         starts_inside=(prompt.text or "").rstrip().endswith(THINK),
-        tools=plan.schemas,
+        tools=schemas,
         notation=notation,
         forced=plan.forced,
         single=plan.single,
@@ -115,7 +79,7 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
         prompts=(replace(prompt, text=None),),
         params=params,
         parser=parser,
-        names_call=plan.named,
+        names_call=isinstance(body.tool_choice, ToolChoice),
         tells_reasoning=body.include_reasoning is not False,
     )
 
@@ -123,20 +87,10 @@ def ask(texts: Texts, body: ChatBody) -> Turn:
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
     """The prompt that `ask` would make, which need not fit the context."""
     texts.served_name(body.model)
-    return _render(texts, body, _plan(texts, body), None)
+    return _render(texts, body, plan_tools(body).shown, None)
 
 
-def _plan(texts: Texts, body: ChatBody) -> ToolPlan:
-    return plan_tools(
-        body.tools,
-        body.tool_choice,
-        body,
-        enabled=texts.config.tool_call_parser != "none",
-        parallel=body.parallel_tool_calls is not False,
-    )
-
-
-def _render(texts: Texts, body: ChatBody, plan: ToolPlan, params: SamplingParams | None) -> Prompt:
+def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, params: SamplingParams | None) -> Prompt:
     carry_on = bool(body.continue_final_message)
     if carry_on and body.add_generation_prompt:
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
@@ -144,7 +98,7 @@ def _render(texts: Texts, body: ChatBody, plan: ToolPlan, params: SamplingParams
     return texts.render(
         [message.model_dump(exclude_unset=True) for message in body.messages],
         params,
-        tools=plan.shown,
+        tools=tools,
         add_generation_prompt=generate,
         continue_final_message=carry_on,
         variables=template_variables(body, texts.config.default_chat_template_kwargs),

@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from forkpoint.server.body import parse, validated
+from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolSpec
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, Reply, TokenId
-from forkpoint.server.talk import ChatBody, ChatMessage, prompt_of
+from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
-from forkpoint.server.tools import ToolSpec
 
 CHAT_FIELDS = {"messages", "tools", "add_generation_prompt", "chat_template_kwargs"}
 

@@ -2,80 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
-
-from pydantic import Field
+from typing import Any
 
 from forkpoint.params import StructuredOutputsParams
+from forkpoint.server.chat_body import AllowedToolsChoice, AnyToolChoice, ChatBody, ToolChoice
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body
-from forkpoint.server.sampling import SamplingBody, structured_outputs
-
-
-class FunctionSpec(Body):
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class ToolSpec(Body):
-    """`type` is function; OpenAI's custom tools, which take free text, are refused."""
-
-    type: Literal["function"]
-    function: FunctionSpec
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class ToolChoice(Body):
-    """The function that the answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: list[ToolChoice] = Field(min_length=1)
-
-
-class AllowedToolsChoice(Body):
-    """The functions that may be called, of those that there are; mode required: one of them must be."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-AnyToolChoice: TypeAlias = Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice
+from forkpoint.server.sampling import structured_outputs
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """`shown` to the template; `schemas` of the functions by name, None where calls are not looked for; `forced`:
-    the answer is one call and nothing else, which `structured` enforces, `named`: of the one function that the
-    request names; `single`: the answer ends with its first call."""
+    """`shown` to the template; `schemas` of the functions by name, None where none may be called; `forced`:
+    the answer is one call and nothing else, which `structured` enforces; `single`: it ends with its first call."""
 
     shown: list[dict[str, Any]] | None
     schemas: Mapping[str, Any] | None
     structured: StructuredOutputsParams | None
     forced: bool = False
-    named: bool = False
     single: bool = False
 
 
-def plan_tools(
-    tools: Sequence[ToolSpec] | None,
-    choice: AnyToolChoice | None,
-    body: SamplingBody,
-    *,
-    enabled: bool,
-    parallel: bool = True,
-) -> ToolPlan:
+def plan_tools(body: ChatBody) -> ToolPlan:
     """Raises HTTPError for a choice that the tools do not offer."""
+    tools, choice = body.tools, body.tool_choice
     structured = structured_outputs(body)
     if not tools or choice == "none":
         if not isinstance(choice, str | None) or choice == "required":
@@ -88,14 +39,13 @@ def plan_tools(
         shown = [tool for tool in shown if tool["function"]["name"] in wanted]
         choice = "auto"
     if choice is None or choice == "auto":
-        return ToolPlan(shown, schemas if enabled else None, structured, single=not parallel)
+        return ToolPlan(shown, schemas, structured, single=body.parallel_tool_calls is False)
     if structured is not None:
         raise HTTPError(400, "a required tool call and response_format exclude each other", param="tool_choice")
     calls = [_call_schema(name, schemas[name]) for name in wanted]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    named = isinstance(choice, ToolChoice)
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    return ToolPlan(shown, schemas, call, forced=True, named=named)
+    return ToolPlan(shown, schemas, call, forced=True)
 
 
 def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:

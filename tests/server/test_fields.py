@@ -13,9 +13,9 @@ import openai.types.completion_create_params as completion_types
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completions import CompletionBody
 from forkpoint.server.protocol import RequestBody
-from forkpoint.server.talk import ChatBody
 from tests.server.running import RunningServer, start_server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]

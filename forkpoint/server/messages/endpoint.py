@@ -8,14 +8,13 @@ from typing import Any, Final, Literal
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.body import parse, validated
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.generation import Generation
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
-from forkpoint.server.service import Service
 from forkpoint.server.sse import named_event
-from forkpoint.server.talk import Change, ChatBody, News, Talk, Turn, ask, prompt_of
+from forkpoint.server.talk import Change, News, Talk, Turn, ask, prompt_of
 from forkpoint.server.texts import Texts
 
 
@@ -72,9 +71,8 @@ def count_tokens(texts: Texts, data: bytes) -> CountReply:
 class MessageAnswer(Answer[Turn]):
     prefix = "msg_"
 
-    def __init__(self, name: str, asked: Turn, generation: Generation, service: Service) -> None:
-        super().__init__(name, asked, generation, service)
-        self._talk = Talk(asked, generation)
+    def __post_init__(self) -> None:
+        self._talk = Talk(self.asked, self.generation)
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the tool_use block that is open
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

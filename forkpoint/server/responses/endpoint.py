@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forkpoint.server.body import parse, validated
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.middleware import KEY
 from forkpoint.server.responses.answer import DeletedReply, PreparedResponse, ResponseAnswer
@@ -18,7 +19,7 @@ from forkpoint.server.responses.body import ResponsesBody, chat_fields, echo, in
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.service import Service
 from forkpoint.server.sse import encode
-from forkpoint.server.talk import ChatBody, ask
+from forkpoint.server.talk import ask
 from forkpoint.server.texts import Texts
 
 JSON = "application/json"
