@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from forkpoint.server.notations import QWEN
-from forkpoint.server.tool_call import NO_CALL, CallReader, ForcedCallReader, Notation
+from forkpoint.server.notations import FORCED, NO_CALL, QWEN, Body, Call, Notation, Tools, is_json
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -40,6 +40,9 @@ class AnswerParser:
     `reasoning`: tell `<think>` parts from the rest; `starts_inside`: the prompt has opened one already.
     `tools`: parameter schemas by name of the function, None where calls are not looked for. `notation`: how they are
     written. `forced`: the whole answer is one call without its tags. `single`: nothing is told after the first call.
+
+    A call that has been told cannot be taken back. So one that the model writes freely is told when it is whole; one
+    that a grammar enforces cannot break, and is told as it comes.
     """
 
     def __init__(
@@ -52,125 +55,147 @@ class AnswerParser:
         forced: bool = False,
         single: bool = False,
     ) -> None:
+        self.num_calls = 0
+        self.in_reasoning = reasoning and starts_inside
+        self.done = False  # whatever may come, nothing more will be told
         self._tools = tools
         self._notation = notation
         self._single = single
-        self._buffer = ""
-        self._trim = ""  # characters dropped at the start of what follows
-        self._opening = ""  # the tag of the call being read, and the white space before it
-        self._reader = CallReader(notation, tools or {})
-        self._forced = ForcedCallReader()
-        self.num_calls = 0
-        # What reads the text that comes next; each puts another in its place where its part has ended.
-        self._read: Callable[[bool], Iterator[Piece]] = self._start if reasoning else self._content
-        if reasoning and starts_inside:
-            self._enter_reasoning()
-        if forced:
-            self._read = self._forced_call
-
-    @property
-    def done(self) -> bool:
-        """Whatever may come, nothing more will be told."""
-        return self._read == self._nothing
-
-    @property
-    def in_reasoning(self) -> bool:
-        return self._read == self._reasoning
+        self._buffer = ""  # what has come and is not told yet
+        self._final = False  # nothing more comes
+        self._parts = self._forced_call() if forced else self._free(reasoning)
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain with `text`."""
         self._buffer += text
-        return list(self._run(final=False))
+        pieces = []
+        for piece in self._parts:
+            if piece is None:
+                break
+            pieces.append(piece)
+        return pieces
 
     def finish(self) -> list[Piece]:
         """What is left when no more text comes."""
-        return list(self._run(final=True))
+        self._final = True
+        return self.feed("")
 
-    def _run(self, final: bool) -> Iterator[Piece]:
-        while True:
-            read = self._read
-            self._buffer = self._buffer.lstrip(self._trim) if self._trim else self._buffer
-            if self._buffer:
-                self._trim = ""
-            yield from read(final)
-            if self._read == read:
-                return
+    # --- generators, which yield None where they need more text to go on
 
-    def _start(self, final: bool) -> Iterator[Piece]:
-        yield from ()
-        text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer = text[len(THINK) :]
-            self._enter_reasoning()
-        elif final or not THINK.startswith(text):
-            self._read = self._content
+    def _free(self, reasoning: bool) -> Iterator[Piece | None]:
+        if reasoning and (self.in_reasoning or (yield from self._takes(THINK))):
+            self.in_reasoning = True
+            yield from self._trim("\n")
+            yield from self._until(THINK_END, Reasoning)
+            self.in_reasoning = False
+            yield from self._trim("\n")
+        while self._tools is None:
+            text, self._buffer = self._buffer, ""
+            yield Content(text) if text else None
+        opening = self._notation.opening
+        while not self.done:
+            space = yield from self._until(opening, Content)
+            yield from self._calls(space + opening, self._tools)
 
-    def _enter_reasoning(self) -> None:
-        self._read, self._trim = self._reasoning, "\n"
-
-    def _reasoning(self, final: bool) -> Iterator[Piece]:
-        text, _, found = self._until(THINK_END, final)
-        if text:
-            yield Reasoning(text)
+    def _takes(self, tag: str) -> Generator[None, None, bool]:
+        """Take `tag` off the beginning, and white space before it; False if the text begins otherwise."""
+        while (text := self._buffer.lstrip()) != tag and tag.startswith(text) and not self._final:
+            yield
+        found = text.startswith(tag)
         if found:
-            self._read, self._trim = self._content, "\n"
+            self._buffer = text.removeprefix(tag)
+        return found
 
-    def _content(self, final: bool) -> Iterator[Piece]:
-        if self._tools is None:
-            text, space, found = self._buffer, "", False
-            self._buffer = ""
-        else:
-            text, space, found = self._until(self._notation.opening, final)
+    def _trim(self, characters: str) -> Iterator[None]:
+        """Drop characters at the beginning of what follows."""
+        while not (rest := self._buffer.lstrip(characters)) and not self._final:
+            yield
+        self._buffer = rest
+
+    def _until(self, tag: str, kind: type[Reasoning | Content]) -> Generator[Piece | None, None, str]:
+        """Tell the text before `tag`, which is taken too; returns the white space between the two. White space that
+        may come before a tag waits."""
+        while tag not in self._buffer:
+            end = len(self._buffer) if self._final else _certain_length(self._buffer, tag)
+            text, self._buffer = self._buffer[:end], self._buffer[end:]
+            if text:
+                yield kind(text)
+            yield None
+        before, _, self._buffer = self._buffer.partition(tag)
+        text = before.rstrip()
         if text:
-            yield Content(text)
-        if found:
-            self._read, self._opening = self._call, space + self._notation.opening
-            self._reader = CallReader(self._notation, self._tools or {})
+            yield kind(text)
+        return before[len(text) :]
 
-    def _call(self, final: bool) -> Iterator[Piece]:
-        text, self._buffer = self._buffer, ""
+    def _calls(self, opening: str, tools: Tools) -> Iterator[Piece | None]:
+        """What follows the tag `opening`: calls, or the text that it is."""
         try:
-            found = self._reader.feed(text, final)
-        except NO_CALL:  # what follows the tag is read as the text that it is
-            text = self._reader.text
+            calls = yield from self._read_calls(tools)
+        except NO_CALL:
+            text, tags = self._buffer, self._notation
             # Without a closing tag only what the last opening one begins can be whole: it may lack its own.
-            tags = self._notation
-            plain = len(text[: max(text.rfind(tags.opening), 0)].rstrip()) if final and tags.closing not in text else 0
-            yield Content(self._opening + text[:plain])
-            self._buffer, self._read = text[plain:], self._content
+            last = text.rfind(tags.opening) if self._final and tags.closing not in text else 0
+            plain = text[: max(last, 0)].rstrip()
+            self._buffer = text[len(plain) :]
+            yield Content(opening + plain)
             return
-        if found is None:
-            return
-        calls, self._buffer = found
         for call in calls[:1] if self._single else calls:
-            yield CallPart(self.num_calls, call.name, call.arguments)
             self.num_calls += 1
-        self._trim = " \n"
-        self._read = self._nothing if self._single else self._content
+            yield CallPart(self.num_calls - 1, call.name, call.arguments)
+        self.done = self._single
+        yield from self._trim(" \n")
 
-    def _forced_call(self, final: bool) -> Iterator[Piece]:
+    def _read_calls(self, tools: Tools) -> Generator[None, None, list[Call]]:
+        """Take calls off the beginning, once they are whole. Their closing tag may be missing where the answer ends.
+        Raises one of NO_CALL, and takes nothing, where they can no longer become any."""
+        notation = self._notation
+        while (head := notation.head.match(self._buffer, partial=not self._final)) and head.partial:
+            yield
+        if head is None:
+            raise ValueError("no call begins like this")
+        calls: list[Call] = []
+        sought = head.end()  # up to where the text has been read, or the closing tag been looked for
+        while not calls:
+            end = self._buffer.find(notation.closing, sought)
+            if end >= 0:
+                calls = notation.read(Body(head, self._buffer[head.end() : end], tools, True))
+                sought = end + len(notation.closing)
+            elif self._final:
+                calls = notation.read(Body(head, self._buffer[head.end() :], tools, False))
+                sought = len(self._buffer)
+                if not calls:
+                    raise ValueError("the answer ends within a call")
+            else:  # the tag may have come in part
+                sought = max(sought, len(self._buffer) - len(notation.closing) + 1)
+                yield
+        self._buffer = self._buffer[sought:]
+        if notation.section is not None:
+            yield from self._end_in_section(*notation.section)
+        return calls
+
+    def _end_in_section(self, another: str, end: str) -> Iterator[None]:
+        """Behind calls in a section: take its end off, or begin another call where one follows."""
+        if (yield from self._takes(end)):
+            return
+        if (yield from self._takes(another)):
+            self._buffer = self._notation.opening + another + self._buffer
+
+    def _forced_call(self) -> Iterator[Piece | None]:
         """One call at most; what is cut off before its name is certain is no text that anybody asked for."""
-        text, self._buffer = self._buffer, ""
-        name, arguments = self._forced.feed(text, final)
-        if name is not None or arguments:
-            self.num_calls = 1
-            yield CallPart(0, name, arguments)
-
-    def _nothing(self, final: bool) -> Iterator[Piece]:
-        self._buffer = ""
-        yield from ()
-
-    def _until(self, tag: str, final: bool) -> tuple[str, str, bool]:
-        """Take the text before `tag` from the buffer: (text, the white space between it and the tag, whether the
-        tag was there; it is taken too). White space that may come before a tag waits at the end of the buffer."""
-        at = self._buffer.find(tag)
-        if at >= 0:
-            before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
-            text = before.rstrip()
-            return text, before[len(text) :], True
-        end = len(self._buffer) if final else _certain_length(self._buffer, tag)
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
-        return text, "", False
+        while (head := FORCED.match(self._buffer)) is None:
+            yield None
+        self.num_calls = 1
+        name: str | None = json.loads(head[1])
+        told = head.end()
+        while True:
+            # A bracket at the end may be the call's own: it waits for more, and is dropped from a whole call.
+            bare = self._buffer.rstrip()
+            waits = bare.endswith("}") and (not self._final or is_json(bare))
+            end = max(told, len(bare) - 1 if waits else len(self._buffer))
+            if name is not None or end > told:
+                yield CallPart(0, name, self._buffer[told:end])
+            name, told = None, end
+            yield None
 
 
 def _certain_length(text: str, tag: str) -> int:

@@ -1,18 +1,25 @@
-"""The notations in which families write tool calls."""
+"""Tool calls in the text of an answer, and the notations in which families write them."""
 
 from __future__ import annotations
 
 import ast
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeAlias
 
 import regex
 
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.server.tool_call import FORCED, Body, Call, Notation, strict_json
+
+# A call in JSON, up to its arguments.
+FORCED = regex.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# What a notation's `read` raises for what is no call: reading Python raises all of these.
+NO_CALL: Final = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+
+Tools: TypeAlias = Mapping[str, Any]  # parameter schemas by name of the function
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION_END = "</function>"
@@ -29,6 +36,57 @@ KIMI_HEAD = regex.compile(
 )
 JSON_WORDS: Final = {"true": True, "false": False, "null": None}
 PYTHON_HEAD = regex.compile(r"\s*(?=\[|[^\W\d])")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What stands behind a `head`, up to a closing tag, or up to the answer's end where it is not `closed`."""
+
+    head: regex.Match[str]
+    text: str
+    tools: Tools
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """How a family writes calls. `head`: how what follows the opening tag begins; `section`: the tags of a further call
+    behind the closing one, and of the end of all.
+
+    `read` makes calls of a body: none where the closing tag is part of a value. It raises one of NO_CALL for what is
+    no call.
+    """
+
+    opening: str
+    closing: str
+    head: regex.Pattern[str]
+    read: Callable[[Body], list[Call]]
+    section: tuple[str, str] | None = None
+
+
+def strict_json(text: str) -> Any:
+    """JSON and nothing beyond it. Raises ValueError."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def is_json(text: str) -> bool:
+    try:
+        strict_json(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _read_parameters(parameter: regex.Pattern[str], body: Body) -> list[Call]:

@@ -25,8 +25,7 @@ from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notations import find_notation
-from forkpoint.server.tool_call import Notation
+from forkpoint.server.notations import Notation, find_notation
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Reasoning
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, find_notation
-from forkpoint.server.talk import ChatBody, ask
+from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, Notation, find_notation
+from forkpoint.server.talk import ask
 from forkpoint.server.texts import Facts, Texts
 from forkpoint.server.tokens import tokenize
-from forkpoint.server.tool_call import Notation
 from tests.engine.tokenizers import byte_level
 from tests.server.test_answer import TOOLS, taken_apart
 
