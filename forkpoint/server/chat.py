@@ -11,7 +11,7 @@ from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
-from forkpoint.server.talk import News, Reason, Talk, Turn, ask
+from forkpoint.server.talk import News, Reason, Talk, Turn
 from forkpoint.server.texts import Texts
 
 
@@ -60,7 +60,7 @@ class ChatReply(Reply):
 
 def prepare_chat(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    return ask(texts, parse(ChatBody, data))
+    return Turn.read(texts, parse(ChatBody, data))
 
 
 class ChatAnswer(CompletionAnswer[Turn]):

@@ -7,11 +7,10 @@ from typing import TypeAlias
 from forkpoint.cache.hashing import HashChain
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing.wire import sent_hash
-from forkpoint.server.responses.answer import PreparedResponse
 from forkpoint.server.sampling import Asked
 from forkpoint.server.texts import Prepare, Texts
 
-PromptReader: TypeAlias = Prepare[Asked | PreparedResponse | str]
+PromptReader: TypeAlias = Prepare[Asked | str]
 
 
 def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) -> dict[str, list[int]]:
@@ -21,8 +20,6 @@ def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) 
     Runs in a reader's process.
     """
     asked = prepare(texts, data)
-    if isinstance(asked, PreparedResponse):
-        asked = asked.turn
     # A text: it goes on from a response that one replica has stored.
     if isinstance(asked, str) or salted or asked.params.cache_salt:
         return {"block_hashes": []}

@@ -180,33 +180,33 @@ def sampling_params(
 
 def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
     """Raises HTTPError or InvalidParamsError where the body contradicts itself or asks for something unknown."""
-    found = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-    guided = {name: value for name, value in found.items() if value is not None}
-    wanted = _from_format(body.response_format)
-    given = ["response_format"] if wanted is not None else []
-    given += ["structured_outputs"] if body.structured_outputs is not None else []
-    given += [f"guided_{name}" for name in guided]
+    sources = {"response_format": _from_format(body.response_format), "structured_outputs": body.structured_outputs}
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{name}")
+        sources[f"guided_{name}"] = {name: value} if value is not None else None
+    given = {source: wanted for source, wanted in sources.items() if wanted is not None}
     if len(given) > 1:
-        raise HTTPError(400, f"{given[0]} and {given[1]} exclude each other; give one", param=given[1])
-    if guided:
-        return StructuredOutputsParams(**guided)
-    if body.structured_outputs is None:
-        return wanted
+        first, second, *_ = given
+        raise HTTPError(400, f"{first} and {second} exclude each other; give one", param=second)
+    if not given:
+        return None
+    [wanted] = given.values()
     known = StructuredOutputsParams.__dataclass_fields__
-    unknown = sorted(set(body.structured_outputs) - set(known))
+    unknown = sorted(wanted.keys() - known.keys())
     if unknown:
         raise HTTPError(
             400, f"structured_outputs has no {unknown[0]!r}; it has {', '.join(known)}", param="structured_outputs"
         )
-    return StructuredOutputsParams(**body.structured_outputs)
+    return StructuredOutputsParams(**wanted)
 
 
-def _from_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:
+    """As `structured_outputs` would say it."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return {"json_object": True}
     schema = (given.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
         raise HTTPError(400, 'response_format needs json_schema: {"name", "schema"}', param="response_format")
-    return StructuredOutputsParams(json=schema)
+    return {"json": schema}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
@@ -43,49 +43,50 @@ class Turn(Asked):
     names_call: bool
     tells_reasoning: bool
 
-
-def ask(texts: Texts, body: ChatBody) -> Turn:
-    """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    model = texts.served_name(body.model)
-    plan = plan_tools(body)
-    params = sampling_params(
-        body,
-        texts,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        structured=plan.structured,
-    )
-    notation = texts.notation
-    reasoning = params.structured_outputs is None and texts.config.reasoning_parser != "none"  # a grammar has none
-    schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
-    tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * reasoning
-    if texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags)):
-        params = replace(params, skip_special_tokens=False)
-    prompt = _render(texts, body, plan.shown, params)
-    parser = partial(
-        AnswerParser,
-        reasoning=reasoning,
-        starts_inside=(prompt.text or "").rstrip().endswith(THINK),
-        tools=schemas,
-        notation=notation,
-        forced=plan.forced,
-        single=plan.single,
-    )
-    return Turn.of(
-        body,
-        texts,
-        model=model,
-        prompts=(replace(prompt, text=None),),
-        params=params,
-        parser=parser,
-        names_call=isinstance(body.tool_choice, ToolChoice),
-        tells_reasoning=body.include_reasoning is not False,
-    )
+    @classmethod
+    def read(cls, texts: Texts, body: ChatBody, **others: Any) -> Self:
+        """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
+        model = texts.served_name(body.model)
+        plan = plan_tools(body)
+        params = sampling_params(
+            body,
+            texts,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            structured=plan.structured,
+        )
+        notation = texts.notation
+        reasoning = params.structured_outputs is None and texts.config.reasoning_parser != "none"  # a grammar has none
+        schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
+        tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * reasoning
+        if texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags)):
+            params = replace(params, skip_special_tokens=False)
+        prompt = _render(texts, body, plan.shown, params)
+        parser = partial(
+            AnswerParser,
+            reasoning=reasoning,
+            starts_inside=(prompt.text or "").rstrip().endswith(THINK),
+            tools=schemas,
+            notation=notation,
+            forced=plan.forced,
+            single=plan.single,
+        )
+        return cls.of(
+            body,
+            texts,
+            model=model,
+            prompts=(replace(prompt, text=None),),
+            params=params,
+            parser=parser,
+            names_call=isinstance(body.tool_choice, ToolChoice),
+            tells_reasoning=body.include_reasoning is not False,
+            **others,
+        )
 
 
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
-    """The prompt that `ask` would make, which need not fit the context."""
+    """The prompt that `Turn.read` would make, which need not fit the context."""
     texts.served_name(body.model)
     return _render(texts, body, plan_tools(body).shown, None)
 

@@ -14,7 +14,7 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
 from forkpoint.server.sse import named_event
-from forkpoint.server.talk import Change, News, Talk, Turn, ask, prompt_of
+from forkpoint.server.talk import Change, News, Talk, Turn, prompt_of
 from forkpoint.server.texts import Texts
 
 
@@ -59,7 +59,7 @@ STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls":
 
 def prepare_message(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    return ask(texts, validated(ChatBody, chat_fields(parse(MessagesBody, data))))
+    return Turn.read(texts, validated(ChatBody, chat_fields(parse(MessagesBody, data))))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:

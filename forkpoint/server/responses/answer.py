@@ -12,11 +12,9 @@ from pydantic import ConfigDict
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError, to_http
-from forkpoint.server.generation import Generation
 from forkpoint.server.protocol import Reply
 from forkpoint.server.responses.body import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
-from forkpoint.server.service import Service
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, Talk, Turn
 
@@ -54,32 +52,29 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
     }
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedResponse:
-    """`echo`: what the response repeats of its request. `conversation`: the messages so far, as JSON."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedResponse(Turn):
+    """`echo`: what the response repeats of its request. `conversation`: the messages so far, as a list in JSON; None
+    where nothing is to be stored."""
 
-    turn: Turn
     background: bool
-    store: bool
     echo: dict[str, Any]
-    conversation: bytes
+    conversation: bytes | None
 
 
-class ResponseAnswer(Answer[Turn]):
-    """Tells the answer of a turn, and stores it where that is asked for."""
+@dataclass
+class ResponseAnswer(Answer[PreparedResponse]):
+    """Tells the answer of a turn, and stores it under `key` where that is asked for."""
 
-    def __init__(
-        self, key: Key, prepared: PreparedResponse, generation: Generation, service: Service, store: ResponseStore
-    ) -> None:
-        super().__init__(key.name, prepared.turn, generation, service)
-        self._prepared = prepared
-        self._talk = Talk(prepared.turn, generation)
-        self._key = key
-        self._store = store
+    store: ResponseStore
+    key: Key
+
+    def __post_init__(self) -> None:
+        self._talk = Talk(self.asked, self.generation)
         self._items: list[dict[str, Any]] = []
         self._num_events = 0
         self._reply: dict[str, Any] = {
-            "id": key.name,
+            "id": self.name,
             "object": "response",
             "created_at": self.created_s,
             "status": "in_progress",
@@ -88,7 +83,7 @@ class ResponseAnswer(Answer[Turn]):
             "error": None,
             "incomplete_details": None,
             "usage": None,
-            **prepared.echo,
+            **self.asked.echo,
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -195,13 +190,10 @@ class ResponseAnswer(Answer[Turn]):
         self._keep()
 
     def _keep(self) -> None:
-        if self._prepared.store:
-            answer = encode(messages_of(self._items))
-            before = self._prepared.conversation[:-1]
-            comma = b"," if len(before) > 1 and len(answer) > 2 else b""
+        if self.asked.conversation is not None:
+            messages = self.asked.conversation + b"\n" + encode(messages_of(self._items))
             whole = self._reply["status"] in ("completed", "incomplete")
-            stored = Stored(encode(self._reply), before + comma + answer[1:], whole)
-            self._store.put(self._key, stored)
+            self.store.put(self.key, Stored(encode(self._reply), messages, whole))
 
     def _event(self, told: dict[str, Any]) -> bytes:
         data = named_event({**told, "sequence_number": self._num_events})

@@ -19,7 +19,6 @@ from forkpoint.server.responses.body import ResponsesBody, chat_fields, echo, in
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.service import Service
 from forkpoint.server.sse import encode
-from forkpoint.server.talk import ask
 from forkpoint.server.texts import Texts
 
 JSON = "application/json"
@@ -35,14 +34,14 @@ def prepare_response(texts: Texts, data: bytes, history: bytes | None = None) ->
         return body.previous_response_id
     if body.background and (body.stream or body.store is False):
         raise HTTPError(400, "a background response is stored and asked for again; leave out stream and store: false")
-    conversation = [*json.loads(history or b"[]"), *input_messages(body)]
-    stores = body.store is not False
-    return PreparedResponse(
-        turn=ask(texts, validated(ChatBody, chat_fields(body, conversation))),
+    before = [message for line in (history or b"").splitlines() for message in json.loads(line)]
+    conversation = [*before, *input_messages(body)]
+    return PreparedResponse.read(
+        texts,
+        validated(ChatBody, chat_fields(body, conversation)),
         background=bool(body.background),
-        store=stores,
+        conversation=encode(conversation) if body.store is not False else None,
         echo=echo(body),
-        conversation=encode(conversation) if stores else b"[]",
     )
 
 
@@ -61,8 +60,8 @@ class Responses:
         if asked.background and not self._store.keeps_any:
             raise HTTPError(400, "this server stores no responses, so that none can run in the background")
         key = self._key(f"resp_{service.new_id()}")
-        generation = await service.open(key.name, asked.turn, request.receive)
-        answer = ResponseAnswer(key, asked, generation, service, self._store)
+        generation = await service.open(key.name, asked, request.receive)
+        answer = ResponseAnswer(key.name, asked, generation, service, self._store, key)
         if asked.background:
             self._store.run(key, asyncio.create_task(answer.run()))
             return answer.begin()

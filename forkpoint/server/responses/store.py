@@ -17,7 +17,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`reply` and `messages` (the conversation, the answer included) as JSON. `whole`: it can be gone on from."""
+    """`reply` as JSON; `messages`, the conversation with its answer, as lines of JSON, each a list. `whole`: it can be
+    gone on from."""
 
     reply: bytes
     messages: bytes
