@@ -128,7 +128,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     chunk_kind = "text_completion"
 
     def __post_init__(self) -> None:
-        self._offsets: dict[int, int] = {}  # by choice: characters told so far
+        self._offsets: dict[int, int] = {}  # by choice: where the next token starts, of those that are told one by one
 
     async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
         async for number, delta in self.generation.deltas():
@@ -156,7 +156,7 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             entries = [*self._prompt_entries(number), *entries]
         offset = self._offsets.get(index, 0)
         num_top = asked.params.logprobs
-        self._offsets[index] = offset + len(text)
+        self._offsets[index] = offset + sum(len(token) for token, _ in entries)  # the text may wait for a stop string
         reason = delta.finish_reason.value if delta.finish_reason is not None else None
         told: dict[str, Any] = {
             "index": index,

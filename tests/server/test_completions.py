@@ -70,6 +70,16 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         assert len(top) <= 2
 
 
+def test_a_stream_tells_where_each_token_starts(client: openai.OpenAI) -> None:
+    """Also of text that waits because a stop string may begin with it."""
+    whole = client.completions.create(prompt=LONG, logprobs=0, **GREEDY).choices[0]
+    assert whole.logprobs is not None
+    stop = [f"{char} never said" for char in whole.text]
+    chunks = list(client.completions.create(prompt=LONG, logprobs=0, stop=stop, stream=True, **GREEDY))
+    parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert [offset for part in parts for offset in part.text_offset or ()] == whole.logprobs.text_offset
+
+
 def test_echo_repeats_the_prompt(client: openai.OpenAI, oracle: LLM) -> None:
     text = client.completions.create(prompt=LONG, **GREEDY).choices[0].text
     assert client.completions.create(prompt=LONG, echo=True, **GREEDY).choices[0].text == LONG + text
