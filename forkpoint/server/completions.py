@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from forkpoint.engine.inputs import Prompt, PromptInput
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import MAX_INT32, SamplingParams
 from forkpoint.server.body import parse
@@ -72,7 +71,7 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
     model = texts.served_name(body.model)
     params = _params(texts, body)
     special = body.add_special_tokens is not False
-    prompts = [_prompt(texts, given, params, special=special) for given in _split(body.prompt)]
+    prompts = [texts.prompt(given, params, special=special) for given in _split(body.prompt)]
     echoed: tuple[str, ...] | None = None
     first_texts: tuple[str, ...] = ()
     if body.echo:
@@ -108,16 +107,7 @@ def _params(texts: Texts, body: CompletionBody) -> SamplingParams:
     )
 
 
-def _prompt(texts: Texts, given: PromptInput, params: SamplingParams, *, special: bool) -> Prompt:
-    if special or not isinstance(given, str):
-        return texts.prompt(given, params)
-    if params.truncate_prompt_tokens is None:
-        texts.check_length(given)
-    ids = texts.require_tokenizer().encode(given, add_special_tokens=False)
-    return replace(texts.prompt(ids, params), text=given)
-
-
-def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[PromptInput]:
+def _split(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return list(prompt)
     return [prompt]  # type: ignore[list-item]

@@ -16,10 +16,12 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
-from forkpoint.engine.inputs import InputProcessor, Prompt, PromptInput
+from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.params import SamplingParams
@@ -102,12 +104,16 @@ class Texts:
     def text_of(self, token_ids: list[int]) -> str:
         return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)
 
-    def prompt(self, given: PromptInput, params: SamplingParams) -> Prompt:
-        """A text or token ids, cut as `params` say and checked. Raises a RequestError; a text that cannot fit is not
-        tokenised first."""
-        if isinstance(given, str) and self.tokenizer is not None and params.truncate_prompt_tokens is None:
+    def prompt(self, given: str | list[int], params: SamplingParams, *, special: bool) -> Prompt:
+        """A text, with `special` tokens before it, or token ids, cut as `params` say and checked. Raises a
+        RequestError; a text that cannot fit is not tokenised first."""
+        if not isinstance(given, str):
+            return self.inputs.prompt(given, params)
+        tokenizer = self.require_tokenizer()
+        if params.truncate_prompt_tokens is None:
             self.check_length(given)
-        return self.inputs.prompt(given, params=params)
+        ids = np.asarray(tokenizer.encode(given, add_special_tokens=special), np.int32)
+        return self.inputs.prompt(Prompt(ids, given), params)
 
     def render(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any

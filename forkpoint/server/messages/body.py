@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, MaxTokens, RequestBody
 from forkpoint.server.sampling import bounded
@@ -74,9 +75,9 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     messages = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
         messages += _messages(message)
-    fields: dict[str, Any] = {"model": body.model, "messages": messages, **_thinking(body)}
-    if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+    same = MessagesBody.model_fields.keys() & ChatBody.model_fields.keys()
+    fields: dict[str, Any] = {name: getattr(body, name, None) for name in same}
+    fields |= {"messages": messages, "tools": [_tool(tool) for tool in body.tools or ()], **_thinking(body)}
     if body.tool_choice is not None:
         fields |= _choice(body.tool_choice)
     output_format = (body.output_config or {}).get("format") or body.output_format
@@ -85,9 +86,7 @@ def chat_fields(body: CountTokensBody) -> dict[str, Any]:
     if body.messages[-1].role == "assistant":  # which begins the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
-        fields["include_reasoning"] = body.shows_thinking
-        fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-        fields |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+        fields |= {"include_reasoning": body.shows_thinking, "stop": body.stop_sequences}
     return {name: value for name, value in fields.items() if value is not None}
 
 

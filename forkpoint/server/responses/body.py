@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 from pydantic import Field
 
+from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, MaxTokens
 from forkpoint.server.sampling import SampledBody
@@ -84,16 +86,12 @@ def chat_fields(body: ResponsesBody, conversation: Sequence[dict[str, Any]]) -> 
     `conversation` has the messages of `body`, and before them those of the response that it goes on from.
     """
     told = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    effort = body.reasoning.effort if body.reasoning is not None else None
     fields: dict[str, Any] = {
-        **{name: getattr(body, name) for name in SampledBody.model_fields},
+        **{name: getattr(body, name) for name in ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()},
         "messages": _one_system_message([*told, *conversation]),
         "max_completion_tokens": body.max_output_tokens,
-        "reasoning_effort": effort,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "structured_outputs": body.structured_outputs,
-        "chat_template_kwargs": body.chat_template_kwargs,
-        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "tool_choice": _choice(body.tool_choice),
     }
     if "message.output_text.logprobs" in (body.include or ()):
@@ -196,18 +194,14 @@ def echo(body: ResponsesBody) -> dict[str, Any]:
 
 def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Many templates take one, at the beginning: instructions and what follows them become one text."""
-    leading = 0
-    while leading < len(messages) and messages[leading]["role"] == "system":
-        leading += 1
-    if leading < 2:
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    if len(leading) < 2:
         return messages
-    contents = [message["content"] for message in messages[:leading]]
-    parts = [
-        part
-        for content in contents
-        for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
-    ]
-    return [{"role": "system", "content": parts}, *messages[leading:]]
+    parts: list[Any] = []
+    for message in leading:
+        content = message["content"]
+        parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [{"role": "system", "content": parts}, *messages[len(leading) :]]
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:

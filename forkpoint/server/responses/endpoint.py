@@ -69,18 +69,15 @@ class Responses:
 
     async def _asked(self, request: Request) -> PreparedResponse:
         """What the body asks for; it is read a second time, beside them, where it goes on from stored messages."""
-        service = self._service
+        service, read = self._service, partial(prepare_response, history=None)
         async with service.body(request) as data:
-            asked = await service.prepare_from(data, prepare_response, request)
-            if not isinstance(asked, str):
-                return asked
-            before = self._stored(asked, status=400)
-            if not before.whole:
-                raise HTTPError(
-                    400, f"the response {asked!r} has no answer to go on from", param="previous_response_id"
-                )
-            asked = await service.prepare_from(data, partial(prepare_response, history=before.messages), request)
-            assert not isinstance(asked, str)
+            while isinstance(asked := await service.prepare_from(data, read, request), str):
+                before = self._stored(asked, status=400)
+                if not before.whole:
+                    raise HTTPError(
+                        400, f"the response {asked!r} has no answer to go on from", param="previous_response_id"
+                    )
+                read = partial(prepare_response, history=before.messages)
             return asked
 
     async def retrieve(self, name: str, request: Request) -> Response:
