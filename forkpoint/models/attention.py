@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, Cut, share, sharing
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.ops.parameters import KVScales, QKNorm
@@ -41,6 +41,7 @@ class AttentionConfig(PartConfig):
     gated: bool = False
     qk_norm: Literal["head", "all"] | None = "head"
     centred: bool = False
+    sharing: int = 1  # ranks that have the same KV heads
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> AttentionConfig:
@@ -58,12 +59,16 @@ class AttentionConfig(PartConfig):
         spec = KVSpec.of(self.num_kv_heads, self.head_dim, self.head_dim, dtype, takes_fp8=True)
         return (replace(spec, window=self.window),)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[AttentionConfig, Cuts]:
-        dim, heads = self.head_dim, share(self.num_heads, "query heads", ranks)
+    def cut(self, ranks: Ranks) -> AttentionConfig:
+        heads = share(self.num_heads, "query heads", ranks)
         kv_heads = share(self.num_kv_heads, "KV heads", ranks, shared=self.qk_norm != "all")
-        keys = rows((self.num_kv_heads, dim))
-        cuts = {"q_proj": rows((self.num_heads, dim * (1 + self.gated))), "k_proj": keys, "v_proj": keys}
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads), cuts | inward("o_proj", hidden_size, ranks)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, sharing=sharing(self.num_kv_heads, ranks))
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """Of the projections into queries, keys and values."""
+        keys = Cut(0, ((self.num_kv_heads * self.head_dim, self.sharing),))
+        return {"q": ROWS, "k": keys, "v": keys}
 
     @property
     def sizes(self) -> list[int]:
@@ -107,7 +112,7 @@ class Attention:
             heads = torch.arange(rows["q"]).view(config.num_heads, 2, config.head_dim)
             others = torch.arange(rows["q"], sum(rows.values()))
             order = torch.cat((heads[:, 0].flatten(), others, heads[:, 1].flatten()))
-        return join_projections(build, name, rows, hidden, config.bias, order=order)
+        return join_projections(build, name, rows, hidden, config.bias, order=order, cuts=config.cuts)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec, keys_in_fp8
 from forkpoint.errors import ConfigError
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import WHOLE, Cut, Cuts, Shares
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
@@ -41,9 +40,9 @@ class PartConfig(ABC):
         """What it keeps of tokens and sequences; `dtype` is the model's, `state_dtype` that of recurrent matrices."""
         return ()
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[PartConfig, Cuts]:
-        """A rank's own part of a layer, by heads, channels or inner features, and how its weights are cut for it.
-        Raises ConfigError."""
+    def cut(self, ranks: Ranks) -> PartConfig:
+        """A rank's own part of a layer, by heads, channels or inner features; `build` says how its weights are cut for
+        it. Raises ConfigError."""
         raise ConfigError(f"tensor_parallel_size={ranks.size}: {type(self).__name__} layers cannot be cut; give 1")
 
     def flops_per_pair(self) -> int:
@@ -97,22 +96,16 @@ class ModelConfig:
         )
         return replace(config, **more)
 
-    def shared_by(self, ranks: Ranks) -> tuple[ModelConfig, Shares]:
-        """What one rank builds, and out of which parts of the weights. Raises ConfigError for what cannot be cut."""
+    def shared_by(self, ranks: Ranks) -> ModelConfig:
+        """What one rank builds. Raises ConfigError for what cannot be cut."""
         if ranks.size == 1:
-            return self, WHOLE
-        cuts = dict[str, Cuts]()
+            return self
 
-        def cut_layer(parts: Sequence[PartConfig], name: str) -> tuple[PartConfig, ...]:
-            found = [part.cut(ranks, self.hidden_size) for part in parts]
-            cuts[name] = {leaf: cut for _, own in found for leaf, cut in own.items()}
-            return tuple(part for part, _ in found)
+        def own(parts: Sequence[PartConfig]) -> tuple[PartConfig, ...]:
+            return tuple(part.cut(ranks) for part in parts)
 
-        layers = tuple(cut_layer(parts, f"model.layers.{i}") for i, parts in enumerate(self.layers))
         kept_hidden, drafting = self.draft_layer[:1], self.draft_layer[1:]  # hidden states are whole on every rank
-        drafts = (*kept_hidden, *cut_layer(drafting, "mtp.layers.0"))
-        head = Cut(0, ((self.vocab_size, 1),), padded=True)
-        return replace(self, layers=layers, draft_layer=drafts), Shares(ranks, cuts, head)
+        return replace(self, layers=tuple(map(own, self.layers)), draft_layer=(*kept_hidden, *own(drafting)))
 
     @property
     def parts(self) -> list[PartConfig]:
@@ -152,7 +145,7 @@ class Build:
 
     @property
     def ranks(self) -> Ranks:
-        return self.weights.shares.ranks
+        return self.weights.ranks
 
     @property
     def leaves_parts(self) -> bool:
@@ -184,10 +177,8 @@ class ParallelConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return tuple(spec for part in self.parts for spec in part.kept(dtype, state_dtype))
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[ParallelConfig, Cuts]:
-        found = [inner.cut(ranks, hidden_size) for inner in self.parts]
-        cuts = {name: cut for _, own in found for name, cut in own.items()}
-        return replace(self, parts=[inner for inner, _ in found]), cuts
+    def cut(self, ranks: Ranks) -> ParallelConfig:
+        return replace(self, parts=[part.cut(ranks) for part in self.parts])
 
     def num_weights(self, hidden_size: int) -> int:
         return sum(part.num_weights(hidden_size) for part in self.parts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, rows, share
 from forkpoint.models.layers import RowParallel, read_projection
 from forkpoint.ops.parameters import ConvTaps
 from forkpoint.ops.ranks import Ranks
@@ -65,9 +65,9 @@ class ShortConvConfig(PartConfig):
     def build(self, build: Build, name: str, layer: int) -> Block:
         """`out(c * conv(b * x))`, with `b`, `c` and `x` from one projection."""
         size, hidden, bias = self.channels, build.config.hidden_size, self.bias
-        project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias)
-        taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width)).squeeze(1)
-        shift = build.weights.get(f"{name}.conv.bias", (size,)) if bias else None
+        project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias, cut=rows(size, size, size))
+        taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width), cut=ROWS).squeeze(1)
+        shift = build.weights.get(f"{name}.conv.bias", (size,), cut=ROWS) if bias else None
         conv = Convolution(build.ops, layer, taps, shift, silu=False)
         out = RowParallel(build, f"{name}.out_proj", hidden, size, bias)
 
@@ -80,11 +80,8 @@ class ShortConvConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (StateSpec((kept_window(self.channels, self.width, dtype),)),)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[ShortConvConfig, Cuts]:
-        channels = (self.channels, 1)
-        cuts = {"in_proj": rows(channels, channels, channels), "conv": rows(channels)}
-        own = replace(self, channels=share(self.channels, "channels", ranks))
-        return own, cuts | inward("out_proj", hidden_size, ranks)
+    def cut(self, ranks: Ranks) -> ShortConvConfig:
+        return replace(self, channels=share(self.channels, "channels", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
         return 4 * hidden_size * self.channels

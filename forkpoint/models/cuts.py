@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.linear.scaled import ScaledMatrix
-from forkpoint.ops.ranks import ALONE, Ranks
+from forkpoint.ops.ranks import Ranks
 
 VOCABULARY_UNIT: Final = 64  # rows of the output head, which is padded to as many for each rank
-_LAYER = re.compile(r"(.+?\.layers\.\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Axis `axis` of a tensor (its only one, if it has one) is cut; a bias only where rows, axis 0, are.
+    """Axis `axis` of a tensor is cut, if one is; of a tensor with one axis, such as a bias, only axis 0.
 
-    It has `sections` behind each other, each of so many units of so many elements, as (count, elements). A rank has its
-    run of every section's units; where there are fewer than ranks, some have the same. No sections: one, of elements.
-    With `padded` units are elements, and zeros behind the last make up a multiple of VOCABULARY_UNIT for each rank.
+    It has `sections` behind each other, each as (elements of one rank, how many ranks next to each other have the
+    same); none: one, which no two ranks share. With `padded` it has so many elements, and zeros behind the last make up
+    a multiple of VOCABULARY_UNIT for each rank.
     """
 
-    axis: int = 0
+    axis: int | None = 0
     sections: tuple[tuple[int, int], ...] = ()
-    padded: bool = False
+    padded: int = 0
+
+    def part(self, shape: Sequence[int], ranks: Ranks) -> Part | None:
+        """Of the tensor that a rank has in `shape`; None: all of it."""
+        if ranks.size == 1 or self.axis is None or (self.axis and len(shape) == 1):
+            return None
+        axis = self.axis % len(shape)
+        length, spans = 0, list[tuple[int, int]]()
+        if self.padded:
+            first, last = (min(bound, self.padded) for bound in padded_span(self.padded, ranks))
+            length, spans = self.padded, [(first, last)]
+        for own, sharing in () if self.padded else self.sections or ((shape[axis], 1),):
+            first = length + ranks.rank // sharing * own
+            spans.append((first, first + own))
+            length += ranks.size // sharing * own
+        return Part((*shape[:axis], length, *shape[axis + 1 :]), axis, tuple(spans), shape[axis])
 
 
-# By the last words of names, or the last one and a number behind it; None: whole on every rank.
-Cuts: TypeAlias = dict[str, Cut | None]
+ROWS: Final = Cut()
+WHOLE: Final = Cut(None)  # on every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,47 +91,6 @@ class Part:
         return ScaledMatrix(codes, torch.cat(pieces, -2), rows, columns, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """How one rank's tensors are cut out of the whole ones. `layers` has the cuts of each layer, by how its names begin
-    and then by their last words; what is not there is whole on every rank."""
-
-    ranks: Ranks = ALONE
-    layers: Mapping[str, Cuts] = field(default_factory=dict)
-    head: Cut | None = None
-
-    def part(self, name: str, shape: Sequence[int]) -> Part | None:
-        """Of the tensor that this rank has in `shape`; None: all of it."""
-        cut = self._find(name)
-        if cut is None:
-            return None
-        axis, size = cut.axis % len(shape) if len(shape) > 1 else 0, self.ranks.size
-        sections = cut.sections or ((shape[axis] * size, 1),)
-        length, spans, start = sum(units * elements for units, elements in sections), list[tuple[int, int]](), 0
-        for units, elements in sections:
-            first, last = padded_span(units, self.ranks) if cut.padded else unit_span(units, self.ranks)
-            spans.append((start + min(first, units) * elements, start + min(last, units) * elements))
-            start += units * elements
-        own = shape[axis] if cut.padded else sum(end - first for first, end in spans)
-        return Part((*shape[:axis], length, *shape[axis + 1 :]), axis, tuple(spans), own)
-
-    def _find(self, name: str) -> Cut | None:
-        if name == "lm_head.weight":
-            return self.head
-        found = _LAYER.fullmatch(name)
-        if found is None or found[1] not in self.layers:
-            return None
-        cuts, is_bias = self.layers[found[1]], name.endswith(".bias")
-        parts = [part for part in found[2].split(".") if part not in ("weight", "bias")]
-        words = [part for part in parts if not part.isdigit()]
-        named = (".".join(words[-2:]), f"{words[-1]}.{parts[-1]}", words[-1])
-        cut = next((cuts[name] for name in named if name in cuts), None)
-        return None if cut is not None and is_bias and cut.axis != 0 else cut
-
-
-WHOLE: Final = Shares()
-
-
 def share(count: int, what: str, ranks: Ranks, shared: bool = False) -> int:
     """How many each rank has; with `shared` fewer than there are ranks belong to several. Raises ConfigError."""
     if count % ranks.size and not (shared and ranks.size % count == 0):
@@ -126,26 +98,18 @@ def share(count: int, what: str, ranks: Ranks, shared: bool = False) -> int:
     return max(1, count // ranks.size)
 
 
-def rows(*sections: tuple[int, int]) -> Cut:
-    """Of a tensor whose rows are these sections."""
-    return Cut(0, sections)
+def sharing(count: int, ranks: Ranks) -> int:
+    """How many ranks next to each other then have the same."""
+    return max(1, ranks.size // count)
 
 
-def inward(name: str, num_rows: int, ranks: Ranks) -> Cuts:
-    """Of a RowParallel layer, which takes in what was cut: by its inputs, or, where ranks gather, its outputs."""
-    if not ranks.gathers:
-        return {name: Cut(-1)}
-    return {name: Cut(0)} if ranks.cuts_rows(num_rows) else {}
-
-
-def unit_span(units: int, ranks: Ranks) -> tuple[int, int]:
-    """The run of units that a rank has."""
-    first = ranks.rank * units // ranks.size
-    return first, first + max(1, units // ranks.size)
+def rows(*lengths: int) -> Cut:
+    """Of a tensor whose rows are so many sections, of which a rank has so many rows each."""
+    return Cut(0, tuple((length, 1) for length in lengths))
 
 
 def padded_span(units: int, ranks: Ranks) -> tuple[int, int]:
-    """The same where zeros are put behind the last unit, and may be all that a rank has."""
+    """The run of units that a rank has where zeros are put behind the last one, and may be all that it has."""
     if ranks.size == 1:
         return 0, units
     length = -(-units // (VOCABULARY_UNIT * ranks.size)) * VOCABULARY_UNIT

@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import padded_span
+from forkpoint.models.cuts import Cut, padded_span
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
@@ -85,15 +85,13 @@ class Model(ABC):
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
-        tied = config.tie_word_embeddings
         start, end = padded_span(config.vocab_size, build.ranks)
-        if not tied:
-            head = weights.get("lm_head.weight", (end - start, config.hidden_size))
-        elif build.ranks.size == 1:
-            head = self._embedding
+        cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
+        if config.tie_word_embeddings:
+            part = cut.part(shape, build.ranks)
+            head = part.of(self._embedding) if part else self._embedding
         else:
-            own = self._embedding[start:end]
-            head = F.pad(own, (0, 0, 0, end - start - len(own)))
+            head = weights.get("lm_head.weight", shape, cut=cut)
         self._drafts = MTPHead(build) if config.draft_layer else None
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Build
+from forkpoint.models.cuts import ROWS, rows
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection
 from forkpoint.models.recurrence import Project, RecurrentConfig
@@ -69,11 +70,14 @@ class GDNConfig(RecurrentConfig):
         heads, others = self.spec.num_k_heads, len(sizes) - len(names) + 1
         counts = zip(names, (sum(sizes[:others]), *sizes[others:]), strict=True)
         named = {f"{name}.{part}": heads * count for part, count in counts}
-        joined = join_rows(build.weights, named, build.config.hidden_size)
+        cuts = dict.fromkeys(named, ROWS)
+        if len(names) > 1:
+            cuts[f"{name}.{names[0]}"] = rows(*(heads * size for size in sizes[:others]))
+        joined = join_rows(build.weights, named, build.config.hidden_size, cuts)
         if len(names) > 1:
             return joined
-        rows = torch.arange(heads * sum(sizes)).view(heads, -1)
-        return take_rows(joined, torch.cat([part.flatten() for part in torch.split(rows, list(sizes), dim=1)]))
+        order = torch.arange(heads * sum(sizes)).view(heads, -1)
+        return take_rows(joined, torch.cat([part.flatten() for part in torch.split(order, list(sizes), dim=1)]))
 
 
 def layer_types(fields: Fields) -> list[str]:

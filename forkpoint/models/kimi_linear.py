@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig, PartConfig
+from forkpoint.models.cuts import ROWS
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
@@ -47,14 +48,16 @@ class KDAConfig(RecurrentConfig):
         heads, dim, inner, hidden = self.spec.num_v_heads, self.spec.value_dim, self.inner, build.config.hidden_size
         rows = {"b": heads, "f_a": dim, "g_a": dim} if self.narrow else {"b": heads, "f": inner, "g": inner}
         widths = list(rows.values())
-        mixed = join_projections(build, name, dict.fromkeys("qkv", inner), hidden)
-        gates = join_projections(build, name, rows, hidden)
-        wide = [read_projection(build, f"{name}.{part}_b_proj", inner, dim) for part in "fg"] if self.narrow else []
+        cuts = dict.fromkeys("bfg", ROWS)  # what is as wide as a head is made on all ranks
+        mixed = join_projections(build, name, dict.fromkeys("qkv", inner), hidden, cuts=dict.fromkeys("qkv", ROWS))
+        gates = join_projections(build, name, rows, hidden, cuts=cuts)
+        wide = [f"{name}.{part}_b_proj" for part in "fg"] if self.narrow else []
+        widened = [read_projection(build, each, inner, dim, cut=ROWS) for each in wide]
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             b, decay, gate = torch.split(gates(x), widths, dim=-1)
-            if wide:
-                decay, gate = wide[0](decay), wide[1](gate)
+            if widened:
+                decay, gate = widened[0](decay), widened[1](gate)
             return mixed(x), decay, b, gate
 
         return project

@@ -18,7 +18,7 @@ from forkpoint.cache.layout import KVSpec, LayerSpec, TensorSpec
 from forkpoint.errors import UnsupportedModelError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, WHOLE, Cut, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, RMSNorm, RowParallel, read_projection
 from forkpoint.ops.activation.reference import sigmoid_mul
@@ -69,15 +69,8 @@ class LatentAttentionConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return (KVSpec((TensorSpec("latent", (1, self.rank + self.shared_dim), dtype),)),)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[LatentAttentionConfig, Cuts]:
-        heads = self.num_heads
-        cuts = {
-            "q_proj": rows((heads, self.key_dim + self.shared_dim)),
-            "kv_b_proj": rows((heads, self.key_dim + self.value_dim)),
-            "g_proj": rows((heads, 1)),
-        }
-        own = replace(self, num_heads=share(heads, "heads", ranks))
-        return own, cuts | inward("o_proj", hidden_size, ranks)
+    def cut(self, ranks: Ranks) -> LatentAttentionConfig:
+        return replace(self, num_heads=share(self.num_heads, "heads", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
         inner = self.num_heads * (hidden_size * (self.key_dim + self.shared_dim + self.value_dim))
@@ -97,15 +90,15 @@ class LatentAttention:
         query_dim = config.key_dim + config.shared_dim
         queries, latents = f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa"
         if config.rotated:
-            wide = _read(build, queries, heads * query_dim, hidden).view(heads, query_dim, hidden)
+            wide = _read(build, queries, heads * query_dim, hidden, ROWS).view(heads, query_dim, hidden)
             self._queries = Projection(build.ops, _apart(wide, config.key_dim).flatten(0, 1))
             self._latents = Projection(build.ops, _apart(_read(build, latents, rank + config.shared_dim, hidden), rank))
         else:
-            self._queries = read_projection(build, queries, heads * query_dim, hidden)
+            self._queries = read_projection(build, queries, heads * query_dim, hidden, cut=ROWS)
             self._latents = read_projection(build, latents, rank + config.shared_dim, hidden)
-        self._gate = read_projection(build, f"{name}.g_proj", heads, hidden) if config.gated else None
+        self._gate = read_projection(build, f"{name}.g_proj", heads, hidden, cut=ROWS) if config.gated else None
         self._norm = RMSNorm(build, f"{name}.kv_a_layernorm", rank, centred=False, eps=LATENT_NORM_EPS)
-        up = _read(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank)
+        up = _read(build, f"{name}.kv_b_proj", heads * (config.key_dim + config.value_dim), rank, ROWS)
         keys, values = torch.split(up.view(heads, -1, rank), [config.key_dim, config.value_dim], dim=1)
         self._to_latent = build.ops.prepare_linear_heads(keys.transpose(1, 2))
         self._from_latent = build.ops.prepare_linear_heads(values)
@@ -152,9 +145,9 @@ class LatentAttention:
         return ops.linear_heads(out, self._from_latent)
 
 
-def _read(build: Build, name: str, rows: int, columns: int) -> Tensor:
+def _read(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
     """A matrix whose rows are taken apart, widened if it is stored in FP8."""
-    return dense(build.weights.get_matrix(f"{name}.weight", (rows, columns)))
+    return dense(build.weights.get_matrix(f"{name}.weight", (rows, columns), cut))
 
 
 def _apart(weight: Tensor, first: int) -> Tensor:

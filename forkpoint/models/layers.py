@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Block, Build, PartConfig
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.weights import join_rows
+from forkpoint.models.weights import NO_CUTS, join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, dense, multiplied, take_rows
 from forkpoint.ops.ranks import Ranks
@@ -46,10 +46,11 @@ def read_projection(
     bias: bool = False,
     scale: float = 1.0,
     linear: Linear | None = None,
+    cut: Cut = WHOLE,
 ) -> Projection:
     """The layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`, its answers multiplied by `scale`."""
-    weight = build.weights.get_matrix(f"{name}.weight", (rows, columns))
-    shift = build.weights.get(f"{name}.bias", (rows,)) if bias else None
+    weight = build.weights.get_matrix(f"{name}.weight", (rows, columns), cut)
+    shift = build.weights.get(f"{name}.bias", (rows,), cut=cut) if bias else None
     if scale != 1.0:
         weight, shift = multiplied(weight, scale), None if shift is None else shift * scale
     return Projection(build.ops, weight, shift, linear)
@@ -63,13 +64,16 @@ def join_projections(
     bias: bool = False,
     scale: Tensor | None = None,
     order: Tensor | None = None,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Projection:
-    """The layers `name.PART_proj` `[rows[PART], columns]` in one: behind each other, rows times `scale[N]` fp32, and
-    then in another order."""
+    """The layers `name.PART_proj` `[rows[PART], columns]` in one, with `cuts[PART]`: behind each other, rows times
+    `scale[N]` fp32, and then in another order."""
     named = {f"{name}.{part}_proj": count for part, count in rows.items()}
-    weight, shift = join_rows(build.weights, named, columns), None
+    cut = {f"{name}.{part}_proj": each for part, each in cuts.items()}
+    weight, shift = join_rows(build.weights, named, columns, cut), None
     if bias:
-        shift = torch.cat([build.weights.get(f"{each}.bias", (count,)) for each, count in named.items()])
+        get = build.weights.get
+        shift = torch.cat([get(f"{each}.bias", (count,), cut=cut.get(each, WHOLE)) for each, count in named.items()])
     if scale is not None:
         weight, shift = multiplied(weight, scale[:, None]), None if shift is None else dense(multiplied(shift, scale))
     if order is not None:
@@ -98,14 +102,16 @@ class RowParallel:
     ) -> None:
         """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
         self._ranks, self._over_ranks, adds_bias = build.ranks, over_ranks(build, rows), bias
+        cut = Cut(-1)
         if build.ranks.gathers:
             columns *= build.ranks.size
-            rows //= build.ranks.size if build.ranks.cuts_rows(rows) else 1
+            cut = ROWS if build.ranks.cuts_rows(rows) else WHOLE
+            rows //= build.ranks.size if cut is ROWS else 1
         elif build.ranks.rank:
             build.weights.get(f"{name}.bias", (rows,)) if bias else None
             adds_bias = False  # once in the sum
         linear = build.ops.linear_parts if build.leaves_parts else None
-        self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear)
+        self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear, cut)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x[T, K of this rank] -> [T, N]`."""
@@ -115,9 +121,11 @@ class RowParallel:
 class RMSNorm:
     """A norm whose weight is held in fp32; `centred` weights are stored as their distance from 1."""
 
-    def __init__(self, build: Build, name: str, size: int, centred: bool, eps: float | None = None) -> None:
+    def __init__(
+        self, build: Build, name: str, size: int, centred: bool, eps: float | None = None, cut: Cut = WHOLE
+    ) -> None:
         span = (-0.1, 0.1) if centred else (0.9, 1.1)
-        weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span)
+        weight = build.weights.get(f"{name}.weight", (size,), torch.float32, span, cut)
         self.weight = weight + 1.0 if centred else weight
         self.eps = build.config.rms_norm_eps if eps is None else eps
         self._ops, self._ranks = build.ops, build.ranks
@@ -170,18 +178,16 @@ class MLPConfig(PartConfig):
         hidden, size, ops = build.config.hidden_size, self.intermediate_size, build.ops
         down = RowParallel(build, f"{name}.down_proj", hidden, size, scale=self.down_scale)
         if not self.gated:
-            only = read_projection(build, f"{name}.up_proj", size, hidden)
+            only = read_projection(build, f"{name}.up_proj", size, hidden, cut=ROWS)
             return lambda x, ctx: down(relu_squared(only(x)))
         parts = {"gate_up": 2 * size} if self.fused else {"gate": size, "up": size}
         scale = None if self.gate_scale == 1.0 else torch.tensor([self.gate_scale, 1.0]).repeat_interleave(size)
-        gate_up = join_projections(build, name, parts, hidden, scale=scale).packed
+        cuts = dict.fromkeys(parts, rows(size, size) if self.fused else ROWS)
+        gate_up = join_projections(build, name, parts, hidden, scale=scale, cuts=cuts).packed
         return lambda x, ctx: down(ops.linear_silu_mul(x, gate_up))
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MLPConfig, Cuts]:
-        inner = (self.intermediate_size, 1)
-        cuts = {"gate_up_proj": rows(inner, inner), **dict.fromkeys(("gate_proj", "up_proj"), rows(inner))}
-        own = replace(self, intermediate_size=share(self.intermediate_size, "features of an MLP", ranks))
-        return own, cuts | inward("down_proj", hidden_size, ranks)
+    def cut(self, ranks: Ranks) -> MLPConfig:
+        return replace(self, intermediate_size=share(self.intermediate_size, "features of an MLP", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
         return (3 if self.gated else 2) * hidden_size * self.intermediate_size

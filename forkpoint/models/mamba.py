@@ -14,7 +14,7 @@ from forkpoint.cache.layout import LayerSpec, StateSpec, TensorSpec
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, rows, share
 from forkpoint.models.decoder import BACKBONE, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, read_projection
@@ -74,15 +74,8 @@ class MambaConfig(PartConfig):
         )
         return (StateSpec(tensors, SCAN_OPERATIONS * math.prod(state)),)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MambaConfig, Cuts]:
-        channels = (self.channels, 1)
-        cuts = {
-            "in_proj": rows(channels, channels),
-            **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), rows(channels)),
-            **inward("x_proj", self.rank + 2 * self.values, ranks),
-            **inward("out_proj", hidden_size, ranks),
-        }
-        return replace(self, channels=share(self.channels, "channels", ranks)), cuts
+    def cut(self, ranks: Ranks) -> MambaConfig:
+        return replace(self, channels=share(self.channels, "channels", ranks))
 
     def num_weights(self, hidden_size: int) -> int:
         return self.channels * (3 * hidden_size + 2 * self.rank + 2 * self.values)
@@ -95,16 +88,17 @@ class Mamba:
         self._ops, self._layer, self._config = build.ops, layer, config
         get, fp32, hidden = build.weights.get, torch.float32, build.config.hidden_size
         channels, values, rank = config.channels, config.values, config.rank
-        self._input = read_projection(build, f"{name}.in_proj", 2 * channels, hidden, config.bias)
-        taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width)).squeeze(1)
-        bias = get(f"{name}.conv1d.bias", (channels,)) if config.conv_bias else None
+        into = rows(channels, channels)
+        self._input = read_projection(build, f"{name}.in_proj", 2 * channels, hidden, config.bias, cut=into)
+        taps = get(f"{name}.conv1d.weight", (channels, 1, config.conv_width), cut=ROWS).squeeze(1)
+        bias = get(f"{name}.conv1d.bias", (channels,), cut=ROWS) if config.conv_bias else None
         self._conv = Convolution(build.ops, layer, taps, bias)
         self._selection = RowParallel(replace(build, defers=False), f"{name}.x_proj", rank + 2 * values, channels)
-        self._step = read_projection(build, f"{name}.dt_proj", channels, rank)
+        self._step = read_projection(build, f"{name}.dt_proj", channels, rank, cut=ROWS)
         self._params = ScanParams(
-            -torch.exp(get(f"{name}.A_log", (channels, values), fp32, DUMMY_A_LOG)),
-            get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS),
-            get(f"{name}.D", (channels,), fp32, DUMMY_D),
+            -torch.exp(get(f"{name}.A_log", (channels, values), fp32, DUMMY_A_LOG, ROWS)),
+            get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS, ROWS),
+            get(f"{name}.D", (channels,), fp32, DUMMY_D, ROWS),
         )
         self.fold_constants = {"scan": (self._params.A, self._params.dt_bias)}
         parts = {"dt": rank, "b": values, "c": values} if config.norms else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Build, PartConfig
-from forkpoint.models.cuts import Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, WHOLE, Cut, share, sharing
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.models.mamba import MambaModel
@@ -30,7 +30,7 @@ class Mamba2Config(RecurrentConfig):
     conv_bias: bool = True
     bias: bool = False
     norm: Literal["after", "before"] | None = "after"
-    norm_groups: int = 0  # of the norm where each spans several ranks; 0: those of `spec`
+    sharing: int = 1  # ranks that have the same groups, which the norm then spans
     scales: tuple[float, ...] = (1.0,) * 5
     out_scale: float = 1.0
     name: str = "mamba"
@@ -69,13 +69,19 @@ class Mamba2Config(RecurrentConfig):
         order, rows, scale = torch.cat([*parts[3:0:-1], z, dt]), {"in": inner + spec.mixed_dim + heads}, None
         if any(by != 1.0 for by in self.scales):
             scale = torch.cat([torch.full((len(part),), by) for part, by in zip(parts, self.scales, strict=True)])
-        product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order)
+        cut = Cut(0, ((inner, 1), *self.conv_cut.sections, (heads, 1)))
+        product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order, {"in": cut})
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
             mixed, z, dt = torch.split(product(x), [spec.mixed_dim, inner, heads], dim=-1)
             return mixed, dt, None, z
 
         return project
+
+    @property
+    def conv_cut(self) -> Cut:
+        keys = (self.spec.num_k_heads * self.spec.key_dim, self.sharing)
+        return Cut(0, ((self.inner, 1), keys, keys))
 
     def _xbc(self, start: int) -> list[Tensor]:
         """Rows of x, B and C where x starts at `start`."""
@@ -87,16 +93,19 @@ class Mamba2Config(RecurrentConfig):
         """Rows `[C | B | x]` of those stored as `[x | B | C]`."""
         taps, _ = RecurrentConfig.taps(self, build, name)
         order = torch.cat(self._xbc(0)[::-1])
-        bias = build.weights.get(f"{name}.conv1d.bias", (len(order),))[order] if self.conv_bias else None
-        return taps[order], bias
+        if not self.conv_bias:
+            return taps[order], None
+        return taps[order], build.weights.get(f"{name}.conv1d.bias", (len(order),), cut=self.conv_cut)[order]
 
     def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        ops, ranks, spans = build.ops, build.ranks, self.norm_groups > 0
+        ops, ranks, spans = build.ops, build.ranks, self.sharing > 1
         out = RowParallel(build, f"{name}.out_proj", build.config.hidden_size, self.inner, self.bias, self.out_scale)
         if self.norm is None:
             return lambda heads, gate: out(ops.silu_mul(torch.cat((gate, heads.flatten(1)), dim=-1)))
-        norm = RMSNorm(build, f"{name}.norm", self.inner * (ranks.size if spans else 1), False, self.norm_eps)
-        weight, first = norm.weight.view(self.norm_groups or self.spec.num_k_heads, -1), self.norm == "after"
+        size, cut = (self.inner * ranks.size, WHOLE) if spans else (self.inner, ROWS)
+        norm = RMSNorm(build, f"{name}.norm", size, False, self.norm_eps, cut)
+        groups = ranks.size // self.sharing if spans else self.spec.num_k_heads
+        weight, first = norm.weight.view(groups, -1), self.norm == "after"
 
         def finish(heads: Tensor, gate: Tensor) -> Tensor:
             parts = [heads.flatten(1), gate]
@@ -108,25 +117,12 @@ class Mamba2Config(RecurrentConfig):
 
         return finish
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Mamba2Config, Cuts]:
+    def cut(self, ranks: Ranks) -> Mamba2Config:
         spec = self.spec
-        keys, values = (spec.num_k_heads, spec.key_dim), (spec.num_v_heads, spec.value_dim)
-        heads = (spec.num_v_heads, 1)
-        cuts = {
-            "in_proj": rows(values, values, keys, keys, heads),
-            "conv1d": rows(values, keys, keys),
-            **dict.fromkeys(("A_log", "dt_bias", "D"), rows(heads)),
-            **inward("out_proj", hidden_size, ranks),
-        }
-        num_heads = share(spec.num_v_heads, "heads", ranks)
+        heads = share(spec.num_v_heads, "heads", ranks)
         groups = share(spec.num_k_heads, "groups", ranks, shared=True)
-        norm_groups = 0
-        if spec.num_k_heads % ranks.size:
-            norm_groups = spec.num_k_heads  # of which each spans several ranks
-        else:
-            cuts[f"{self.name}.norm"] = rows(values)
-        own = replace(spec, num_k_heads=groups, num_v_heads=num_heads)
-        return replace(self, spec=own, norm_groups=norm_groups), cuts
+        own = replace(spec, num_k_heads=groups, num_v_heads=heads)
+        return replace(self, spec=own, sharing=sharing(spec.num_k_heads, ranks))
 
 
 class Mamba2(MambaModel):

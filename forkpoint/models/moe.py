@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError, ModelFolderError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cut, Cuts, share
+from forkpoint.models.cuts import WHOLE, Cut, share
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, over_ranks, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
@@ -78,23 +78,16 @@ class MoEConfig(PartConfig):
     def build(self, build: Build, name: str, layer: int) -> SparseMLP:
         return SparseMLP(build, name, self)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[MoEConfig, Cuts]:
+    def cut(self, ranks: Ranks) -> MoEConfig:
         """Each expert by its inner features; where ranks gather, by what it gives alone, as one operation does the
         rest."""
-        kinds = {"experts": self.intermediate_size, self.shared_name: self.shared_intermediate_size}
-        cuts = Cuts()
-        for name, size in kinds.items():
-            given = ranks.cuts_rows(self.latent_size or hidden_size)
-            cuts[f"{name}.down_proj"] = (Cut(-2) if given else None) if ranks.gathers else Cut(-1)
-            features = None if ranks.gathers else Cut(-2, ((size, 1),))
-            cuts |= dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), features)
-            cuts[f"{name}.gate_up_proj"] = None if ranks.gathers else Cut(-2, ((size, 1), (size, 1)))
         if ranks.gathers:
-            return self, cuts
-        inner, shared = (share(size, "features of an expert", ranks) if size else 0 for size in kinds.values())
+            return self
+        sizes = (self.intermediate_size, self.shared_intermediate_size)
+        inner, shared = (share(size, "features of an expert", ranks) if size else 0 for size in sizes)
         if self.rule.num_shared != -(-shared // inner):
             raise ConfigError(f"tensor_parallel_size={ranks.size}: the shared expert cannot be cut as the others are")
-        return replace(self, intermediate_size=inner, shared_intermediate_size=shared), cuts
+        return replace(self, intermediate_size=inner, shared_intermediate_size=shared)
 
     def num_weights(self, hidden_size: int) -> int:
         routed = self._num_matrices * self.rule.top_k * self.intermediate_size * (self.latent_size or hidden_size)
@@ -146,6 +139,10 @@ class SparseMLP:
             self._narrow = read_projection(build, f"{name}.fc1_latent_proj", moe.latent_size, hidden)
             self._widen = read_projection(build, f"{name}.fc2_latent_proj", hidden, moe.latent_size)
         self._into = ("gate", "up") if moe.gated else ("up",)  # of an expert's matrices
+        self._in_cut, self._out_cut = Cut(-2), Cut(-1)
+        if build.ranks.gathers:
+            given = moe.latent_size or hidden
+            self._in_cut, self._out_cut = WHOLE, Cut(-2) if build.ranks.cuts_rows(given) else WHOLE
         self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
     def _read_experts(self, build: Build, name: str) -> tuple[Matrix, Matrix]:
@@ -161,9 +158,10 @@ class SparseMLP:
         fused, apart = self._stacks(name)
         stack: Matrix | None = None
         if source.has(fused):
-            gate_up.put(source.get_matrix(fused, (count, size, hidden)), 0, slice(count))
+            cut = replace(self._in_cut, sections=((inner, 1),) * len(self._into))
+            gate_up.put(source.get_matrix(fused, (count, size, hidden), cut), 0, slice(count))
             # Before `down` has memory, which would else lie in that of the first stack and waste the rest of it.
-            stack = source.get_matrix(apart, (count, given, inner))
+            stack = source.get_matrix(apart, (count, given, inner), self._out_cut)
         down = JoinedMatrix(source, (total, given, inner), scaled, True)
         if stack is not None:
             down.put(stack, 0, slice(count))
@@ -171,8 +169,9 @@ class SparseMLP:
             for e in range(count):
                 expert = f"{name}.experts.{e}"
                 for i, part in enumerate(self._into):
-                    gate_up.put(source.get_matrix(f"{expert}.{part}_proj.weight", (inner, hidden)), i * inner, e)
-                down.put(source.get_matrix(f"{expert}.down_proj.weight", (given, inner)), 0, e)
+                    into = source.get_matrix(f"{expert}.{part}_proj.weight", (inner, hidden), self._in_cut)
+                    gate_up.put(into, i * inner, e)
+                down.put(source.get_matrix(f"{expert}.down_proj.weight", (given, inner), self._out_cut), 0, e)
         if self._moe.rule.num_shared:
             self._read_shared(build, f"{name}.{self._moe.shared_name}", gate_up, down)
         return gate_up.matrix, down.matrix
@@ -197,8 +196,8 @@ class SparseMLP:
         """Put slices of the shared expert behind the routed ones; there are zeros behind its end."""
         moe, hidden, source = self._moe, build.config.hidden_size, build.weights
         inner, whole = moe.intermediate_size, moe.shared_intermediate_size
-        into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden)) for part in self._into]
-        back = source.get_matrix(f"{name}.down_proj.weight", (down.matrix.shape[1], whole))
+        into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden), self._in_cut) for part in self._into]
+        back = source.get_matrix(f"{name}.down_proj.weight", (down.matrix.shape[1], whole), self._out_cut)
         back = back if isinstance(down.matrix, ScaledMatrix) else dense(back)
         for part in range(moe.rule.num_shared):
             start, end = part * inner, min((part + 1) * inner, whole)

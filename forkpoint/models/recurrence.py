@@ -16,7 +16,7 @@ from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.convolution import Convolution, kept_window
-from forkpoint.models.cuts import Cut, Cuts, inward, rows, share
+from forkpoint.models.cuts import ROWS, Cut, rows, share
 from forkpoint.models.layers import RMSNorm, RowParallel
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.ranks import Ranks
@@ -98,6 +98,12 @@ class RecurrentConfig(PartConfig):
         """Values of all heads."""
         return self.spec.num_v_heads * self.spec.value_dim
 
+    @property
+    def conv_cut(self) -> Cut:
+        """Of the convolution's channels, as they are stored: those of q, k and v."""
+        keys = self.spec.num_k_heads * self.spec.key_dim
+        return rows(keys, keys, self.inner)
+
     @abstractmethod
     def project(self, build: Build, name: str) -> Project:
         """The projection into the recurrence."""
@@ -118,10 +124,10 @@ class RecurrentConfig(PartConfig):
         source, shape, whole = build.weights, (self.spec.mixed_dim, 1, self.conv_width), f"{name}.conv1d.weight"
         apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
         if source.has(whole) or not any(map(source.has, apart)):
-            return source.get(whole, shape).squeeze(1), None
+            return source.get(whole, shape, cut=self.conv_cut).squeeze(1), None
         stored = [source.shape(part) or () for part in apart]
         parts = [source.get(part, (*found[:1], *shape[1:])) for part, found in zip(apart, stored, strict=True)]
-        taps, own = torch.cat(parts).squeeze(1), source.shares.part(whole, shape)
+        taps, own = torch.cat(parts).squeeze(1), self.conv_cut.part(shape, source.ranks)
         channels = own.whole[0] if own else shape[0]
         if len(taps) != channels:
             raise ModelFolderError(
@@ -132,9 +138,10 @@ class RecurrentConfig(PartConfig):
     def _params(self, build: Build, name: str) -> RecurrenceParams:
         source, fp32, heads = build.weights, torch.float32, (self.spec.num_v_heads,)
         flat = len(source.shape(f"{name}.A_log") or heads) == 1
-        a_log = source.get(f"{name}.A_log", heads if flat else (1, 1, *heads, 1), fp32, DUMMY_A_LOG).flatten()
-        dt_bias = source.get(f"{name}.dt_bias", (self.spec.num_decays,), fp32, DUMMY_DT_BIAS)
-        skip = None if self.spec.delta else source.get(f"{name}.D", heads, fp32, DUMMY_D)
+        shape, cut = (heads, ROWS) if flat else ((1, 1, *heads, 1), Cut(2))
+        a_log = source.get(f"{name}.A_log", shape, fp32, DUMMY_A_LOG, cut).flatten()
+        dt_bias = source.get(f"{name}.dt_bias", (self.spec.num_decays,), fp32, DUMMY_DT_BIAS, ROWS)
+        skip = None if self.spec.delta else source.get(f"{name}.D", heads, fp32, DUMMY_D, ROWS)
         return RecurrenceParams(self.spec, a_log, dt_bias, skip)
 
     def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -167,27 +174,11 @@ class RecurrentConfig(PartConfig):
         operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
         return (StateSpec(tensors, operations * math.prod(matrix)),)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[Self, Cuts]:
+    def cut(self, ranks: Ranks) -> Self:
         spec = self.spec
-        group = spec.num_v_heads // spec.num_k_heads
-        keys, values, heads = (
-            (spec.num_k_heads, spec.key_dim),
-            (spec.num_v_heads, spec.value_dim),
-            (spec.num_v_heads, 1),
-        )
-        cuts = {
-            "in_proj_qkvz": rows((spec.num_k_heads, 2 * (spec.key_dim + group * spec.value_dim))),
-            "in_proj_ba": rows((spec.num_k_heads, 2 * group)),
-            **dict.fromkeys(("in_proj_qkv", "conv1d"), rows(keys, keys, values)),
-            **dict.fromkeys(("q_proj", "k_proj"), rows(keys)),
-            **dict.fromkeys(("in_proj_z", "v_proj", "g_proj", "f_proj", "f_b_proj", "g_b_proj"), rows(values)),
-            **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), rows(heads)),
-            "dt_bias": rows(keys if spec.per_key else heads),
-            "A_log": Cut(-2, (heads,)),
-        }
         num_keys = share(spec.num_k_heads, self.heads_are, ranks)
-        own = replace(self, spec=replace(spec, num_k_heads=num_keys, num_v_heads=num_keys * group))
-        return own, cuts | inward(self.out_name, hidden_size, ranks)
+        num_values = num_keys * (spec.num_v_heads // spec.num_k_heads)
+        return replace(self, spec=replace(spec, num_k_heads=num_keys, num_v_heads=num_values))
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (self.spec.mixed_dim + 2 * self.inner + self.spec.num_v_heads * (1 + self.spec.delta))

@@ -158,11 +158,11 @@ def load_model(
     config, mtp = load_config(path, **options), options.get("mtp", False)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
-    config, shares = config.shared_by(ranks)
+    config = config.shared_by(ranks)
     if config.quantization is not None and config.quantization.by_block and not fp8_as_bytes:
         ops = ops.rounding or ops
     form: dict[str, Any] = {"dtype": torch_dtype, "device": device, "fp8": config.quantization}
-    form |= {"shares": shares, "as_bytes": fp8_as_bytes}
+    form |= {"ranks": ranks, "as_bytes": fp8_as_bytes}
     if load_format == "dummy":
         return _build(config, DummyWeights(seed=seed, **form), ops)
     names = MODELS.find(config.architecture).weight_names

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
-from forkpoint.models.cuts import WHOLE, Part, Shares
+from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
+from forkpoint.ops.ranks import ALONE, Ranks
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -31,6 +33,7 @@ IGNORED = ("model.visual.", "visual.", "model.mtp.")
 MTP = "mtp."
 
 Span: TypeAlias = tuple[float, float]
+NO_CUTS: Final[Mapping[str, Cut]] = MappingProxyType({})
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
 
 
@@ -68,14 +71,14 @@ class JoinedMatrix:
         whole.scales[at, first : first + scale_rows, :scale_columns] = part.scales
 
 
-def join_rows(source: WeightSource, rows: Mapping[str, int], columns: int) -> Matrix:
-    """`[sum(rows), columns]`: the matrices `name.weight` of so many rows below each other; in FP8 where all of them
-    are."""
+def join_rows(source: WeightSource, rows: Mapping[str, int], columns: int, cuts: Mapping[str, Cut] = NO_CUTS) -> Matrix:
+    """`[sum(rows), columns]`: the matrices `name.weight` of so many rows below each other, each with its cut; in FP8
+    where all of them are."""
     names, counts = [f"{name}.weight" for name in rows], list(rows.values())
     scaled, whole_blocks = all(map(source.is_scaled, names)), not any(count % BLOCK for count in counts[:-1])
     joined = JoinedMatrix(source, (sum(counts), columns), scaled, whole_blocks)
-    for name, count, end in zip(names, counts, accumulate(counts), strict=True):
-        joined.put(source.get_matrix(name, (count, columns)), end - count)
+    for name, (part, count), end in zip(names, rows.items(), accumulate(counts), strict=True):
+        joined.put(source.get_matrix(name, (count, columns), cuts.get(part, WHOLE)), end - count)
     return joined.matrix
 
 
@@ -87,7 +90,7 @@ class WeightSource(ABC):
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Format | None = None
-    shares: Shares = WHOLE
+    ranks: Ranks = ALONE
     as_bytes: bool = False  # what is in FP8 comes to the device as its bytes, for one that has no such numbers
 
     @property
@@ -104,20 +107,26 @@ class WeightSource(ABC):
         """The shape in which it is stored, whole; None for made-up weights, which take any."""
 
     def get(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, span: Span | None = None
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        span: Span | None = None,
+        cut: Cut = WHOLE,
     ) -> Tensor:
-        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device; made up in `span`."""
-        return self._own(name, shape, self.shares.part(name, shape), dtype or self.dtype, span)
+        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device; made up in `span`. By
+        `cut` it is this rank's part."""
+        return self._own(name, shape, cut.part(shape, self.ranks), dtype or self.dtype, span)
 
     def is_scaled(self, name: str) -> bool:
         """Whether `get_matrix` gives it in FP8."""
         return self.fp8 is not None and self.fp8.covers(name)
 
-    def get_matrix(self, name: str, shape: Sequence[int]) -> Matrix:
+    def get_matrix(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> Matrix:
         """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
         if not self.is_scaled(name) or self.fp8 is None:
-            return self.get(name, shape)
-        part = self.shares.part(name, shape)
+            return self.get(name, shape, cut=cut)
+        part = cut.part(shape, self.ranks)
         codes, scales = self._scaled(name, shape, part)
         rows, columns = (BLOCK, BLOCK) if self.fp8.by_block else (1, (part.whole if part else shape)[-1])
         if part is not None:

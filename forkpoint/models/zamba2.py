@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cuts
+from forkpoint.models.cuts import Cut, rows
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, join_projections, read_projection
@@ -47,13 +47,8 @@ class SharedConfig(PartConfig):
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
         return self.attention.kept(dtype, state_dtype)
 
-    def cut(self, ranks: Ranks, hidden_size: int) -> tuple[SharedConfig, Cuts]:
-        """An adapter's second matrix gives what the layer's own does; the layer of the first use has all of them."""
-        attention, cuts = self.attention.cut(ranks, hidden_size)
-        mlp, inner = self.mlp.cut(ranks, hidden_size)
-        cuts |= inner | {f"linear_{name}_adapter_list.1": cuts[f"{name}_proj"] for name in "qkv"}
-        cuts["gate_up_proj_adapter_list.1"] = cuts["gate_up_proj"]
-        return replace(self, attention=attention, mlp=mlp), cuts
+    def cut(self, ranks: Ranks) -> SharedConfig:
+        return replace(self, attention=self.attention.cut(ranks), mlp=self.mlp.cut(ranks))
 
     def num_weights(self, hidden_size: int) -> int:
         attention, inner = self.attention, self.mlp.intermediate_size
@@ -72,11 +67,12 @@ class SharedTransformer:
     def __init__(self, build: Build, name: str, config: SharedConfig) -> None:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
         attention, hidden, inner = config.attention, self._hidden, config.mlp.intermediate_size
-        self._rows = attention.sizes
-        rows = dict(zip("qkv", self._rows, strict=True))
-        self._qkv = join_projections(build, f"{name}.self_attn", rows, 2 * hidden)
+        self._rows, self._gate_up_cut = attention.sizes, rows(inner, inner)
+        into = dict(zip("qkv", self._rows, strict=True))
+        self._qkv = join_projections(build, f"{name}.self_attn", into, 2 * hidden, cuts=attention.cuts)
         self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
-        self._gate_up = read_projection(build, f"{name}.feed_forward.gate_up_proj", 2 * inner, hidden)
+        gate_up = f"{name}.feed_forward.gate_up_proj"
+        self._gate_up = read_projection(build, gate_up, 2 * inner, hidden, cut=self._gate_up_cut)
         self._down = RowParallel(build, f"{name}.feed_forward.down_proj", hidden, inner)
         self._first = RMSNorm(build, f"{name}.input_layernorm", 2 * hidden, centred=False)
         self._second = RMSNorm(build, f"{name}.pre_ff_layernorm", hidden, centred=False)
@@ -86,11 +82,13 @@ class SharedTransformer:
         qkv, adapter = self._qkv, f"{config.use}"
         projection: Callable[[Tensor], Tensor] = qkv
         if config.adapts_attention:
-            names = [f"self_attn.linear_{part}_adapter_list.{adapter}" for part in "qkv"]
-            projection = self._adapted(qkv, names, self._rows, 2 * self._hidden, config.rank)
+            cuts = {
+                f"self_attn.linear_{part}_adapter_list.{adapter}": cut for part, cut in config.attention.cuts.items()
+            }
+            projection = self._adapted(qkv, cuts, self._rows, 2 * self._hidden, config.rank)
         attention = Attention(self._build, "", layer, config.attention, (projection, self._out))
-        names, rows = [f"feed_forward.gate_up_proj_adapter_list.{adapter}"], [2 * config.mlp.intermediate_size]
-        gate_up = self._adapted(self._gate_up, names, rows, self._hidden, config.rank)
+        cuts = {f"feed_forward.gate_up_proj_adapter_list.{adapter}": self._gate_up_cut}
+        gate_up = self._adapted(self._gate_up, cuts, [2 * config.mlp.intermediate_size], self._hidden, config.rank)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
             gate, up = gate_up(self._second(attention(self._first(x), ctx))).chunk(2, dim=-1)
@@ -100,12 +98,14 @@ class SharedTransformer:
         return block
 
     def _adapted(
-        self, base: Projection, names: Sequence[str], rows: Sequence[int], columns: int, rank: int
+        self, base: Projection, cuts: Mapping[str, Cut], rows: Sequence[int], columns: int, rank: int
     ) -> Callable[[Tensor], Tensor]:
-        """`base(x)` plus what the adapters make of x, side by side."""
-        build, full = self._build, [f"{self._name}.{name}" for name in names]
+        """`base(x)` plus what the adapters make of x, side by side; of each how its second matrix is cut, as what it is
+        added to is."""
+        build, full = self._build, {f"{self._name}.{name}": cut for name, cut in cuts.items()}
         into = Projection(build.ops, join_rows(build.weights, {f"{name}.0": rank for name in full}, columns))
-        back = [read_projection(build, f"{name}.1", count, rank) for name, count in zip(full, rows, strict=True)]
+        adapters = zip(full.items(), rows, strict=True)
+        back = [read_projection(build, f"{name}.1", count, rank, cut=cut) for (name, cut), count in adapters]
 
         def adapted(x: Tensor) -> Tensor:
             parts = zip(back, into(x).chunk(len(back), dim=-1), strict=True)
