@@ -32,3 +32,4 @@ class ForwardContext:
     caches: tuple[LayerCache, ...]  # with `verify`, `record` also what tokens leave behind, by its specs' names
     verify: VerifyIndex | None = None
     record: RecordIndex | None = None
+    embedded: Tensor | None = None  # `[T, H]`, where a family's layers look at it again

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 from forkpoint.config import MAX_POSITIONS
@@ -147,11 +146,9 @@ class Fields:
         found = self._checked(name, [], lambda v: _is_id(v) or _is_list(v, _is_id), needed)
         return tuple(found) if isinstance(found, list) else (found,)
 
-    def layer_types(
-        self, kinds: Sequence[str], default: Callable[[int], str], others: Mapping[str, str] = MappingProxyType({})
-    ) -> list[str]:
-        """The kind of each layer; `default(i)` where none is listed. `others` are names that some writers use."""
-        count, allowed = self.integer("num_hidden_layers"), (*kinds, *others)
+    def layer_types(self, kinds: Collection[str], default: Callable[[int], str]) -> list[str]:
+        """The kind of each layer; `default(i)` where none is listed."""
+        count, allowed = self.integer("num_hidden_layers"), tuple(kinds)  # what is listed may be anything
         given = self.values.get("layer_types") or [default(i) for i in range(count)]
         if not isinstance(given, list) or len(given) != count:
             raise ModelFolderError(f"{self.where}: layer_types must list {count} layers, it is {given!r}")
@@ -160,7 +157,7 @@ class Fields:
             raise UnsupportedModelError(
                 f"{self.where} has layers of type {', '.join(unknown)}; forkpoint runs {', '.join(allowed)} there"
             )
-        return [others.get(kind, kind) for kind in given]
+        return given
 
     def rope(self) -> Fields:
         """With the fields of rotary positions beside the others."""

@@ -14,8 +14,6 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.ops.parameters import RouteRule
 
-KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # the hub's names -> transformers'
-
 
 class GraniteHybrid(Model):
     """`GraniteMoeHybridForCausalLM`."""
@@ -41,7 +39,8 @@ class GraniteHybrid(Model):
         residual, eps = fields.real("residual_multiplier", 1.0), fields.real("rms_norm_eps")
         attention = AttentionConfig.read(fields, qk_norm=None, scale=fields.real("attention_multiplier", 1.0))
         mixers: dict[str, PartConfig] = {"linear_attention": Mamba2Config.read(fields), "full_attention": attention}
-        kinds = fields.layer_types(tuple(mixers), lambda i: "linear_attention", KINDS)
+        mixers |= {"mamba": mixers["linear_attention"], "attention": attention}  # the hub's names
+        kinds = fields.layer_types(mixers, lambda i: "mamba")
         mlp: PartConfig = MLPConfig(fields.integer("shared_intermediate_size"), name="shared_mlp", fused=True)
         if fields.integer("num_experts", low=0):
             routed = MoEConfig.of(fields, RouteRule(top_k=0), name="block_sparse_moe")

@@ -46,9 +46,7 @@ class Lfm2(Model):
         attention = AttentionConfig.read(fields)
         listed = fields.indices("full_attn_idxs")
         mixers: dict[str, PartConfig] = {"conv": conv, "full_attention": attention}
-        kinds = fields.layer_types(
-            tuple(mixers), lambda i: "full_attention" if listed is None or i in listed else "conv"
-        )
+        kinds = fields.layer_types(mixers, lambda i: "full_attention" if listed is None or i in listed else "conv")
         layers = [(mixers[kind], cls.mlp(fields, layer)) for layer, kind in enumerate(kinds)]
         return ModelConfig.of(fields, layers, fields.rotary(attention.head_dim))
 

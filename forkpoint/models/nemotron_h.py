@@ -14,8 +14,6 @@ from forkpoint.models.mamba2 import Mamba2Config
 from forkpoint.models.moe import MoEConfig
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-# Names of other writers -> transformers'.
-KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class NemotronH(Model):
@@ -46,6 +44,7 @@ class NemotronH(Model):
             "full_attention": AttentionConfig.read(fields, qk_norm=None, name="mixer"),
             "mlp": MLPConfig(fields.integer("intermediate_size"), gated=False, name="mixer"),
         }
+        parts |= {"mamba": parts["linear_attention"], "attention": parts["full_attention"]}
         kinds = cls.kinds(fields)
         if "moe" in kinds:
             parts["moe"] = cls.experts(fields)
@@ -62,7 +61,7 @@ class NemotronH(Model):
         if not isinstance(given, list):
             raise ModelFolderError(f"{fields.where} has layer_types={given!r}; a list is needed")
         counted = Fields({"layer_types": given, "num_hidden_layers": len(given)}, fields.where)
-        return counted.layer_types(tuple(LETTERS.values()), lambda i: "mlp", KINDS)
+        return counted.layer_types((*LETTERS.values(), "mamba", "attention"), lambda i: "mlp")  # other writers' names
 
     @staticmethod
     def experts(fields: Fields) -> PartConfig:

@@ -24,8 +24,7 @@ from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks
 
-TYPES = ("linear_attention", "hybrid")
-KINDS = {"mamba": "linear_attention", "m": "linear_attention", "g": "hybrid"}  # names of other writers
+SHARING = ("hybrid", "g")  # layers before which a shared transformer stands, as transformers and others call them
 NORM_EPS = 1e-5  # of the gated norm, whatever rms_norm_eps says
 
 
@@ -148,10 +147,10 @@ class Zamba2(Model):
         mamba = Mamba2Config.read(plain, norm_eps=NORM_EPS)
         count, uses = fields.integer("num_mem_blocks", 1), itertools.count()
         layers: list[tuple[PartConfig, ...]] = []
-        # Unless listed, a shared transformer stands before layers 6, 12, .. 42, 47 and 51.
-        sharing = {*range(6, 43, 6), 47, 51}
-        for kind in fields.layer_types(TYPES, lambda i: TYPES[i in sharing], KINDS):
-            use = next(uses) if kind == "hybrid" else None
+        usual = {*range(6, 43, 6), 47, 51}  # where nothing is listed
+        kinds = ("linear_attention", *SHARING, "mamba", "m")
+        for kind in fields.layer_types(kinds, lambda i: "hybrid" if i in usual else "mamba"):
+            use = next(uses) if kind in SHARING else None
             layers.append((mamba,) if use is None else (replace(shared, block=use % count, use=use), mamba))
         rotary = fields.rotary(dim) if fields.flag("use_mem_rope", False) else NO_POSITIONS
         return ModelConfig.of(fields, layers, rotary)
@@ -172,19 +171,12 @@ class Zamba2(Model):
         )
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        x, embedded = self._embed(token_ids), self._embed(token_ids)  # norms may add to the first ones in place
-        residual: Tensor | None = None
-        for layer in self._layers:
-            if isinstance(layer, HybridLayer):
-                x, residual = layer.beside(embedded, x, residual, ctx)
-            else:
-                x, residual = layer(x, residual, ctx)
-        return self._norm.add(x, residual)[0]
+        return super().forward(token_ids, replace(ctx, embedded=self._embed(token_ids)))
 
 
 @dataclass(frozen=True, slots=True)
 class HybridLayer:
-    """`h += mamba(norm(h + linear(shared([h, embedding]))))`. The first layer's hidden state is the embedding."""
+    """`h += mamba(norm(h + linear(shared([h, embedding]))))`."""
 
     shared: Block
     linear: Projection
@@ -192,13 +184,8 @@ class HybridLayer:
     mamba: Block
 
     def __call__(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """As any layer, at the start of the model."""
-        return self.beside(x, x, residual, ctx)
-
-    def beside(
-        self, embedded: Tensor, x: Tensor, residual: Tensor | None, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """As any layer; `embedded[T, H]` are the tokens' embeddings."""
+        """As any layer; the context has the tokens' embeddings."""
+        assert ctx.embedded is not None
         hidden = x if residual is None else residual + x
-        more = self.linear(self.shared(torch.cat((hidden, embedded), dim=-1), ctx))
+        more = self.linear(self.shared(torch.cat((hidden, ctx.embedded), dim=-1), ctx))
         return self.mamba(self.norm(hidden + more), ctx), hidden
