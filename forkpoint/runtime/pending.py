@@ -21,7 +21,7 @@ class Verified(NamedTuple):
 
     windows: Windows
     counts: Tensor
-    confirm: Callable[[IntArray], None] | None = None
+    confirm: Callable[[IntArray], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,7 @@ class RunningStep:
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None
         if self.verified is not None:
             counts = self.verified.counts.numpy().astype(np.int32)
-            if self.verified.confirm is not None:
-                self.verified.confirm(counts)
+            self.verified.confirm(counts)
             kept = self.verified.windows.kept(counts)
             token_ids, rows = token_ids[kept], np.repeat(rows, counts)
         logprobs = dict[int, tuple[TokenLogprobs, ...]]()

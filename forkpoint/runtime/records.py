@@ -4,7 +4,6 @@ their recurrent states."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,11 +160,6 @@ class TokenRecords:
     def behind(self, rows: StepRows) -> IntArray:
         """How many tokens each row may be behind where it was planned to start."""
         return np.where(rows.ahead, self._pending[rows.row] - 1, 0)
-
-    def caught_up(self, rows: StepRows) -> StepRows:
-        """With exact starts, where the device's memory is the host's."""
-        missed = self.missed.numpy()[self.late(rows)].astype(np.int32)
-        return replace(rows, start=rows.start - missed, ahead=np.zeros_like(rows.ahead))
 
     def issued(self, plan: StepPlan) -> None:
         """The step is on its way. What rows without drafts compute is in their slots, or recorded."""

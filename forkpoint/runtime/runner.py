@@ -160,8 +160,6 @@ class ModelRunner:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
             return RunningStep(known, self.platform.mark(), plan.sampled_rows)
-        if self._records is not None and self.platform.shares_memory and plan.rows.ahead.any():
-            plan = replace(plan, rows=self._records.caught_up(plan.rows))
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -275,13 +273,8 @@ class ModelRunner:
         count = len(windows.drafts)
         counted = partial(windows.mask, found[count:], there.starts, there.sizes)
         self._sampler.count(sampling, sampled.token_ids, counted)
-        confirm = partial(self._records.confirm, plan)
         told = self.platform.to_host(found)
-        on_host, known = told[:count], told[count:]
-        if not self.platform.shares_memory:
-            return on_host, Verified(windows, known, confirm)
-        confirm(known.numpy())
-        return on_host, Verified(windows, known)
+        return told[:count], Verified(windows, told[count:], partial(self._records.confirm, plan))
 
     def _confirm(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
         """Which positions of those rows count, as the operator says it."""

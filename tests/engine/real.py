@@ -258,6 +258,8 @@ def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) 
     def noting(plan: StepPlan, outputs: StepOutputs, sampling: Any, plain: bool, windows: Any) -> Any:
         logits = runner._model.head.whole(outputs.own)
         rows, ends = plan.sampled_rows, plan.rows.start + plan.rows.num_tokens - plan.rows.num_drafts
+        if runner._records is not None:  # rows that were planned ahead start where the last step's drafts ended
+            ends = ends - runner._records.missed.numpy()[runner._records.late(plan.rows)]
         before = ends[plan.rows.samples] - runner.batch.num_prompt_tokens[rows]
         if windows is not None:
             rows, before = np.repeat(rows, windows.sizes), windows.spread(before)
