@@ -60,7 +60,7 @@ class ConvRecurrence:
     def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
         state = (self._params, cache["matrix"])
-        if ctx.record is not None:
+        if ctx.record is not None and not self._params.spec.per_key:  # with decays for each key every state is written
             recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
             if ctx.verify is None and self._ops.conv_record is not None:
                 rows = slots["conv_update"]
@@ -166,7 +166,7 @@ class RecurrentConfig(PartConfig):
             (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
         )
         records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
-        kept = (records,) if spec.per_key else (records, spaced)  # with decays for each key every state is written
+        kept = (records,) if spec.per_key else (records, spaced)
         tensors = (
             kept_window(spec.mixed_dim, self.conv_width, dtype),
             TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept),

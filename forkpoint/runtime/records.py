@@ -32,11 +32,11 @@ class TokenRecords:
     written every `interval` tokens are behind by those since the last multiple of it. Positions alone decide, so a
     request's bits do not depend on what else ran; the grid of checkpoints is a multiple of it. The state of a row that
     leaves the batch at a block boundary, where it may have become a checkpoint, is folded first. `most_tokens` of a row
-    are in a step; with an interval of 1 a row has two lines of what is not `single`: a step writes one and reads the
-    other. `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give
-    them. `missed[row]`, int64 on the device, are the drafts that did not count of the row's last step with some; behind
-    all rows there is a 0. Until a step's result is known the host supposes that all count. What `constants` has of a
-    layer's tensor stands behind the records that its `fold` is given.
+    are in a step; of what is not `single` a row has two lines: a step writes one and reads the other. `layers` are the
+    arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them. `missed[row]`,
+    int64 on the device, are the drafts that did not count of the row's last step with some; behind all rows there is a
+    0. Until a step's result is known the host supposes that all count. What `constants` has of a layer's tensor stands
+    behind the records that its `fold` is given.
     """
 
     def __init__(
@@ -74,10 +74,7 @@ class TokenRecords:
             layers.append({**cache, **records})
         self.layers = tuple(layers)
         self._pending = np.zeros(num_rows, np.int32)
-        # That the row's next step reads, and what takes it to the one that is written.
-        self._line, self._turn = np.arange(num_rows, dtype=np.int32), 0
-        if not spaced:
-            self._line, self._turn = 2 * self._line, 1
+        self._line = 2 * np.arange(num_rows, dtype=np.int32)  # that the row's next step reads
         self._start = np.full(num_rows, NOWHERE, np.int32)  # of the row's last step
         self._whole = np.zeros(num_rows, np.int32)  # tokens of the state that it read
         self._end = np.zeros(num_rows, np.int32)  # tokens that the state has once they are folded
@@ -90,34 +87,38 @@ class TokenRecords:
         rows = plan.rows
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
-    def arrays(self, plan: StepPlan, pad: Pad) -> Arrays:
-        """The fields of VerifyIndex: what the decode rows of a step, padded by `pad`, fold, compute and leave."""
-        row = plan.rows.row[: plan.num_decodes]
-        pending, line = self._pending[row], self._line[row]
-        return {
-            **self._slots(plan, pending, "verify", pad),
-            "verify_pending": pad(pending, 0),
-            "verify_read": pad(line, 0),
-            "verify_write": pad(line ^ self._turn, 0),
-            "verify_line": pad(row, 0),
-        }
+    def arrays(self, plan: StepPlan, pad: Pad, verifies: bool) -> Arrays:
+        """What the decode rows of a step, padded by `pad`, find, compute and leave: the fields of RecordIndex, unless
+        every state is written, and those of VerifyIndex, if the step `verifies`; src, dst and cu_tokens are both's."""
+        rows, decodes, found = plan.rows, plan.num_decodes, Arrays()
+        row, start = rows.row[:decodes], rows.start[:decodes]
+        if self._spaced_states:
+            written = self._written(row, start)
+            found |= {
+                **self._marks(plan, start - written, "record", pad),
+                "record_line": pad(row, NO_ROW),
+                "record_written": pad(written, 0),
+                "record_held": pad(start - written, 0),
+            }
+        if verifies:
+            pending, line = self._pending[row], self._line[row]
+            found |= {
+                **self._marks(plan, pending, "verify", pad),
+                "verify_pending": pad(pending, 0),
+                "verify_read": pad(line, 0),
+                "verify_write": pad(line ^ 1, 0),
+                "verify_line": pad(row, 0),
+            }
+        if found:
+            found |= {
+                "row_src": pad(rows.read_slot[:decodes], NO_SLOT),
+                "row_dst": pad(rows.write_slot[:decodes], NO_SLOT),
+                "row_cu_tokens": running_total(pad(rows.num_tokens[:decodes], 0)),
+            }
+        return found
 
-    def spaced_arrays(self, plan: StepPlan, pad: Pad) -> Arrays:
-        """The same of RecordIndex; none where every state is written."""
-        if not self._spaced_states:
-            return {}
-        row, start = plan.rows.row[: plan.num_decodes], plan.rows.start[: plan.num_decodes]
-        written = self._written(row, start)
-        return {
-            **self._slots(plan, start - written, "record", pad),
-            "record_line": pad(row, NO_ROW),
-            "record_written": pad(written, 0),
-            "record_held": pad(start - written, 0),
-        }
-
-    def _slots(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
-        """What both have: where states come from and go, and the rows' tokens. Rows are `behind` by so many: after how
-        many of those a state goes elsewhere too, and where."""
+    def _marks(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
+        """Rows are `behind` by so many tokens: after how many of those a state goes elsewhere too, and where."""
         rows, decodes = plan.rows, plan.num_decodes
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
         # A row that turns to another slot leaves a checkpoint behind, which has to be whole.
@@ -129,13 +130,7 @@ class TokenRecords:
         mark[at] = rows.save_positions[:num_saves] - (start - behind)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
         mark[mark > behind] = 0  # in reach of the last step, which did not come so far
-        return {
-            f"{kind}_src": pad(read, NO_SLOT),
-            f"{kind}_dst": pad(write, NO_SLOT),
-            f"{kind}_cu_tokens": running_total(pad(rows.num_tokens[:decodes], 0)),
-            f"{kind}_mark": pad(mark, 0),
-            f"{kind}_mark_dst": pad(mark_slot, NO_SLOT),
-        }
+        return {f"{kind}_mark": pad(mark, 0), f"{kind}_mark_dst": pad(mark_slot, NO_SLOT)}
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:
         """Tokens of the states in the rows' slots; a row that was not decoded before has a whole one."""
@@ -169,7 +164,7 @@ class TokenRecords:
         self._pending[row] = np.where(drafts, 1 + drafts, 0)
         self._end[row] = (rows.start + rows.num_tokens)[:count]
         self._slot[row], self._step[row] = rows.write_slot[:count], plan.step
-        self._line[row] ^= self._turn
+        self._line[row] ^= 1
 
     def confirm(self, plan: StepPlan, counts: IntArray) -> None:
         """It is known how many tokens of each row that the step sampled count."""
@@ -236,7 +231,7 @@ def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tu
             yield record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
     elif most_tokens > 1:
         for record in tensor.records:
-            yield record, 2 if interval == 1 and not record.single else 1, most_tokens
+            yield record, 1 if record.single else 2, most_tokens
 
 
 def _tensors(layer: LayerSpec) -> list[TensorSpec]:

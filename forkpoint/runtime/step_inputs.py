@@ -115,11 +115,9 @@ class StepBuilder:
             def pad(column: IntArray, fill: int) -> IntArray:
                 return padded(column, num_rows, fill)
 
-            arrays |= self._records.spaced_arrays(plan, pad)
+            arrays |= self._records.arrays(plan, pad, shape.num_verified > 0)
             if shape.num_verified:
-                arrays |= self._records.arrays(plan, pad) | self._drafts(
-                    plan, shape, self._records.late(rows), recorded
-                )
+                arrays |= self._drafts(plan, shape, self._records.late(rows), recorded)
         # To attention each token of a decode row is a row of its own, but that keys of some are read together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -149,10 +147,12 @@ class StepBuilder:
         if "parts" in t:
             lead = t.get("lead")
             work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else self._folded)
+        rows = (t["row_src"], t["row_dst"], t["row_cu_tokens"]) if "row_src" in t else ()
         if shape.num_verified:
-            verify = VerifyIndex(*(t[f"verify_{name}"] for name in VerifyIndex.__slots__))
+            verify = VerifyIndex(*rows, *(t[f"verify_{name}"] for name in VerifyIndex.__slots__[len(rows) :]))
         if self._records is not None and "record_line" in t:
-            record = RecordIndex(self._records.interval, *(t[f"record_{name}"] for name in RecordIndex.__slots__[1:]))
+            names = RecordIndex.__slots__[1 + len(rows) :]
+            record = RecordIndex(self._records.interval, *rows, *(t[f"record_{name}"] for name in names))
         attention = AttentionIndex(
             shape.num_decodes,
             t["cu_queries"],

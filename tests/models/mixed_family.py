@@ -17,6 +17,7 @@ from forkpoint.models.convolution import ShortConvConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig
+from forkpoint.models.kimi_linear import KDAConfig
 from forkpoint.models.layers import MLPConfig, read_projection
 from forkpoint.models.qwen3_next import Qwen35
 
@@ -108,6 +109,7 @@ class Mixed(Model):
             "mlp": (mlp,),
             "conv": (ShortConvConfig(channels=64, width=3), mlp),
             "delta": (delta,),
+            "kda": (KDAConfig.of(2, 16, 3), mlp),
             "ema": (EmaConfig(), mlp),
             "attention": (attention,),
         }

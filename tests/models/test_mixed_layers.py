@@ -86,3 +86,17 @@ def test_what_is_kept_matters(folder: Path) -> None:
             assert ask(llm, PROMPT).outputs == want.outputs
             view.zero_()
             assert ask(llm, PROMPT).outputs != want.outputs
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_states_that_are_written_every_few_tokens_beside_others(
+    folder: Path, tmp_path: Path, speculative: dict[str, Any] | None
+) -> None:
+    config = {**CONFIG, "num_hidden_layers": 4, "layer_types": ["delta", "kda", "attention", "delta"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = []
+    for interval in (1, 8):
+        options = {"deterministic": False, "speculative_config": speculative, "state_write_interval": interval}
+        with start(tmp_path, **options) as llm:
+            found.append([ask(llm, prompt).outputs[0].token_ids for prompt in (PROMPT, PROMPT[:7] * 12)])
+    assert found[0] == found[1]
