@@ -108,19 +108,20 @@ class Model(ABC):
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""
-        blocks = self.blocks(replace(build, defers=self.defers_sums), layer)
-        names = [f"model.layers.{layer}.{norm}" for norm in self.norms[: len(blocks)]]
-        norms = [RMSNorm(build, name, build.config.hidden_size, self.centred_norms) for name in names]
-        return PreNormLayer(list(zip(norms, blocks, strict=True)))
+        return PreNormLayer(self.normed_blocks(build, layer, self.norms))
 
-    def blocks(self, build: Build, layer: int) -> list[Block]:
-        """The parts of layer `layer`, built; notes what their states are folded by beside records."""
-        parts = build.config.layers[layer]
-        blocks = [part.build(build, f"model.layers.{layer}.{part.name}", layer) for part in parts]
-        for block in blocks:
-            named = getattr(block, "fold_constants", {})
-            self.fold_constants |= {(layer, name): constants for name, constants in named.items()}
-        return blocks
+    def normed_blocks(self, build: Build, layer: int, names: Sequence[str]) -> list[tuple[RMSNorm, Block]]:
+        """The parts of layer `layer`, built, each with the norm of that name; notes what their states are folded by
+        beside records."""
+        build, parts = replace(build, defers=self.defers_sums), build.config.layers[layer]
+        found = list[tuple[RMSNorm, Block]]()
+        for part, norm in zip(parts, names[: len(parts)], strict=True):
+            name = f"model.layers.{layer}"
+            block = part.build(build, f"{name}.{part.name}", layer)
+            found.append((RMSNorm(build, f"{name}.{norm}", build.config.hidden_size, self.centred_norms), block))
+            constants: Mapping[str, Sequence[Tensor]] = getattr(block, "fold_constants", {})
+            self.fold_constants |= {(layer, tensor): each for tensor, each in constants.items()}
+        return found
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""

@@ -9,9 +9,10 @@ from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.decoder import Layer, Model, PostNormLayer
 from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig, layer_types
-from forkpoint.models.layers import MLPConfig, RMSNorm
+from forkpoint.models.layers import MLPConfig
 from forkpoint.models.rotary import NO_POSITIONS
 
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 GATED_NORM_EPS = 1e-5  # fixed in the architecture, whatever rms_norm_eps says
 
 
@@ -42,7 +43,4 @@ class OlmoHybrid(Model):
     def build_layer(self, build: Build, layer: int) -> Layer:
         if isinstance(build.config.layers[layer][0], GDNConfig):
             return super().build_layer(build, layer)
-        blocks = self.blocks(build, layer)
-        names = [f"model.layers.{layer}.post_{part}_layernorm" for part in ("attention", "feedforward")]
-        norms = [RMSNorm(build, name, build.config.hidden_size, centred=False) for name in names]
-        return PostNormLayer(list(zip(norms, blocks, strict=True)))
+        return PostNormLayer(self.normed_blocks(build, layer, POST_NORMS))
