@@ -61,7 +61,7 @@ class Platform(Protocol):
     collectives: ClassVar[str] = ""  # torch.distributed's backend for ranks on devices of this kind; "": there is none
     serves_all_ranks: ClassVar[bool] = False  # one device is enough for any number of ranks
     device: torch.device
-    shares_memory: bool = True  # the device works on the host's memory: uploads and mirrors are the arrays themselves
+    shares_memory: bool = True  # the device works on the host's memory: uploads are the arrays themselves
     has_graphs: bool = False  # `record_graph` is of use
 
     @abstractmethod
@@ -98,10 +98,6 @@ class Platform(Protocol):
     def mark(self) -> Mark:
         """After all work issued so far."""
         return _PastMark()
-
-    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
-        """A tensor on the device with the array's contents; it shares them where memory is shared."""
-        return torch.from_numpy(array).to(self.device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy on the host, filled in once a mark made after this call has been waited for."""

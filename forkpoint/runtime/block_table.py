@@ -44,7 +44,7 @@ class BlockTable:
         self._table = np.zeros((num_rows, self.max_entries_per_row), np.int32)
         self._num_entries = np.zeros(num_rows, np.int32)
         self._platform = platform or CpuPlatform()
-        self.device = self._platform.mirror(self._table)  # `[num_rows, max_entries_per_row]` int32, as of `commit`
+        self.device = self._platform.upload(self._table)  # `[num_rows, max_entries_per_row]` int32, as of `commit`
         self._changed: list[LongArray] = []  # entries, by their place in the flat table, that the device does not know
 
     @property

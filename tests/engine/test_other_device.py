@@ -54,9 +54,6 @@ class AwayPlatform(CpuPlatform):
     def operators(self, cpu_ops: str) -> str:
         return "torch"
 
-    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array.copy())
-
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.copy())
 

@@ -91,7 +91,7 @@ class TestRows:
                 super().__init__()
                 self.shares_memory = False
 
-            def mirror(self, array: np.ndarray) -> Tensor:
+            def upload(self, array: np.ndarray) -> Tensor:
                 return torch.from_numpy(array.copy())
 
         table, near = BlockTable(4, 5, 4, platform=Apart()), BlockTable(4, 5, 4)

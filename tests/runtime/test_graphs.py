@@ -36,9 +36,6 @@ class RecordingPlatform(CpuPlatform):
         super().__init__()
         self.shares_memory, self.has_graphs = False, True
 
-    def mirror(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array.copy())
-
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.copy())
 

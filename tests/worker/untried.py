@@ -23,15 +23,13 @@ from tests.ascend.sm90 import HOPPER, Absent
 
 LENGTHS = (20, 333, 1100, 17000)
 WAYS: tuple[dict[str, Any], ...] = ({"top_k": 5, "min_p": 0.1}, {"allowed_token_ids": [3, 5]}, *SAMPLINGS)
-COPIED = staticmethod(lambda array: torch.from_numpy(array.copy()))
 PRETENDED: dict[str, Any] = {
     "traits": staticmethod(lambda device: replace(HOPPER, has_warpgroups=True, state_write_interval=8)),
     "operators": lambda self, cpu_ops: "triton",
     "arena_bytes": lambda self, utilization: 1 << 30,
     "has_graphs": True,
     "shares_memory": False,
-    "upload": COPIED,
-    "mirror": COPIED,
+    "upload": staticmethod(lambda array: torch.from_numpy(array.copy())),
 }
 
 
