@@ -71,19 +71,11 @@ class ModelRunner:
     before `result()` has raised that failure are not run and raise StepFailedError.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        num_pages: int,
-        *,
-        num_rows: int | None = None,
-        shapes: Sequence[StepShape] | None = None,
-        max_model_len: int | None = None,
-    ) -> None:
-        """By default for the rows, graphs and lengths that an engine is to have."""
+    def __init__(self, loaded: Loaded, num_pages: int, max_model_len: int | None = None) -> None:
+        """By default for sequences as long as the model's."""
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
-        num_rows, most = num_rows or loaded.sched.max_num_seqs, loaded.max_num_drafts
-        shapes = (loaded.shapes if shapes is None else shapes) if platform.has_graphs else ()
+        num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
+        shapes = loaded.shapes if platform.has_graphs else ()
         self.platform, self._model, self._ops = platform, model, ops
         self.arena = ArenaBuffer(layout, num_pages, platform.device)
         longest = max_model_len or model.config.max_model_len

@@ -199,21 +199,17 @@ def _shows_progress(config: EngineConfig) -> bool:
 
 def _log_model(config: EngineConfig, loaded: Loaded) -> None:
     model, ops, layout = loaded.model, loaded.ops, loaded.layout
-    kept = ", weights FP8" if model.config.quantization else ""
-    kept += ", keys and values FP8" if model.config.fp8_keys and layout.has_kv else ""
-    kept += f", states {config.mamba_ssm_cache_dtype}" if layout.has_states else ""
-    every = loaded.state_write_interval
-    kept += f", written every {every} tokens" if every > 1 else ""
-    LOGGER.info(
-        "model: %s from %s, %d attention and %d recurrent layers, %s%s, %d CPU threads",
-        model.config.architecture,
-        config.model,
-        len(layout.kv),
-        len(layout.states),
-        model.config.dtype,
-        kept,
-        torch.get_num_threads(),
-    )
+    words = [f"{len(layout.kv)} attention and {len(layout.states)} recurrent layers", model.config.dtype]
+    if model.config.quantization:
+        words.append("weights FP8")
+    if model.config.fp8_keys and layout.has_kv:
+        words.append("keys and values FP8")
+    if layout.has_states:
+        words.append(f"states {config.mamba_ssm_cache_dtype}")
+    if loaded.state_write_interval > 1:
+        words.append(f"written every {loaded.state_write_interval} tokens")
+    words.append(f"{torch.get_num_threads()} CPU threads")
+    LOGGER.info("model: %s from %s, %s", model.config.architecture, config.model, ", ".join(words))
     copied = [name for name in layout.state_operators if name not in ops.redirects]
     for line in operator_lines(ops.backends, copied):
         LOGGER.info(line)

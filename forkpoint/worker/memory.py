@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -63,7 +64,7 @@ def graph_bytes(loaded: Loaded) -> int:
     trials = loaded.shapes[:: max(1, len(loaded.shapes) // NUM_TRIALS)]
 
     def record() -> tuple[ModelRunner, int]:
-        runner = ModelRunner(loaded, 1 + layout.num_pages_for(BLOCK_SIZE, 1), shapes=trials)
+        runner = ModelRunner(replace(loaded, shapes=trials), 1 + layout.num_pages_for(BLOCK_SIZE, 1))
         before = platform.free_bytes()
         runner.record_graphs()
         return runner, before - platform.free_bytes()

@@ -86,7 +86,8 @@ def _parts(loaded: Loaded, prompts: Sequence[int]) -> tuple[ModelRunner, Schedul
     """For prompts that are there at the same time."""
     num_pages = _pages(loaded.layout, prompts)
     cache = CacheConfig(enable_prefix_caching=False)
-    runner = ModelRunner(loaded, num_pages, num_rows=len(prompts), shapes=())
+    few_rows = replace(loaded.sched, max_num_seqs=len(prompts))
+    runner = ModelRunner(replace(loaded, shapes=(), sched=few_rows), num_pages)
     return runner, Scheduler(loaded.layout, num_pages, cache, loaded.sched)
 
 
