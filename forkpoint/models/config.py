@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -142,6 +142,8 @@ class Build:
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
     defers: bool = False  # parts may leave the last sum of what they give to the norm behind them (`ops.unmade`)
+    # What parts tell of a layer's tensors by name: what their states are folded by beside records.
+    fold_constants: dict[tuple[int, str], Sequence[Tensor]] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Ranks:

@@ -81,7 +81,7 @@ class Model(ABC):
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
-        self.fold_constants: dict[tuple[int, str], Sequence[Tensor]] = {}  # of a layer's tensors of that name
+        self.fold_constants = build.fold_constants
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
@@ -111,17 +111,13 @@ class Model(ABC):
         return PreNormLayer(self.normed_blocks(build, layer, self.norms))
 
     def normed_blocks(self, build: Build, layer: int, names: Sequence[str]) -> list[tuple[RMSNorm, Block]]:
-        """The parts of layer `layer`, built, each with the norm of that name; notes what their states are folded by
-        beside records."""
-        build, parts = replace(build, defers=self.defers_sums), build.config.layers[layer]
-        found = list[tuple[RMSNorm, Block]]()
-        for part, norm in zip(parts, names[: len(parts)], strict=True):
-            name = f"model.layers.{layer}"
-            block = part.build(build, f"{name}.{part.name}", layer)
-            found.append((RMSNorm(build, f"{name}.{norm}", build.config.hidden_size, self.centred_norms), block))
-            constants: Mapping[str, Sequence[Tensor]] = getattr(block, "fold_constants", {})
-            self.fold_constants |= {(layer, tensor): each for tensor, each in constants.items()}
-        return found
+        """The parts of layer `layer`, built, each with the norm of that name."""
+        name, parts = f"model.layers.{layer}", build.config.layers[layer]
+        build = replace(build, defers=self.defers_sums)
+        hidden, centred = build.config.hidden_size, self.centred_norms
+        norms = [RMSNorm(build, f"{name}.{norm}", hidden, centred) for norm in names[: len(parts)]]
+        blocks = [part.build(build, f"{name}.{part.name}", layer) for part in parts]
+        return list(zip(norms, blocks, strict=True))
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""

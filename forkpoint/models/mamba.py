@@ -100,7 +100,7 @@ class Mamba:
             get(f"{name}.dt_proj.bias", (channels,), fp32, DUMMY_DT_BIAS, ROWS),
             get(f"{name}.D", (channels,), fp32, DUMMY_D, ROWS),
         )
-        self.fold_constants = {"scan": (self._params.A, self._params.dt_bias)}
+        build.fold_constants[layer, "scan"] = (self._params.A, self._params.dt_bias)
         parts = {"dt": rank, "b": values, "c": values} if config.norms else {}
         norms = {f"{name}.{part}_layernorm": size for part, size in parts.items()}
         plain = config.norm_eps is not None

@@ -19,6 +19,7 @@ from forkpoint.models.fields import Fields
 from forkpoint.models.gated_delta_net import GDNConfig
 from forkpoint.models.kimi_linear import KDAConfig
 from forkpoint.models.layers import MLPConfig, read_projection
+from forkpoint.models.mamba import MambaConfig
 from forkpoint.models.qwen3_next import Qwen35
 
 
@@ -104,12 +105,14 @@ class Mixed(Model):
     def parse(cls, fields: Fields) -> ModelConfig:
         attention, mlp = AttentionConfig.read(fields), MLPConfig.read(fields)
         delta = GDNConfig.read(fields, wide=Qwen35.wide, narrow=Qwen35.narrow)
+        scan = MambaConfig(channels=64, values=8, rank=4, conv_width=3, conv_bias=False, bias=False)
         kinds: dict[str, tuple[PartConfig, ...]] = {
             "parallel": (ParallelConfig((attention, delta)), mlp),
             "mlp": (mlp,),
             "conv": (ShortConvConfig(channels=64, width=3), mlp),
             "delta": (delta,),
             "kda": (KDAConfig.of(2, 16, 3), mlp),
+            "scan": (ParallelConfig((attention, scan)), mlp),
             "ema": (EmaConfig(), mlp),
             "attention": (attention,),
         }

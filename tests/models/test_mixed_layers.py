@@ -10,7 +10,8 @@ import pytest
 
 import forkpoint
 from forkpoint.engine.llm import LLM
-from forkpoint.models.registry import MODELS, load_config
+from forkpoint.models.registry import MODELS, load_config, load_model
+from forkpoint.ops.select import torch_table
 from forkpoint.outputs import RequestOutput
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.runner import ModelRunner
@@ -32,6 +33,7 @@ CONFIG = {
     "linear_value_head_dim": 16,
     "max_position_embeddings": 1024,
 }
+OTHERS = {"num_hidden_layers": 4, "layer_types": ["delta", "kda", "scan", "conv"]}
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +94,16 @@ def test_what_is_kept_matters(folder: Path) -> None:
 def test_states_that_are_written_every_few_tokens_beside_others(
     folder: Path, tmp_path: Path, speculative: dict[str, Any] | None
 ) -> None:
-    config = {**CONFIG, "num_hidden_layers": 4, "layer_types": ["delta", "kda", "attention", "delta"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | OTHERS))
     found = []
     for interval in (1, 8):
         options = {"deterministic": False, "speculative_config": speculative, "state_write_interval": interval}
         with start(tmp_path, **options) as llm:
             found.append([ask(llm, prompt).outputs[0].token_ids for prompt in (PROMPT, PROMPT[:7] * 12)])
     assert found[0] == found[1]
+
+
+def test_what_states_are_folded_by_is_found_in_parts_of_parts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | OTHERS))
+    model = load_model(tmp_path, ops=torch_table(), load_format="dummy")
+    assert list(model.fold_constants) == [(2, "scan")]
