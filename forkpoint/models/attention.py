@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.cache.layout import KVSpec, LayerSpec
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import ROWS, Cut, share, sharing
+from forkpoint.models.cuts import Cut, rows, share, sharing
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.ops.parameters import KVScales, QKNorm
@@ -65,10 +65,11 @@ class AttentionConfig(PartConfig):
         return replace(self, num_heads=heads, num_kv_heads=kv_heads, sharing=sharing(self.num_kv_heads, ranks))
 
     @property
-    def cuts(self) -> dict[str, Cut]:
-        """Of the projections into queries, keys and values."""
-        keys = Cut(0, ((self.num_kv_heads * self.head_dim, self.sharing),))
-        return {"q": ROWS, "k": keys, "v": keys}
+    def rows(self) -> dict[str, Cut]:
+        """Of the projections into queries, with their gates, keys and values."""
+        queries, keys, _ = self.sizes
+        shared = Cut(0, ((keys, self.sharing),))
+        return {"q": rows(queries * (1 + self.gated)), "k": shared, "v": shared}
 
     @property
     def sizes(self) -> list[int]:
@@ -107,12 +108,12 @@ class Attention:
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
         """Rows `[q | k | v]`, behind them the gate's; stored gates alternate with queries, head by head."""
         build, config, hidden = self._build, self._config, self._build.config.hidden_size
-        rows, order = {"q": self._q_size * (1 + config.gated), "k": self._kv_size, "v": self._kv_size}, None
+        order = None
         if config.gated:
-            heads = torch.arange(rows["q"]).view(config.num_heads, 2, config.head_dim)
-            others = torch.arange(rows["q"], sum(rows.values()))
+            heads = torch.arange(2 * self._q_size).view(config.num_heads, 2, config.head_dim)
+            others = torch.arange(2 * self._kv_size) + 2 * self._q_size
             order = torch.cat((heads[:, 0].flatten(), others, heads[:, 1].flatten()))
-        return join_projections(build, name, rows, hidden, config.bias, order=order, cuts=config.cuts)
+        return join_projections(build, name, config.rows, hidden, config.bias, order=order)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""

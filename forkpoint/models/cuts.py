@@ -29,6 +29,11 @@ class Cut:
     sections: tuple[tuple[int, int], ...] = ()
     padded: int = 0
 
+    @property
+    def length(self) -> int:
+        """What a rank has of the axis, of a cut with sections."""
+        return sum(own for own, _ in self.sections)
+
     def part(self, shape: Sequence[int], ranks: Ranks) -> Part | None:
         """Of the tensor that a rank has in `shape`; None: all of it."""
         if ranks.size == 1 or self.axis is None or (self.axis and len(shape) == 1):
@@ -106,6 +111,11 @@ def sharing(count: int, ranks: Ranks) -> int:
 def rows(*lengths: int) -> Cut:
     """Of a tensor whose rows are so many sections, of which a rank has so many rows each."""
     return Cut(0, tuple((length, 1) for length in lengths))
+
+
+def whole(length: int) -> Cut:
+    """Of so many rows that every rank has."""
+    return Cut(None, ((length, 1),))
 
 
 def padded_span(units: int, ranks: Ranks) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.models.config import Build
-from forkpoint.models.cuts import ROWS, rows
+from forkpoint.models.cuts import rows
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection
 from forkpoint.models.recurrence import Project, RecurrentConfig
@@ -68,12 +68,10 @@ class GDNConfig(RecurrentConfig):
     def _read(self, build: Build, name: str, names: Sequence[str], sizes: Sequence[int]) -> Matrix:
         """Rows of parts behind each other, of which a key head has so many each."""
         heads, others = self.spec.num_k_heads, len(sizes) - len(names) + 1
-        counts = zip(names, (sum(sizes[:others]), *sizes[others:]), strict=True)
-        named = {f"{name}.{part}": heads * count for part, count in counts}
-        cuts = dict.fromkeys(named, ROWS)
-        if len(names) > 1:
-            cuts[f"{name}.{names[0]}"] = rows(*(heads * size for size in sizes[:others]))
-        joined = join_rows(build.weights, named, build.config.hidden_size, cuts)
+        first = [heads * size for size in sizes[:others]] if len(names) > 1 else [heads * sum(sizes)]
+        parts = zip(names, (first, *([heads * size] for size in sizes[others:])), strict=True)
+        named = {f"{name}.{part}": rows(*counts) for part, counts in parts}
+        joined = join_rows(build.weights, named, build.config.hidden_size)
         if len(names) > 1:
             return joined
         order = torch.arange(heads * sum(sizes)).view(heads, -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig, PartConfig
-from forkpoint.models.cuts import ROWS
+from forkpoint.models.cuts import ROWS, rows, whole
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
@@ -46,11 +46,11 @@ class KDAConfig(RecurrentConfig):
 
     def project(self, build: Build, name: str) -> Project:
         heads, dim, inner, hidden = self.spec.num_v_heads, self.spec.value_dim, self.inner, build.config.hidden_size
-        rows = {"b": heads, "f_a": dim, "g_a": dim} if self.narrow else {"b": heads, "f": inner, "g": inner}
-        widths = list(rows.values())
-        cuts = dict.fromkeys("bfg", ROWS)  # what is as wide as a head is made on all ranks
-        mixed = join_projections(build, name, dict.fromkeys("qkv", inner), hidden, cuts=dict.fromkeys("qkv", ROWS))
-        gates = join_projections(build, name, rows, hidden, cuts=cuts)
+        own = {"f_a": whole(dim), "g_a": whole(dim)} if self.narrow else dict.fromkeys("fg", rows(inner))
+        parts = {"b": rows(heads), **own}
+        widths = [part.length for part in parts.values()]
+        mixed = join_projections(build, name, dict.fromkeys("qkv", rows(inner)), hidden)
+        gates = join_projections(build, name, parts, hidden)
         wide = [f"{name}.{part}_b_proj" for part in "fg"] if self.narrow else []
         widened = [read_projection(build, each, inner, dim, cut=ROWS) for each in wide]
 

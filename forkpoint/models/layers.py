@@ -12,7 +12,7 @@ from torch import Tensor
 from forkpoint.models.config import Block, Build, PartConfig
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, rows, share
 from forkpoint.models.fields import Fields
-from forkpoint.models.weights import NO_CUTS, join_rows
+from forkpoint.models.weights import join_rows
 from forkpoint.ops.activation.reference import relu_squared
 from forkpoint.ops.linear.scaled import Matrix, dense, multiplied, take_rows
 from forkpoint.ops.ranks import Ranks
@@ -59,21 +59,18 @@ def read_projection(
 def join_projections(
     build: Build,
     name: str,
-    rows: Mapping[str, int],
+    rows: Mapping[str, Cut],
     columns: int,
     bias: bool = False,
     scale: Tensor | None = None,
     order: Tensor | None = None,
-    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Projection:
-    """The layers `name.PART_proj` `[rows[PART], columns]` in one, with `cuts[PART]`: behind each other, rows times
-    `scale[N]` fp32, and then in another order."""
-    named = {f"{name}.{part}_proj": count for part, count in rows.items()}
-    cut = {f"{name}.{part}_proj": each for part, each in cuts.items()}
-    weight, shift = join_rows(build.weights, named, columns, cut), None
+    """The layers `name.PART_proj` `[rows[PART], columns]` in one: behind each other, rows times `scale[N]` fp32, and
+    then in another order."""
+    named = {f"{name}.{part}_proj": cut for part, cut in rows.items()}
+    weight, shift = join_rows(build.weights, named, columns), None
     if bias:
-        get = build.weights.get
-        shift = torch.cat([get(f"{each}.bias", (count,), cut=cut.get(each, WHOLE)) for each, count in named.items()])
+        shift = torch.cat([build.weights.get(f"{each}.bias", (cut.length,), cut=cut) for each, cut in named.items()])
     if scale is not None:
         weight, shift = multiplied(weight, scale[:, None]), None if shift is None else dense(multiplied(shift, scale))
     if order is not None:
@@ -180,10 +177,9 @@ class MLPConfig(PartConfig):
         if not self.gated:
             only = read_projection(build, f"{name}.up_proj", size, hidden, cut=ROWS)
             return lambda x, ctx: down(relu_squared(only(x)))
-        parts = {"gate_up": 2 * size} if self.fused else {"gate": size, "up": size}
+        parts = {"gate_up": rows(size, size)} if self.fused else {"gate": rows(size), "up": rows(size)}
         scale = None if self.gate_scale == 1.0 else torch.tensor([self.gate_scale, 1.0]).repeat_interleave(size)
-        cuts = dict.fromkeys(parts, rows(size, size) if self.fused else ROWS)
-        gate_up = join_projections(build, name, parts, hidden, scale=scale, cuts=cuts).packed
+        gate_up = join_projections(build, name, parts, hidden, scale=scale).packed
         return lambda x, ctx: down(ops.linear_silu_mul(x, gate_up))
 
     def cut(self, ranks: Ranks) -> MLPConfig:

@@ -66,11 +66,11 @@ class Mamba2Config(RecurrentConfig):
         spec, inner, heads = self.spec, self.inner, self.spec.num_v_heads
         z, dt = torch.arange(inner), torch.arange(heads) + inner + spec.mixed_dim
         parts = [z, *self._xbc(inner), dt]
-        order, rows, scale = torch.cat([*parts[3:0:-1], z, dt]), {"in": inner + spec.mixed_dim + heads}, None
+        order, scale = torch.cat([*parts[3:0:-1], z, dt]), None
         if any(by != 1.0 for by in self.scales):
             scale = torch.cat([torch.full((len(part),), by) for part, by in zip(parts, self.scales, strict=True)])
-        cut = Cut(0, ((inner, 1), *self.conv_cut.sections, (heads, 1)))
-        product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order, {"in": cut})
+        rows = {"in": Cut(0, ((inner, 1), *self.conv_cut.sections, (heads, 1)))}
+        product = join_projections(build, name, rows, build.config.hidden_size, self.bias, scale, order)
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, None, Tensor]:
             mixed, z, dt = torch.split(product(x), [spec.mixed_dim, inner, heads], dim=-1)

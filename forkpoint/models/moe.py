@@ -13,7 +13,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError, ModelFolderError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import WHOLE, Cut, share
+from forkpoint.models.cuts import WHOLE, Cut, share, whole
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import Projection, over_ranks, read_projection
 from forkpoint.models.weights import JoinedMatrix, WeightSource, join_rows
@@ -126,7 +126,7 @@ class SparseMLP:
             parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
             self._router = Projection(build.ops, torch.cat(parts))
         else:
-            joined = join_rows(source, rows, hidden)
+            joined = join_rows(source, {part: whole(count) for part, count in rows.items()}, hidden)
             joined = joined if isinstance(joined, ScaledMatrix) else _aligned(joined)
             self._router = Projection(build.ops, joined, linear=build.ops.linear_parts)
         self._num_scores = sum(rows.values())

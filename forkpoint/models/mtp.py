@@ -83,8 +83,8 @@ class KeepingAttention(Attention):
 
     def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
         super().__init__(build, name, layer, config)
-        rows = dict.fromkeys("kv", config.sizes[1])
-        self._kv = join_projections(build, name, rows, build.config.hidden_size, config.bias, cuts=config.cuts)
+        rows = {part: config.rows[part] for part in "kv"}
+        self._kv = join_projections(build, name, rows, build.config.hidden_size, config.bias)
 
     def keep(self, x: Tensor, ctx: ForwardContext) -> None:
         """Those of `x[T, H]`."""

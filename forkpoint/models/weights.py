@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +32,6 @@ IGNORED = ("model.visual.", "visual.", "model.mtp.")
 MTP = "mtp."
 
 Span: TypeAlias = tuple[float, float]
-NO_CUTS: Final[Mapping[str, Cut]] = MappingProxyType({})
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
 
 
@@ -71,14 +69,14 @@ class JoinedMatrix:
         whole.scales[at, first : first + scale_rows, :scale_columns] = part.scales
 
 
-def join_rows(source: WeightSource, rows: Mapping[str, int], columns: int, cuts: Mapping[str, Cut] = NO_CUTS) -> Matrix:
-    """`[sum(rows), columns]`: the matrices `name.weight` of so many rows below each other, each with its cut; in FP8
-    where all of them are."""
-    names, counts = [f"{name}.weight" for name in rows], list(rows.values())
+def join_rows(source: WeightSource, rows: Mapping[str, Cut], columns: int) -> Matrix:
+    """`[sum(rows), columns]`: the matrices `name.weight` of such rows below each other; in FP8 where all of them
+    are."""
+    names, counts = [f"{name}.weight" for name in rows], [cut.length for cut in rows.values()]
     scaled, whole_blocks = all(map(source.is_scaled, names)), not any(count % BLOCK for count in counts[:-1])
     joined = JoinedMatrix(source, (sum(counts), columns), scaled, whole_blocks)
-    for name, (part, count), end in zip(names, rows.items(), accumulate(counts), strict=True):
-        joined.put(source.get_matrix(name, (count, columns), cuts.get(part, WHOLE)), end - count)
+    for name, cut, end in zip(names, rows.values(), accumulate(counts), strict=True):
+        joined.put(source.get_matrix(name, (cut.length, columns), cut), end - cut.length)
     return joined.matrix
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.attention import Attention, AttentionConfig
 from forkpoint.models.config import Block, Build, ModelConfig, PartConfig
 from forkpoint.models.context import ForwardContext
-from forkpoint.models.cuts import Cut, rows
+from forkpoint.models.cuts import Cut, rows, whole
 from forkpoint.models.decoder import Layer, Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import MLPConfig, Projection, RMSNorm, RowParallel, join_projections, read_projection
@@ -66,28 +66,25 @@ class SharedTransformer:
     def __init__(self, build: Build, name: str, config: SharedConfig) -> None:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
         attention, hidden, inner = config.attention, self._hidden, config.mlp.intermediate_size
-        self._rows, self._gate_up_cut = attention.sizes, rows(inner, inner)
-        into = dict(zip("qkv", self._rows, strict=True))
-        self._qkv = join_projections(build, f"{name}.self_attn", into, 2 * hidden, cuts=attention.cuts)
-        self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, self._rows[0])
+        self._gate_up_rows = rows(inner, inner)
+        self._qkv = join_projections(build, f"{name}.self_attn", attention.rows, 2 * hidden)
+        self._out = RowParallel(build, f"{name}.self_attn.o_proj", hidden, attention.sizes[0])
         gate_up = f"{name}.feed_forward.gate_up_proj"
-        self._gate_up = read_projection(build, gate_up, 2 * inner, hidden, cut=self._gate_up_cut)
+        self._gate_up = read_projection(build, gate_up, 2 * inner, hidden, cut=self._gate_up_rows)
         self._down = RowParallel(build, f"{name}.feed_forward.down_proj", hidden, inner)
         self._first = RMSNorm(build, f"{name}.input_layernorm", 2 * hidden, centred=False)
         self._second = RMSNorm(build, f"{name}.pre_ff_layernorm", hidden, centred=False)
 
     def used(self, layer: int, config: SharedConfig) -> Block:
         """`x[T, 2H] -> [T, H]` with the adapters of one use, and the keys and values of layer `layer`."""
-        qkv, adapter = self._qkv, f"{config.use}"
-        projection: Callable[[Tensor], Tensor] = qkv
+        projection: Callable[[Tensor], Tensor] = self._qkv
         if config.adapts_attention:
-            cuts = {
-                f"self_attn.linear_{part}_adapter_list.{adapter}": cut for part, cut in config.attention.cuts.items()
-            }
-            projection = self._adapted(qkv, cuts, self._rows, 2 * self._hidden, config.rank)
+            parts = config.attention.rows.items()
+            adapters = {f"self_attn.linear_{part}_adapter_list.{config.use}": rows for part, rows in parts}
+            projection = self._adapted(self._qkv, adapters, 2 * self._hidden, config.rank)
         attention = Attention(self._build, "", layer, config.attention, (projection, self._out))
-        cuts = {f"feed_forward.gate_up_proj_adapter_list.{adapter}": self._gate_up_cut}
-        gate_up = self._adapted(self._gate_up, cuts, [2 * config.mlp.intermediate_size], self._hidden, config.rank)
+        adapters = {f"feed_forward.gate_up_proj_adapter_list.{config.use}": self._gate_up_rows}
+        gate_up = self._adapted(self._gate_up, adapters, self._hidden, config.rank)
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
             gate, up = gate_up(self._second(attention(self._first(x), ctx))).chunk(2, dim=-1)
@@ -97,14 +94,12 @@ class SharedTransformer:
         return block
 
     def _adapted(
-        self, base: Projection, cuts: Mapping[str, Cut], rows: Sequence[int], columns: int, rank: int
+        self, base: Projection, adapters: Mapping[str, Cut], columns: int, rank: int
     ) -> Callable[[Tensor], Tensor]:
-        """`base(x)` plus what the adapters make of x, side by side; of each how its second matrix is cut, as what it is
-        added to is."""
-        build, full = self._build, {f"{self._name}.{name}": cut for name, cut in cuts.items()}
-        into = Projection(build.ops, join_rows(build.weights, {f"{name}.0": rank for name in full}, columns))
-        adapters = zip(full.items(), rows, strict=True)
-        back = [read_projection(build, f"{name}.1", count, rank, cut=cut) for (name, cut), count in adapters]
+        """`base(x)` plus what the adapters, which give so many rows each, make of x, side by side."""
+        build, named = self._build, {f"{self._name}.{name}": rows for name, rows in adapters.items()}
+        into = Projection(build.ops, join_rows(build.weights, {f"{name}.0": whole(rank) for name in named}, columns))
+        back = [read_projection(build, f"{name}.1", rows.length, rank, cut=rows) for name, rows in named.items()]
 
         def adapted(x: Tensor) -> Tensor:
             parts = zip(back, into(x).chunk(len(back), dim=-1), strict=True)
