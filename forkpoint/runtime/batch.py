@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -28,14 +28,9 @@ class Batch:
         self.table = BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
-        self._rows: dict[int, AddedRow] = {}
+        self.rows: dict[int, AddedRow] = {}  # by number
         self._sampling: dict[int, RowSampling] = {}
         self._counts = TokenCounts(num_rows, vocab_size, platform)
-
-    @property
-    def rows(self) -> Mapping[int, AddedRow]:
-        """The rows in the batch, by number."""
-        return self._rows
 
     def sampling(self, rows: IntArray) -> list[RowSampling]:
         return [self._sampling[row] for row in rows.tolist()]
@@ -44,13 +39,13 @@ class Batch:
         """Remove, remap, add and replace rows, then give rows their new blocks, on the device too. Added rows are to be
         prepared."""
         for row in plan.removed:
-            del self._rows[row]
+            del self.rows[row]
             self._sampling.pop(row, None)
             self.table.clear_row(row)
         if plan.moves:
             self.table.remap(plan.moves)
         for added in plan.added:
-            self._rows[added.row] = added
+            self.rows[added.row] = added
             self.num_prompt_tokens[added.row] = added.num_prompt_tokens
             self.table.add(added.row, added.block_ids)
         for replaced in plan.replaced:

@@ -41,16 +41,12 @@ class BlockTable:
         self.kernel_block_size = kernel_block_size or block_size
         self.ratio = block_size // self.kernel_block_size
         self.max_entries_per_row = max_blocks_per_row * self.ratio
-        self._table = np.zeros((num_rows, self.max_entries_per_row), np.int32)
+        # `[num_rows, max_entries_per_row]` kernel block ids; entries past a row's blocks are 0.
+        self.host: IntArray = np.zeros((num_rows, self.max_entries_per_row), np.int32)
         self._num_entries = np.zeros(num_rows, np.int32)
         self._platform = platform or CpuPlatform()
-        self.device = self._platform.upload(self._table)  # `[num_rows, max_entries_per_row]` int32, as of `commit`
+        self.device = self._platform.upload(self.host)  # the same int32, as of `commit`
         self._changed: list[LongArray] = []  # entries, by their place in the flat table, that the device does not know
-
-    @property
-    def host(self) -> IntArray:
-        """`[num_rows, max_entries_per_row]` kernel block ids; entries past a row's blocks are 0."""
-        return self._table
 
     def num_blocks(self, row: int) -> int:
         return int(self._num_entries[row]) // self.ratio
@@ -79,7 +75,7 @@ class BlockTable:
             )
         columns = np.arange(len(entries)) + np.repeat(starts - pointers[:-1], counts)
         places = np.repeat(rows.astype(np.int64) * self.max_entries_per_row, counts) + columns
-        self._table.reshape(-1)[places] = entries
+        self.host.reshape(-1)[places] = entries
         self._num_entries[rows] = ends
         self._changed.append(places)
 
@@ -89,7 +85,7 @@ class BlockTable:
         self.append(np.full(1, row, np.int32), np.asarray([0, len(block_ids)], np.int32), block_ids)
 
     def clear_row(self, row: int) -> None:
-        self._table[row] = 0
+        self.host[row] = 0
         self._num_entries[row] = 0
 
     def remap(self, moves: Sequence[Move]) -> None:
@@ -106,10 +102,10 @@ class BlockTable:
         if not origins:
             return
         used = np.arange(self.max_entries_per_row) < self._num_entries[:, None]
-        block_ids, within = np.divmod(self._table[used], np.int32(self.ratio))
+        block_ids, within = np.divmod(self.host[used], np.int32(self.ratio))
         places = np.arange(max(int(block_ids.max(initial=0)), *origins.values()) + 1, dtype=np.int32)
         places[list(origins.values())] = list(origins)
-        self._table[used] = places[block_ids] * self.ratio + within
+        self.host[used] = places[block_ids] * self.ratio + within
         self._changed.append(np.flatnonzero(used))
 
     def kv_slots(self, rows: IntArray, positions: LongArray) -> LongArray:
@@ -124,13 +120,13 @@ class BlockTable:
                 f"token {int(positions[bad])} of row {int(rows[bad])} lies past its {self.num_blocks(int(rows[bad]))} "
                 f"blocks of {self.block_size * self.deal.num_ranks} tokens"
             )
-        slots: LongArray = self._table[rows, entries].astype(np.int64) * self.kernel_block_size + within
+        slots: LongArray = self.host[rows, entries].astype(np.int64) * self.kernel_block_size + within
         return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
 
     def commit(self) -> None:
         """Bring all changes so far to the device. There entries past a row's blocks may be of any earlier time."""
         if self._changed and not self._platform.shares_memory:
             places = np.concatenate(self._changed)
-            pair = self._platform.upload(np.stack([places, self._table.reshape(-1)[places].astype(np.int64)]))
+            pair = self._platform.upload(np.stack([places, self.host.reshape(-1)[places].astype(np.int64)]))
             self.device.view(-1).index_copy_(0, pair[0], pair[1].int())
         self._changed.clear()
