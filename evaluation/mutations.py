@@ -115,7 +115,7 @@ def _each(rounding: Rounding) -> Callable[[ArenaBuffer, Sequence[Served]], None]
 
 def slot_tensors(arena: ArenaBuffer, slot: int) -> list[Tensor]:
     """What the slot holds: each layer's states, views."""
-    return [pool[slot] for pool in arena.slot_views]
+    return [pool[slot] for *_, pool in arena.states]
 
 
 def _into_bytes(tensors: list[Tensor]) -> None:

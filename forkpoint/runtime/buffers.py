@@ -28,7 +28,7 @@ class ArenaBuffer:
         self.num_pages = num_pages
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
         self.block_views: list[Tensor] = []  # all that tokens keep, layer by layer
-        self.slot_views: list[Tensor] = []  # all that sequences keep
+        self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all that sequences keep, with the layer's number
         self.layers = tuple(self._views())
 
     @property
@@ -53,7 +53,7 @@ class ArenaBuffer:
 
     def _views(self) -> Iterator[LayerCache]:
         layout, block_offset, slot_offset = self.layout, 0, 0
-        for layer in layout.layers:
+        for number, layer in enumerate(layout.layers):
             views = {}
             for spec in layer:
                 for tensor in spec.tensors:
@@ -65,7 +65,7 @@ class ArenaBuffer:
                         place = (self.num_slots, layout.slot_stride_bytes, slot_offset)
                         view = self._view(tensor.shape, tensor.dtype, *place)
                         slot_offset += tensor.num_bytes()
-                        self.slot_views.append(view)
+                        self.states.append((number, tensor, view))
                     views[tensor.name] = view
             yield views
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forkpoint.cache.layout import CacheLayout, LayerSpec, StateSpec, TensorSpec
+from forkpoint.cache.layout import CacheLayout, TensorSpec
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.models.context import LayerCache
 from forkpoint.ops.metadata import RecordIndex, VerifyIndex, running_total
@@ -51,28 +51,25 @@ class TokenRecords:
     ) -> None:
         self._ops, self._platform = ops, platform
         assert BLOCK_SIZE % interval == 0, "a checkpoint must be whole"
-        self.interval, self._specs = interval, arena.layout.layers
+        self.interval, self._states = interval, arena.states
         self.drafts = most_tokens > 1  # whether rows may have some
-        spaced, layers = interval > 1, list[LayerCache]()
+        layers = [dict(cache) for cache in arena.layers]
         self._pending_states = list[tuple[str | None, Tensor, list[Tensor]]]()
         self._spaced_states = list[tuple[Tensor, list[Tensor]]]()
-        for number, (cache, layer) in enumerate(zip(arena.layers, self._specs, strict=True)):
-            records: dict[str, Tensor] = {}
-            for tensor in _tensors(layer):
-                own = {
-                    record.name: torch.zeros(
-                        (lines * num_rows, length, *record.shape), dtype=DTYPES[record.dtype], device=platform.device
-                    )
-                    for record, lines, length in _records(tensor, most_tokens, interval)
-                }
-                records |= own
-                if own and spaced and tensor.spaced:
-                    self._spaced_states.append((cache[tensor.name], list(own.values())))
-                elif own:
-                    behind = [*own.values(), *constants.get((number, tensor.name), ())]
-                    self._pending_states.append((tensor.fold, cache[tensor.name], behind))
-            layers.append({**cache, **records})
-        self.layers = tuple(layers)
+        for number, tensor, pool in arena.states:
+            own = {
+                record.name: torch.zeros(
+                    (lines * num_rows, length, *record.shape), dtype=DTYPES[record.dtype], device=platform.device
+                )
+                for record, lines, length in _records(tensor, most_tokens, interval)
+            }
+            layers[number] |= own
+            if own and interval > 1 and tensor.spaced:
+                self._spaced_states.append((pool, list(own.values())))
+            elif own:
+                behind = [*own.values(), *constants.get((number, tensor.name), ())]
+                self._pending_states.append((tensor.fold, pool, behind))
+        self.layers: tuple[LayerCache, ...] = tuple(layers)
         self._pending = np.zeros(num_rows, np.int32)
         self._line = 2 * np.arange(num_rows, dtype=np.int32)  # that the row's next step reads
         self._start = np.full(num_rows, NOWHERE, np.int32)  # of the row's last step
@@ -144,9 +141,8 @@ class TokenRecords:
     def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
         """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
         that of the row's slot; from slots, lines and pending tokens on the device, `[N]` int64."""
-        own = next(spec for spec in _tensors(self._specs[layer]) if spec.name == name)
-        windows, records = self.layers[layer][name], self.layers[layer][own.records[0].name]
-        return self._ops.newest(windows[:, -1], records, slots, lines, pending)
+        window, pool = next((spec, pool) for number, spec, pool in self._states if (number, spec.name) == (layer, name))
+        return self._ops.newest(pool[:, -1], self.layers[layer][window.records[0].name], slots, lines, pending)
 
     def late(self, rows: StepRows) -> IntArray:
         """Each row's place in `missed`: its own if it was planned ahead, else that of the 0."""
@@ -217,7 +213,7 @@ class TokenRecords:
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:
     """What the lines of so many rows take."""
-    tensors = (tensor for layer in layout.layers for tensor in _tensors(layer))
+    tensors = (tensor for spec in layout.states for tensor in spec.tensors)
     records = (each for tensor in tensors for each in _records(tensor, most_tokens, interval))
     return num_rows * sum(lines * length * record.num_bytes() for record, lines, length in records)
 
@@ -232,7 +228,3 @@ def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tu
     elif most_tokens > 1:
         for record in tensor.records:
             yield record, 1 if record.single else 2, most_tokens
-
-
-def _tensors(layer: LayerSpec) -> list[TensorSpec]:
-    return [tensor for spec in layer if isinstance(spec, StateSpec) for tensor in spec.tensors]

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from forkpoint.cache.layout import StateSpec
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
@@ -27,10 +26,9 @@ class StateOperators:
 
     def __init__(self, arena: ArenaBuffer, redirects: frozenset[str]) -> None:
         self._pools: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in KINDS}
-        for layer, cache in zip(arena.layout.layers, arena.layers, strict=True):
-            for tensor in (tensor for spec in layer if isinstance(spec, StateSpec) for tensor in spec.tensors):
-                for kind, operator in zip(KINDS, tensor.operators or (), strict=False):
-                    self._pools[kind].setdefault(operator, []).append(cache[tensor.name])
+        for _, tensor, pool in arena.states:
+            for kind, operator in zip(KINDS, tensor.operators or (), strict=False):
+                self._pools[kind].setdefault(operator, []).append(pool)
         self._source = {name: "src" if name in redirects else "placed" for kind in KINDS for name in self._pools[kind]}
         self.copies = "placed" in self._source.values()
 

@@ -137,7 +137,7 @@ def test_states_matter(bank: ModelBank, oracle: Oracle, model: str) -> None:
     trunk = ids(bank, 5, 130)
     run.ask(trunk, params_of(max_tokens=1))
     slots = [node.checkpoint.slot for node in run.sched.cache.store.tree.nodes() if node.checkpoint is not None]
-    for view in run.probe.inner.arena.slot_views:
+    for *_, view in run.probe.inner.arena.states:
         view[slots] = 0
     mine = answer(run, run.ask(trunk, params_of(max_tokens=1)))
     want = oracle.solve(options, mine).logits[0][0]

@@ -44,7 +44,7 @@ def arena(request: pytest.FixtureRequest) -> ArenaBuffer:
 def views(arena: ArenaBuffer, kind: MoveKind) -> list[torch.Tensor]:
     """By block or slot; a block's kernel blocks in a row."""
     if kind is MoveKind.SLOT:
-        return arena.slot_views
+        return [pool for *_, pool in arena.states]
     return [view.unflatten(0, (arena.num_blocks, arena.layout.kernel_blocks)) for view in arena.block_views]
 
 
@@ -121,7 +121,7 @@ def test_a_move_copies_one_unit_whole(arena: ArenaBuffer, kind: MoveKind) -> Non
 
 def test_layouts_of_one_kind() -> None:
     only_kv = ArenaBuffer(CacheLayout.create([(KEYS,), (), (LATENT,)]), 3)
-    assert only_kv.slot_views == [] and only_kv.num_slots == 0 and only_kv.num_blocks == 3
+    assert only_kv.states == [] and only_kv.num_slots == 0 and only_kv.num_blocks == 3
     assert only_kv.layers[1] == {}
     only_states = ArenaBuffer(CacheLayout.create([LAYERS["mamba-1"], (WINDOW,)]), 3)
     assert only_states.block_views == [] and only_states.num_blocks == 0 and only_states.num_slots == 3

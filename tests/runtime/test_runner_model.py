@@ -55,7 +55,7 @@ def test_chunks_with_saves_then_a_continuation_from_a_save(model: Model, force: 
         driver.run([driver.decode(0, 200 + i, running, running)])
     assert driver.outputs[0] == expected
     assert_same(driver.last.logprobs[0][0], logprobs)
-    before = [pool[at_128].clone() for pool in driver.runner.arena.slot_views]
+    before = [pool[at_128].clone() for *_, pool in driver.runner.arena.states]
 
     own = driver.slot()
     again = driver.added(1, prompt, TOP, block_ids=first.new_blocks[:2])
@@ -67,7 +67,7 @@ def test_chunks_with_saves_then_a_continuation_from_a_save(model: Model, force: 
         driver.run([driver.decode(1, 200 + i, own, own)])
     assert driver.outputs[1] == expected
     assert_same(driver.last.logprobs[1][0], logprobs)
-    after = [pool[at_128] for pool in driver.runner.arena.slot_views]
+    after = [pool[at_128] for *_, pool in driver.runner.arena.states]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
@@ -117,14 +117,14 @@ def test_decode_switches_slots_and_leaves_the_old_one(model: Model, force: bool)
     driver.run([first], added=[driver.added(0, prompt, TOP)])
     for i in range(2):
         driver.run([driver.decode(0, 126 + i, old, old)])
-    kept = [pool[old].clone() for pool in driver.runner.arena.slot_views]
+    kept = [pool[old].clone() for *_, pool in driver.runner.arena.states]
     driver.run([driver.decode(0, 128, old, new)])
     assert (driver.last.slot_bytes_copied > 0) == force
     for i in range(2):
         driver.run([driver.decode(0, 129 + i, new, new)])
         assert driver.last.slot_bytes_copied == 0
     assert driver.outputs[0] == expected
-    assert all(torch.equal(a, pool[old]) for a, pool in zip(kept, driver.runner.arena.slot_views, strict=True))
+    assert all(torch.equal(a, pool[old]) for a, (*_, pool) in zip(kept, driver.runner.arena.states, strict=True))
     ids = np.concatenate([prompt, ints(*expected[:4])])
     branch = driver.added(1, ids, TOP, block_ids=first.new_blocks[:2])
     driver.run([driver.chunk(1, 128, 130, old, driver.slot(), samples=True)], added=[branch])
