@@ -32,8 +32,7 @@ class Peers:
         self.rank, self.size, self._owner = rank, len(addresses), owner
         few = torch.tensor(addresses, dtype=torch.int64, device=device)
         many = few + 8 * few_inbox_words(self.size)
-        self._few = Inboxes(few, torch.zeros(PROGRAMS, dtype=torch.int32, device=device), rank)
-        self._many = Inboxes(many, torch.zeros(rows.PROGRAMS, dtype=torch.int32, device=device), rank)
+        self._few, self._many = Inboxes.of(rank, few, PROGRAMS), Inboxes.of(rank, many, rows.PROGRAMS)
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> Peers:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.exchange.kernel import Inboxes, Own, _halves, _joined, own_words, store_norm
+from forkpoint.ops.exchange.kernel import Inboxes, Own, end, halves, joined, load_pairs, own_words, store_norm
 from forkpoint.ops.launch import await_before, overlap, start_next
-from forkpoint.ops.linear.fp8_kernel import Rounded, written_beside
+from forkpoint.ops.linear.fp8_kernel import written_beside
 
 MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
 WIDEST = 4096  # words of a row
@@ -25,9 +25,9 @@ PROGRAMS = 528  # at most; a row is always the same program's
 
 
 @triton.jit
-def _inbox(inboxes, rank):
+def _inbox(ends, rank):
     """That of `rank`, as int32."""
-    return tl.multiple_of(tl.load(inboxes + rank).to(tl.pointer_type(tl.int32)), 16)
+    return tl.multiple_of(tl.load(ends.addresses + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
@@ -37,25 +37,25 @@ def _place(number, sender, receiver, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _send(own, at, inside, row, number, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr):
+def _send(own, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
     """A row to all other ranks, then its flags."""
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
-            tl.store(_inbox(inboxes, rank) + place * PLACE_WORDS + at, own, mask=inside)
+    for rank in tl.static_range(ends.size):
+        if rank != ends.rank:
+            place = _place(number, ends.rank, rank, ends.size) * MOST_ROWS + row
+            tl.store(_inbox(ends, rank) + place * PLACE_WORDS + at, own, mask=inside)
     tl.debug_barrier()  # all threads have written
-    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * PLACE_WORDS
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            place = _place(number, RANK, rank, SIZE) * MOST_ROWS + row
-            tl.atomic_xchg(_inbox(inboxes, rank) + flags + place, number, sem="release", scope="sys")
+    flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
+    for rank in tl.static_range(ends.size):
+        if rank != ends.rank:
+            place = _place(number, ends.rank, rank, ends.size) * MOST_ROWS + row
+            tl.atomic_xchg(_inbox(ends, rank) + flags + place, number, sem="release", scope="sys")
 
 
 @triton.jit
-def _receive(rank, at, inside, row, number, inboxes, RANK: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr):
+def _receive(rank, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
     """The row of `rank`, once it has come."""
-    inbox, place = _inbox(inboxes, RANK), _place(number, rank, RANK, SIZE) * MOST_ROWS + row
-    flags: tl.constexpr = 2 * (SIZE - 1) * MOST_ROWS * PLACE_WORDS
+    inbox, place = _inbox(ends, ends.rank), _place(number, rank, ends.rank, ends.size) * MOST_ROWS + row
+    flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
     while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
         pass
     return tl.load(inbox + place * PLACE_WORDS + at, mask=inside, other=0, cache_modifier=".cg")
@@ -63,96 +63,73 @@ def _receive(rank, at, inside, row, number, inboxes, RANK: tl.constexpr, SIZE: t
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_norm_kernel(
-    x,
-    shares,
-    x_row,
-    x_part,
+    own,
     residual,
     weight,
-    out,
-    codes,
-    scales,
-    padded_rows,
-    inboxes,
-    numbers,
+    to,
+    ends,
     num_rows,
     eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Rows of WIDTH words, of two bfloat16, one after the other: `residual` plus the sum over ranks, and its norm."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
-    weight_low = tl.load(weight + 2 * at, mask=inside, other=0.0)
-    weight_high = tl.load(weight + 2 * at + 1, mask=inside, other=0.0)
+    weights = load_pairs(weight, at, inside)
     await_before(OVERLAP)
-    number = tl.load(numbers + program) + 1
+    number = tl.load(ends.numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
-        own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
-        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
-        side_low, side_high = _halves(tl.load(residual + index, mask=inside, other=0))
+        words = own_words(own, row, at, inside)
+        _send(words, at, inside, row, number, ends, MOST_ROWS)
+        side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
         low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
-        for rank in tl.static_range(SIZE):  # in their order, so that all have the same bits
-            found = own
-            if rank != RANK:
-                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
-            more_low, more_high = _halves(found)
+        for rank in tl.static_range(ends.size):  # in their order, so that all have the same bits
+            found = words
+            if rank != ends.rank:
+                found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
+            more_low, more_high = halves(found)
             low += more_low
             high += more_high
-        low, high = _halves(_joined(low, high))
-        total = _joined(low + side_low, high + side_high)
+        low, high = halves(joined(low, high))
+        total = joined(low + side_low, high + side_high)
         tl.store(residual + index, total, mask=inside)
-        store_norm(
-            total, weight_low, weight_high, out, codes, scales, padded_rows, row, at, inside, WIDTH, eps, ROUNDS
-        )  # fmt: skip
-    tl.debug_barrier()  # all threads have read the number
-    tl.store(numbers + program, number)
+        store_norm(total, weights, to, row, at, inside, WIDTH, eps)
+    end(number, ends)
     start_next(OVERLAP)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gather_kernel(
-    x,
-    shares,
-    x_row,
-    x_part,
+    own,
     out,
-    inboxes,
-    numbers,
+    ends,
     num_rows,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Rows of WIDTH words, one after the other: those of all ranks side by side."""
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
     await_before(OVERLAP)
-    number = tl.load(numbers + program) + 1
+    number = tl.load(ends.numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
-        own = own_words(x, shares, row, x_row, x_part, at, inside, PARTS)
-        _send(own, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
-        for rank in tl.static_range(SIZE):
-            found = own
-            if rank != RANK:
-                found = _receive(rank, at, inside, row, number, inboxes, RANK, SIZE, MOST_ROWS)
-            tl.store(out + index + (row * (SIZE - 1) + rank) * WIDTH, found, mask=inside)
-    tl.debug_barrier()
-    tl.store(numbers + program, number)
+        words = own_words(own, row, at, inside)
+        _send(words, at, inside, row, number, ends, MOST_ROWS)
+        for rank in tl.static_range(ends.size):
+            found = words
+            if rank != ends.rank:
+                found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
+            tl.store(out + index + (row * (ends.size - 1) + rank) * WIDTH, found, mask=inside)
+    end(number, ends)
     start_next(OVERLAP)
 
 
@@ -177,21 +154,20 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
     codes, scales, padded_rows = written_beside(out)
     for part in _parts(residual):
-        given, side, to = own.part(part), residual[part].view(torch.int32), out[part].view(torch.int32)
+        given, side = own.part(part), residual[part].view(torch.int32)
         beside = (None if codes is None else codes[part], None if scales is None else scales[part], padded_rows)
-        operands = (*given[:4], side, weight, to, *beside, inboxes.addresses, inboxes.numbers, len(side))
-        form = {"PARTS": given.num_parts, "ROUNDS": isinstance(out, Rounded), **_sizes(side, inboxes)}
-        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, eps, **form)
+        operands = (given, side, weight, (out[part].view(torch.int32), *beside), inboxes, len(side), eps)
+        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
     return out
 
 
 def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
     """Write to `out[T, size * D]`, bfloat16, the ranks' rows `[T, D]` side by side."""
     for part in _parts(out):
-        given, to = own.part(part), out[part].view(torch.int32)
-        operands = (*given[:4], to, inboxes.addresses, inboxes.numbers, len(to))
-        form = {"PARTS": given.num_parts, **_sizes(to, inboxes, len(inboxes.addresses))}
-        _gather_kernel[(min(len(to), PROGRAMS),)](*operands, **form)
+        to = out[part].view(torch.int32)
+        _gather_kernel[(min(len(to), PROGRAMS),)](
+            own.part(part), to, inboxes, len(to), **_sizes(to, inboxes.size.value)
+        )
     return out
 
 
@@ -200,7 +176,7 @@ def _parts(x: Tensor) -> list[slice]:
     return [slice(first, first + MOST_ROWS) for first in range(0, len(x), MOST_ROWS)]
 
 
-def _sizes(words: Tensor, inboxes: Inboxes, ranks: int = 1) -> dict[str, Any]:
+def _sizes(words: Tensor, ranks: int = 1) -> dict[str, Any]:
     num_rows, width = len(words), words.shape[1] // ranks
-    most = {"PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS, "num_warps": 8, **overlap(words.device, num_rows)}
-    return {**inboxes.sizes, "WIDTH": width, "COUNT": triton.next_power_of_2(width), **most}
+    sizes = {"WIDTH": width, "COUNT": triton.next_power_of_2(width), "PROGRAMS": PROGRAMS, "MOST_ROWS": MOST_ROWS}
+    return {**sizes, "num_warps": 8, **overlap(words.device, num_rows)}
