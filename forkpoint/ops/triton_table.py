@@ -24,14 +24,13 @@ from forkpoint.ops.sampling import choose_kernel
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
-from forkpoint.ops.scan import verify_kernel as scan_verify
 from forkpoint.ops.state_copy.kernel import StateCopy
 from forkpoint.ops.table import OpTable, operator_names
 
 # Each of their functions with the name of an operator is it.
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
-    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, scan_verify),
+    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill),
 )
 
 

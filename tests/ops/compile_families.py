@@ -22,7 +22,6 @@ from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_chunk_kern
 from forkpoint.ops.recurrence.state_rows import Sizes
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
-from forkpoint.ops.scan import verify_kernel as scan_verify
 
 HALF = (
     "x",
@@ -68,6 +67,8 @@ POINTERS = {
     **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
+    "records": ("*fp32", "*bf16", "*fp32", "*fp32"),
+    "index": ("*i32",) * 8,
 }
 
 
@@ -89,8 +90,10 @@ def main() -> None:
     sizes = {"D": 64, "N": 16, "BLOCK_N": 16, "BLOCK": 32, "PIECES": 2}
     for kernel in (scan_prefill._own_kernel, scan_prefill._join_kernel, scan_prefill._outputs_kernel):
         compiled(f"scan{kernel.fn.__name__}", kernel, 1, **sizes)
-    compiled("scan_decode", scan._decode_kernel, 1, **sizes)
-    compiled("scan_verify", scan_verify._verify_kernel, 1, **sizes, MOST=4, COMPUTES=True)
+    compiled("scan_verify", scan._step_kernel, 1, **sizes, MOST=4, COMPUTES=True)
+    names = ("cu_tokens", "pending", "mark", "mark_dst", "read", "write", "num_rows", "num_tokens")
+    plain = dict.fromkeys((*names, "past_x", "past_dt", "past_b", "line"))
+    compiled("scan_decode", scan._step_kernel, 1, **sizes, **plain, MOST=0, COMPUTES=True)
     sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
     sizes |= {"QUERIES": 1, "ROWS": 16}
     for decode in (True, False):
