@@ -39,6 +39,23 @@ def _value_of(mixed, stride, token, head, S: tl.constexpr):
 
 
 @triton.jit
+def _part(heads, source, slot_stride, line_at, ring, here, at, S: tl.constexpr):
+    """Value rows `at` of a state in slot `source`, and of the records that stay."""
+    slot = heads + source * slot_stride
+    place, inside = state_tile(slot, at * S.K, (at < S.V) & (source >= 0), S.K, S.BLOCK_K, S.SIDE)
+    state = tl.load(place, mask=inside, other=0.0)
+    return state, tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
+
+
+@triton.jit
+def _alone(state, kept, found, skip, head, where, begin, at, length, S: tl.constexpr):
+    """The only token of a row, if it has one."""
+    value_at, stride, out_at, line_at = where
+    where = value_at + at, stride, out_at + at, line_at + at
+    advance(state.to(tl.float32), kept, found, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
+
+
+@triton.jit
 def _tokens(
     state, kept, low, high, length, first, begin, rest, head, at, line_at, given, S: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -63,18 +80,8 @@ def _record_kernel(
     pool,
     out,
     gates,
-    updates,
-    keys,
-    scales,
-    decays,
-    src,
-    dst,
-    cu_tokens,
-    line,
-    written,
-    held,
-    mark,
-    mark_dst,
+    records,
+    index,
     num_rows,
     num_tokens,
     mixed_stride,
@@ -92,38 +99,33 @@ def _record_kernel(
     PARTS: tl.constexpr = (S.V + BLOCK_V * TURNS - 1) // (BLOCK_V * TURNS)
     pid = tl.program_id(0)
     head, row = (pid // PARTS) % S.HV, pid // (PARTS * S.HV)
+    src, dst, cu_tokens, line, written, held, mark, mark_dst = index
     at, past = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V), tl.arange(0, S.PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     start, folded, rest = extent(row, written, held, S.INTERVAL)
-    heads, line_at = pool + head * (S.V * S.K), updates + (own * S.LINE * S.HV + head) * S.V
+    heads, line_at = pool + head * (S.V * S.K), records[0] + (own * S.LINE * S.HV + head) * S.V
     ring, here = (((start + folded + past) % S.LINE) * (S.HV * S.V))[:, None], (past < rest)[:, None]
-    place, inside = state_tile(
-        heads + source * slot_stride, at * S.K, (at < S.V) & (source >= 0), S.K, S.BLOCK_K, S.SIDE
-    )
-    state = tl.load(place, mask=inside, other=0.0)
-    kept = tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
+    state, kept = _part(heads, source, slot_stride, line_at, ring, here, at, S)
     position = tl.where(position <= folded, position, 0)
     middle, marked = tl.where(position > 0, position, folded), tl.load(mark_dst + row).to(tl.int64)
-    records, given = (updates, keys, scales, decays), (mixed, mixed_stride, skip, gates, out)
+    given = (mixed, mixed_stride, skip, gates, out)
     stores = (target >= 0) & ((folded > 0) | (source != target))
     if TURNS > 1:
         await_inputs(OVERLAP)
     begin = start + folded + rest
     if TURNS > 1:
         token = tl.minimum(first, num_tokens - 1)
-        alone = found_before(token, 0, rest, head, mixed, mixed_stride, gates, S, 1)
+        found = found_before(token, 0, rest, head, mixed, mixed_stride, gates, S, 1)
         value_at, out_at = _value_of(mixed, mixed_stride, token, head, S), out + (token * S.HV + head) * S.V
+        where = value_at, mixed_stride, out_at, line_at
     if (folded > 0) | stores | (TURNS == 1):
         for turn in range(TURNS):
             if turn > 0:
                 at += BLOCK_V
-                there = (at < S.V) & (source >= 0)
-                place, inside = state_tile(heads + source * slot_stride, at * S.K, there, S.K, S.BLOCK_K, S.SIDE)
-                state = tl.load(place, mask=inside, other=0.0)
-                kept = tl.load(line_at + ring + at[None, :], mask=here & (at < S.V)[None, :], other=0.0)
+                state, kept = _part(heads, source, slot_stride, line_at, ring, here, at, S)
             wide = state.to(tl.float32)
             place, inside = state_tile(heads, at * S.K, at < S.V, S.K, S.BLOCK_K, S.SIDE)
             if folded > 0:
@@ -139,8 +141,7 @@ def _record_kernel(
             if COMPUTES:
                 tl.debug_barrier()  # what is read of the line above is written over
                 if TURNS > 1:
-                    where = value_at + at, mixed_stride, out_at + at, line_at + at
-                    advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
+                    _alone(wide, kept, found, skip, head, where, begin, at, length, S)
                 else:
                     whole = length - length % CHUNK
                     kept = _tokens(wide, kept, 0, whole, length, first, begin, rest, head, at, line_at, given, S, CHUNK)
@@ -150,16 +151,11 @@ def _record_kernel(
                         )
     else:
         if TURNS > 1:  # nothing but reads, which the compiler starts ahead
-            wide, where = state.to(tl.float32), (value_at + at, mixed_stride, out_at + at, line_at + at)
-            advance(wide, kept, alone, skip, head, where, begin, (at < S.V) & (length > 0), S, 1)
+            _alone(state, kept, found, skip, head, where, begin, at, length, S)
             for turn in tl.range(1, TURNS, num_stages=STAGES):
                 later = at + turn * BLOCK_V
-                there = (later < S.V) & (source >= 0)
-                place, inside = state_tile(heads + source * slot_stride, later * S.K, there, S.K, S.BLOCK_K, S.SIDE)
-                state = tl.load(place, mask=inside, other=0.0)
-                kept = tl.load(line_at + ring + later[None, :], mask=here & (later < S.V)[None, :], other=0.0)
-                wide, where = state.to(tl.float32), (value_at + later, mixed_stride, out_at + later, line_at + later)
-                advance(wide, kept, alone, skip, head, where, begin, (later < S.V) & (length > 0), S, 1)
+                state, kept = _part(heads, source, slot_stride, line_at, ring, here, later, S)
+                _alone(state, kept, found, skip, head, where, begin, later, length, S)
     if COMPUTES:
         part = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V * TURNS)
         for token in range(last + row, num_tokens, num_rows):  # padding's
@@ -233,16 +229,16 @@ def _launch(
         rows = 2
     block_v = min(launch_table(pool.device).state_values * rows, triton.next_power_of_2(spec.value_dim))
     grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v * form["TURNS"]),)
-    given = (mixed, params.D, pool, out, gates, *records, *index.columns, num_rows, num_tokens)
+    given, counts = (mixed, params.D, pool, out, gates), (num_rows, num_tokens)
     own: dict[str, Any] = {"mixed_stride": mixed.stride(0), "slot_stride": pool.stride(0)}
     own |= {"BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
     shapes |= {"LINE": updates.shape[1], "DELTA": spec.delta}
     if one_by_one:
-        straight_record_kernel[grid](*given, **own, **shapes, num_warps=1)
+        straight_record_kernel[grid](*given, *records, *index.columns, *counts, **own, **shapes, num_warps=1)
         return out
     if rows > 1 or form is PARTS:
         options |= capped_registers(pool.device, MOST_REGISTERS)
     own |= {"TURNS": form["TURNS"], "STAGES": form["STAGES"], "CHUNK": chunk, **options}
     shapes |= {"SIDE": form["SIDE"], "FOLDS": FOLDS, "MOST": triton.next_power_of_2(updates.shape[1])}
-    _record_kernel[grid](*given, **own, S=Sizes(**shapes))
+    _record_kernel[grid](*given, tuple(records), tuple(index.columns), *counts, **own, S=Sizes(**shapes))
     return out
