@@ -18,9 +18,8 @@ from forkpoint.ops.linear import reference as linear
 from forkpoint.ops.linear.fixed_rows import FixedRowsLinear
 from forkpoint.ops.moe import reference as moe
 from forkpoint.ops.norm import reference as norm
-from forkpoint.ops.recurrence import record as recurrence_record
+from forkpoint.ops.recurrence import record
 from forkpoint.ops.recurrence import reference as recurrence
-from forkpoint.ops.recurrence import verify as recurrence_verify
 from forkpoint.ops.rope import reference as rope
 from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.scan import reference as scan
@@ -53,16 +52,16 @@ def torch_table(deterministic: bool = False) -> OpTable:
         conv_update=conv1d.conv_update,
         recurrence_prefill=recurrence.recurrence_prefill,
         recurrence_decode=recurrence.recurrence_decode,
-        recurrence_record=recurrence_record.recurrence_record,
-        recurrence_settle=recurrence_record.recurrence_settle,
+        recurrence_record=record.recurrence_record,
+        recurrence_settle=record.recurrence_settle,
         scan_prefill=scan.scan_prefill,
         scan_decode=scan.scan_decode,
         scan_verify=scan.scan_verify,
         scan_fold=scan.scan_fold,
         conv_verify=conv1d.conv_verify,
         conv_fold=conv1d.conv_fold,
-        recurrence_verify=recurrence_verify.recurrence_verify,
-        recurrence_fold=recurrence_verify.recurrence_fold,
+        recurrence_verify=record.recurrence_verify,
+        recurrence_fold=record.recurrence_fold,
         route=moe.route,
         prepare_experts=moe.prepare_experts,
         experts=partial(moe.experts_by, product),

@@ -7,15 +7,13 @@ loop. Rows with drafts: see VerifyIndex.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from forkpoint.ops.activation.reference import silu
 from forkpoint.ops.metadata import DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import ConvTaps, Records
-from forkpoint.ops.state_copy.reference import read_slots, write_slots
+from forkpoint.ops.state_copy.reference import folded, read_slots, verified, write_slots
 
 ROW_TILE = 32  # tokens whose sums stay in a core's cache
 
@@ -68,16 +66,15 @@ def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> 
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
     """`x[T, D]` -> `[T, D]`; reads and writes `pool[P, W-1, D]` and records `[L, M, D]` as `index` says."""
-    windows, (lines,) = _folded(pool, index, records), records
-    out = torch.empty_like(x)
-    for row, (first, end) in enumerate(pairwise(index.cu_tokens.tolist())):
-        inputs = torch.cat((windows[row].to(x.dtype), x[first:end]))
-        out[first:end] = convolved(inputs, taps)
-        if end == first + 1:
-            windows[row] = inputs[1:]
-        else:
-            lines[index.line[row], : end - first] = x[first:end]
-    write_slots(pool, index.dst, windows)
+    (lines,), out = records, torch.empty_like(x)
+
+    def advance(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
+        lines[index.line[rows].long(), i] = x[at]
+        inputs = torch.cat((own.to(x.dtype), x[at].unsqueeze(1)), dim=1)
+        out[at] = convolved(inputs, taps).squeeze(1).to(x.dtype)
+        return inputs[:, 1:]
+
+    verified(_folded(pool, index, records), pool, index, advance)
     return out
 
 
@@ -87,12 +84,9 @@ def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
 
 
 def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
-    windows, behind, (lines,) = read_slots(pool, index.src), pool.shape[1], records
-    columns = (index.pending, index.mark, index.mark_dst, index.line)
-    for row, (count, mark, slot, line) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if count:
-            inputs = torch.cat((windows[row], lines[line, :count].to(pool.dtype)))
-            windows[row] = inputs[count : count + behind]
-            if 0 < mark <= count:  # beyond where drafts were missed
-                pool[slot] = inputs[mark : mark + behind]
-    return windows
+    (lines,) = records
+
+    def fold(own: Tensor, rows: Tensor, i: int) -> Tensor:
+        return torch.cat((own[:, 1:], lines[index.line[rows].long(), i].unsqueeze(1).float()), dim=1)
+
+    return folded(pool, index, fold)

@@ -1,14 +1,54 @@
-"""Rows whose states are written every few tokens, in torch: see RecordIndex."""
+"""Rows that leave records, in torch: those with drafts, see VerifyIndex, and those whose states are written every few
+tokens, see RecordIndex."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from forkpoint.ops.metadata import RecordIndex
+from forkpoint.ops.metadata import RecordIndex, VerifyIndex
 from forkpoint.ops.parameters import Out, Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.reference import L2_EPS, Tokens, advance, fold, prepare
-from forkpoint.ops.state_copy.reference import read_slots, write_slots
+from forkpoint.ops.state_copy.reference import folded, read_slots, turns, verified, write_slots
+
+
+def recurrence_verify(
+    inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
+) -> Tensor:
+    """Inputs of `T` tokens -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
+    as `index` says."""
+    tokens, spec, (updates, keys, decays) = prepare(inputs, params), params.spec, records
+    mixed = inputs.mixed
+    out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+
+    def take(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
+        line = index.write[rows].long()
+        mine = Tokens(*(value[at] for value in tokens))
+        answer, u, decay = advance(own, mine, params)
+        out[at] = answer.to(mixed.dtype)
+        updates[line, i], keys[line, i], decays[line, i] = u, mine.k, decay.view(-1, *decays.shape[2:])
+        return own
+
+    verified(_folded(pool, index, records), pool, index, take)
+    return out
+
+
+def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
+    """The states after the pending tokens, and at the marks."""
+    write_slots(pool, index.dst, _folded(pool, index, records))
+
+
+def _folded(pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
+    updates, keys, decays = records
+    group = updates.shape[2] // keys.shape[2]
+
+    def take(own: Tensor, rows: Tensor, i: int) -> Tensor:
+        line = index.read[rows].long()
+        key = keys[line, i].repeat_interleave(group, dim=1)
+        fold(own, updates[line, i], key, decays[line, i].view(*own.shape[:2], -1))
+        return own
+
+    return folded(pool, index, take)
 
 
 def recurrence_record(
@@ -27,10 +67,8 @@ def recurrence_record(
     keys = mixed[:, size : 2 * size].view(-1, spec.num_k_heads, spec.key_dim)
     lengths = keys.float().square().sum(-1)
     left = (keys, torch.rsqrt(lengths + L2_EPS) if spec.delta else torch.ones_like(lengths), tokens.g)
-    first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
-    found = mixed.new_zeros(mixed.shape[0], spec.num_v_heads, spec.value_dim)
-    for step in range(int(lens.max())):
-        live = torch.nonzero(lens > step)[:, 0]
+    first, found = index.cu_tokens[:-1].long(), mixed.new_zeros(mixed.shape[0], spec.num_v_heads, spec.value_dim)
+    for step, live in turns(index.cu_tokens.diff()):
         at, line, own = first[live] + step, index.line[live].long(), states[live]
         answer, u, _ = advance(own, Tokens(*(value[at] for value in tokens)), params)
         states[live], found[at] = own, answer.to(mixed.dtype)
@@ -52,8 +90,7 @@ def _taken_on(pool: Tensor, index: RecordIndex, records: Records) -> Tensor:
     group, held = updates.shape[2] // keys.shape[2], index.held
     due = (index.written + held) // index.interval * index.interval - index.written
     write_slots(pool, torch.where((due <= 0) & (index.src != index.dst), index.dst, -1), states)
-    for i in range(int(held.max())):
-        live = torch.nonzero(held > i)[:, 0]
+    for i, live in turns(held):
         line, place, own = index.line[live].long(), index.written[live].long() + i, states[live]
         ring = place % keys.shape[1]
         key = (keys[line, ring].float() * scales[line, ring].unsqueeze(-1)).repeat_interleave(group, dim=1)

@@ -94,34 +94,35 @@ def _to_chunks(x: Tensor, rows: Tensor, num_chunks: int) -> Tensor:
 
 
 def _within_chunks(tokens: Tokens, rows: Tensor, num_chunks: int, shape: Recurrence) -> _Chunks:
-    group = shape.num_v_heads // shape.num_k_heads
-    q, k, v = (_to_chunks(x, rows, num_chunks).contiguous() for x in (tokens.q, tokens.k, tokens.v))
-    g, beta = (_to_chunks(x, rows, num_chunks) for x in (tokens.g, tokens.beta))
-    total = g.cumsum(-1)  # [NC, HV, C]
-    steps = total.unsqueeze(-1) - total.unsqueeze(-2)
-    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-    # Masked before the exponential: above the diagonal it may overflow.
-    decays = steps.masked_fill_(upper, float("-inf")).exp_()
-    scores = torch.cat((k, q), dim=2) @ k.transpose(-1, -2)  # [NC, H, 2C, C], one product for both
-    kk, qk = scores.chunk(2, dim=2)
+    q, k, v, g, beta = (_to_chunks(x, rows, num_chunks).contiguous() for x in tokens)
+    beta, group = beta.unsqueeze(-1), shape.num_v_heads // shape.num_k_heads
+    total = (g if shape.per_key else g.unsqueeze(-1)).cumsum(-2)  # [NC, HV, C, K or 1]
+    grown, last, xs = total.exp(), total[:, :, -1:], (k, q) if shape.delta else (q,)
+    *system, intra = [_decayed(x, k, total) for x in xs] if shape.per_key else _scored(xs, k, total)
     if group > 1:
-        kk, qk, k, q = (x.repeat_interleave(group, dim=1) for x in (kk, qk, k, q))
-    grown = total.exp().unsqueeze(-1)
-    beta = beta.unsqueeze(-1)
+        q, k = (x.repeat_interleave(group, dim=1) for x in (q, k))
     u, w = v * beta, None
     if shape.delta:
         # The solver takes the diagonal as ones and does not read above it.
-        system = (kk * decays).mul_(beta)
         rhs = torch.cat((u, k * (beta * grown)), dim=-1)
-        u, w = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True).split(
+        u, w = torch.linalg.solve_triangular(system[0].mul_(beta), rhs, upper=False, unitriangular=True).split(
             [shape.value_dim, shape.key_dim], dim=-1
         )
-    left = (total[..., -1:] - total).exp().unsqueeze(-1)
-    return _Chunks(q * grown, k * left, qk * decays, u, w, grown[:, :, -1:])
+    return _Chunks(q * grown, k * (last - total).exp(), intra, u, w, grown[:, :, -1:].transpose(-1, -2))
+
+
+def _scored(xs: tuple[Tensor, ...], k: Tensor, total: Tensor) -> list[Tensor]:
+    """Of each x `(x_i . k_j) e^{c_i - c_j}` of i >= j, else 0: `[NC, H, C, K]` each -> `[NC, HV, C, C]`."""
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).triu(1)
+    # Masked before the exponential: above the diagonal it may overflow.
+    decays = (total - total.transpose(-1, -2)).masked_fill_(upper, float("-inf")).exp_()
+    products = (torch.cat(xs, dim=2) @ k.transpose(-1, -2)).chunk(len(xs), dim=2)  # one product for all
+    group = total.shape[1] // k.shape[1]
+    return [(x if group == 1 else x.repeat_interleave(group, dim=1)) * decays for x in products]
 
 
 def _decayed(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """`sum_d x_id k_jd e^{c_id - c_jd}` of i >= j, else 0: `[NC, HV, C, K]` each -> `[NC, HV, C, C]`.
+    """The same where each key has its own decay: `sum_d x_id k_jd e^{c_id - c_jd}`.
 
     Blocks of rows take the decay from their first row on, so that no exponent is positive; within a block on the
     diagonal every pair has its own.
@@ -140,20 +141,6 @@ def _decayed(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
     return out
 
 
-def _within_key_chunks(tokens: Tokens, rows: Tensor, num_chunks: int, shape: Recurrence) -> _Chunks:
-    """The same where each key has its own decay."""
-    q, k, v, g = (_to_chunks(x, rows, num_chunks).contiguous() for x in (tokens.q, tokens.k, tokens.v, tokens.g))
-    beta = _to_chunks(tokens.beta, rows, num_chunks).unsqueeze(-1)
-    total = g.cumsum(-2)  # [NC, HV, C, K]
-    grown, last = total.exp(), total[:, :, -1:]
-    rhs = torch.cat((v * beta, k * (beta * grown)), dim=-1)
-    u, w = torch.linalg.solve_triangular(_decayed(k, k, total) * beta, rhs, upper=False, unitriangular=True).split(
-        [shape.value_dim, shape.key_dim], dim=-1
-    )
-    left = k * (last - total).exp()
-    return _Chunks(q * grown, left, _decayed(q, k, total), u, w, last.exp().transpose(-1, -2))
-
-
 def recurrence_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
@@ -166,7 +153,7 @@ def recurrence_prefill(
     lens = index.on_host()
     rows, first = _chunk_rows(lens, inputs.mixed.device)
     tokens = prepare(inputs, params)
-    chunks = (_within_key_chunks if shape.per_key else _within_chunks)(tokens, rows, first[-1], shape)
+    chunks = _within_chunks(tokens, rows, first[-1], shape)
     states = read_slots(pool, index.src).float().transpose(-1, -2).contiguous()  # [N, HV, K, V]
     saves = _saves_by_chunk(index)
     answers = torch.empty_like(chunks.u)

@@ -14,8 +14,7 @@ from torch import Tensor
 from forkpoint.ops.activation.reference import silu, softplus
 from forkpoint.ops.metadata import TILE, DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams
-from forkpoint.ops.recurrence.verify import folded, verified
-from forkpoint.ops.state_copy.reference import read_slots, write_slots
+from forkpoint.ops.state_copy.reference import folded, read_slots, verified, write_slots
 
 
 def scan_changes(x: Tensor, dt: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,13 @@
-"""Slot to slot copies in torch."""
+"""Slots in torch: copies, and rows whose tokens are taken turn by turn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
+import torch
 from torch import Tensor
+
+from forkpoint.ops.metadata import VerifyIndex
 
 
 def read_slots(pool: Tensor, src: Tensor) -> Tensor:
@@ -28,3 +33,34 @@ def state_copy(pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
     """The operator, on any device that torch knows."""
     for pool in pools:
         write_slots(pool, dst, read_slots(pool, src))
+
+
+def turns(counts: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """For i = 0, 1, .. until there are none: i and the rows that have more than i."""
+    for i in range(int(counts.max())):
+        yield i, torch.nonzero(counts > i)[:, 0]
+
+
+def folded(pool: Tensor, index: VerifyIndex, fold: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+    """The states `[B, ...]` fp32 after the pending tokens; stores those at the marks. `fold(states, rows, i)` are
+    states after record `i` of those rows."""
+    states = read_slots(pool, index.src).float()
+    for i, live in turns(index.pending):
+        own = fold(states[live], live, i)
+        states[live] = own.to(pool.dtype).float()
+        write_slots(pool, torch.where(index.mark[live] == i + 1, index.mark_dst[live], -1), own)
+    return states
+
+
+def verified(
+    states: Tensor, pool: Tensor, index: VerifyIndex, advance: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+) -> None:
+    """Takes folded states `[B, ...]` through all rows' first tokens, then the second ones of those that have two, and
+    so on. `advance(states, tokens, rows, i)` are states after those tokens, which leave record `i` of their rows."""
+    first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
+    drafting = lens > 1
+    write_slots(pool, torch.where(drafting, index.dst, -1), states)
+    for i, live in turns(lens):
+        own = advance(states[live], first[live] + i, live, i)
+        states[live] = own.to(pool.dtype).float()
+    write_slots(pool, torch.where(drafting, -1, index.dst), states)
