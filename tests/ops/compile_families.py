@@ -18,7 +18,7 @@ from forkpoint.ops.attention import expanded_kernel, latent_kernel, latent_step_
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
-from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_chunk_kernel, key_kernel, record_kernel
+from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_kernel, record_kernel
 from forkpoint.ops.recurrence.state_rows import Sizes
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
@@ -125,9 +125,9 @@ def main() -> None:
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
-    compiled("key_chunk", key_chunk_kernel._chunk_kernel, 8, **sizes, **flags)
-    compiled("key_pairs", key_chunk_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
-    compiled("key_inverse", key_chunk_kernel._invert_kernel, 4, **sizes, **flags)
+    compiled("key_chunk", key_kernel._chunk_kernel, 8, **sizes, **flags)
+    compiled("key_pairs", key_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
+    compiled("key_inverse", key_kernel._invert_kernel, 4, **sizes, **flags)
     sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "BESIDE": 0}
     alone = {"GATED": False, "SQUARED": False, "bias": None, "ids": None}
     for mode in (True, AT_ONCE.value):

@@ -1,6 +1,11 @@
 """The delta rule with a decay for each key (KDA) in Triton; reference.py has the formulas.
 
-As in prefill_kernel.py chunks are made ready, by key_chunk_kernel.py, before a state is carried through them.
+As in prefill_kernel.py chunks are made ready, by three launches, before a fourth carries states through them. Decays
+stand inside the products of keys. The first launch writes q and k times what is left of them, the second their
+products: a row's decay to a key is the product of one that ends and one that starts at the first row of the row's 16.
+Keys before those have no positive exponent. Keys of the same 16 rows have, and decays are not bounded: where they are
+so strong that the exponent would be large, each pair of such rows has its own exponential. The third inverts the
+chunk's system.
 """
 
 from __future__ import annotations
@@ -11,14 +16,164 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.launch import await_inputs, overlap
-from forkpoint.ops.launch_table import segments
-from forkpoint.ops.metadata import SegmentIndex
+from forkpoint.ops.launch_table import segments, turns
+from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import result
-from forkpoint.ops.recurrence.key_chunk_kernel import ready_chunks
-from forkpoint.ops.recurrence.solve import CHUNK, first_chunk
+from forkpoint.ops.recurrence.gates import L2_EPS, described, key_decay, result, weight
+from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, first_chunk, unit_lower_inverse
 
+WIDEST, WIDEST_HALF = 60.0, 8.0  # the largest exponent whose power bfloat16 and fp32 hold, and float16
 SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
+
+
+@triton.jit
+def _chunk_kernel(
+    mixed,
+    a,
+    a_log,
+    dt_bias,
+    tiles,
+    cu_seqlens,
+    keys,
+    totals,
+    wholes,
+    mixed_stride,
+    a_stride,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BOUND: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One chunk of one head: `totals[entry]`, the sums of its logs of decays up to each row, `[C, K]`, and
+    `keys[entry]`, the factors of `S k`, `S q` and of the state's update, `[3, C, K]`."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    tile, head = pid // H, pid % H
+    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if segment < 0:
+        return
+    kind: tl.constexpr = keys.dtype.element_ty
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
+    row, col = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    token = start.to(tl.int64) + row
+    inside = (row < count)[:, None] & (col < K)[None, :]
+    raw = tl.load(a + token[:, None] * a_stride + (head * K + col)[None, :], mask=inside, other=0.0)
+    bias = tl.load(dt_bias + head * K + col, mask=col < K, other=0.0)
+    g = tl.where(inside, key_decay(raw, tl.load(a_log + head), bias[None, :], BOUND), 0.0)
+    total, last = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+    own = row[:, None] * K + col[None, :]
+    in_keys = (col < K)[None, :] & (row >= 0)[:, None]
+    tl.store(totals + entry * (CHUNK * K) + own, total, mask=in_keys)
+    tl.store(wholes + entry * K + col, tl.exp(last), mask=col < K)
+    grown = tl.exp(total)
+    q_at = mixed + token[:, None] * mixed_stride + (head * K + col)[None, :]
+    key_at = keys + entry * (3 * CHUNK * K) + own
+    k = tl.load(q_at + H * K, mask=inside, other=0.0).to(tl.float32)
+    k *= tl.rsqrt(tl.sum(k * k, axis=1) + L2_EPS)[:, None]
+    tl.store(key_at, (k * grown).to(kind), mask=in_keys)
+    tl.store(key_at + 2 * CHUNK * K, (k * tl.exp(last[None, :] - total)).to(kind), mask=in_keys)
+    q = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
+    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + L2_EPS) * scale)[:, None]
+    tl.store(key_at + CHUNK * K, (q * grown).to(kind), mask=in_keys)
+
+
+@triton.jit
+def _pair_kernel(
+    mixed,
+    b,
+    tiles,
+    cu_seqlens,
+    totals,
+    systems,
+    scores,
+    mixed_stride,
+    b_stride,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+    WIDEST: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """SUB rows i of a chunk: `sum_d x_id k_jd e^{total_id - total_jd}` with all rows j of the chunk, for x = q where
+    i >= j, else 0 -> `scores`, and for x = beta k where i > j, else 0 -> fp32 `systems`; both `[entries, C, C]`."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    block, head, tile = pid % BLOCKS, pid // BLOCKS % H, pid // (BLOCKS * H)
+    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if segment < 0:
+        return
+    kind: tl.constexpr = scores.dtype.element_ty
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
+    sub, at, col = tl.arange(0, SUB), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    row, in_k, first_row = block * SUB + sub, col < K, block * SUB
+    # Keys up to the last of these rows.
+    past = (at < first_row + SUB) & (at < count)
+    key_at = mixed + H * K + (start.to(tl.int64) + at)[:, None] * mixed_stride + (head * K + col)[None, :]
+    k = tl.load(key_at, mask=past[:, None] & in_k[None, :], other=0.0).to(tl.float32)
+    since_at = totals + entry * (CHUNK * K) + at[:, None] * K + col[None, :]
+    since = tl.load(since_at, mask=(at < first_row + SUB)[:, None] & in_k[None, :], other=0.0)
+    inside = (row < count)[:, None] & in_k[None, :]
+    q_at = mixed + (start.to(tl.int64) + row)[:, None] * mixed_stride + (head * K + col)[None, :]
+    q = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
+    left = tl.load(q_at + H * K, mask=inside, other=0.0).to(tl.float32)
+    total_at = totals + entry * (CHUNK * K) + col
+    total = tl.load(total_at[None, :] + row[:, None] * K, mask=in_k[None, :], other=0.0)
+    first = tl.load(total_at + first_row * K, mask=in_k, other=0.0)
+    end = tl.load(total_at + (first_row + SUB - 1) * K, mask=in_k, other=0.0)
+    beta = weight(tl.load(b + (start.to(tl.int64) + row) * b_stride + head, mask=row < count, other=0.0), DOUBLE_BETA)
+    k *= tl.rsqrt(tl.sum(k * k, axis=1) + L2_EPS)[:, None]
+    left *= tl.rsqrt(tl.sum(left * left, axis=1) + L2_EPS)[:, None]
+    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + L2_EPS) * scale)[:, None]
+    shrunk = tl.exp(total - first[None, :])
+    right = tl.trans((k * tl.exp(tl.minimum(first[None, :] - since, WIDEST))).to(kind))
+    score = tl.dot((q * shrunk).to(kind), right, input_precision="ieee")
+    system = tl.dot((left * shrunk).to(kind), right, input_precision="ieee")
+    if tl.max(first - end, axis=0) > WIDEST:
+        for j in range(SUB):
+            real = in_k & (first_row + j < count)
+            one_at = mixed + H * K + (start.to(tl.int64) + first_row + j) * mixed_stride + head * K + col
+            key = tl.load(one_at, mask=real, other=0.0).to(tl.float32)
+            key *= tl.rsqrt(tl.sum(key * key, axis=0) + L2_EPS)
+            since_j = tl.load(total_at + (first_row + j) * K, mask=in_k, other=0.0)
+            pair = key[None, :] * tl.exp(tl.minimum(total - since_j[None, :], 0.0))
+            only = (at == first_row + j)[None, :]
+            score = tl.where(only, tl.sum(q * pair, axis=1)[:, None], score)
+            system = tl.where(only, tl.sum(left * pair, axis=1)[:, None], system)
+    square = entry * (CHUNK * CHUNK) + row[:, None] * CHUNK + at[None, :]
+    tl.store(scores + square, tl.where(row[:, None] >= at[None, :], score, 0.0).to(kind))
+    tl.store(systems + square, tl.where(row[:, None] > at[None, :], system * beta[:, None], 0.0))
+
+
+@triton.jit
+def _invert_kernel(
+    b,
+    tiles,
+    cu_seqlens,
+    systems,
+    inverses,
+    b_stride,
+    H: tl.constexpr,
+    DOUBLE_BETA: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One chunk of one head: `(I + systems[entry])^-1 diag(beta)` -> `inverses[entry]`, `[C, C]`."""
+    await_inputs(OVERLAP)
+    pid = tl.program_id(0)
+    tile, head = pid // H, pid % H
+    segment, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if segment < 0:
+        return
+    kind: tl.constexpr = inverses.dtype.element_ty
+    start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
+    row = tl.arange(0, CHUNK)
+    beta = weight(tl.load(b + (start.to(tl.int64) + row) * b_stride + head, mask=row < count, other=0.0), DOUBLE_BETA)
+    square = entry * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+    inverse = unit_lower_inverse(tl.load(systems + square), kind != tl.float32)
+    tl.store(inverses + square, (inverse * tl.where(row < count, beta, 0.0)[None, :]).to(kind))
 
 
 @triton.jit
@@ -97,6 +252,37 @@ def _scan_kernel(
             tl.store(slot, state.to(pool.dtype.element_ty), mask=in_state)
 
 
+def _ready_chunks(
+    inputs: RecurrenceInputs, params: RecurrenceParams, index: SegmentIndex, block_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of all chunks: (inverses times beta `[entries, C, C]`, scores `[entries, C, C]`, factors of keys
+    `[entries, 3, C, K]`, decays over the chunk `[entries, K]` fp32)."""
+    assert index.tiles is not None, "kernels need the index's tiles"
+    spec, heads, dim = params.spec, params.spec.num_v_heads, params.spec.key_dim
+    (mixed, a, b, *constants), _ = described(inputs, params)
+    entries = (mixed.shape[0] // TILE + len(index)) * heads
+    inverses, scores = mixed.new_empty(2, entries, TILE, TILE)
+    keys = mixed.new_empty(entries, 3, TILE, dim)
+    systems, totals, wholes = (
+        torch.empty(entries, *shape, dtype=torch.float32, device=mixed.device)
+        for shape in ((TILE, TILE), (TILE, dim), (dim,))
+    )
+    sizes = {"H": heads, "K": dim, "BLOCK_K": block_k}
+    options = {**overlap(mixed.device, mixed.shape[0]), "num_stages": 1}
+    weights = {"DOUBLE_BETA": spec.double_beta, **options}
+    widest = WIDEST_HALF if mixed.dtype == torch.float16 else WIDEST
+    for tiles in turns(index.tiles, heads * BLOCKS.value):
+        places, chunks = (tiles, index.cu_seqlens), tiles.shape[0] * heads
+        given = (mixed, a, *constants, *places, keys, totals, wholes, mixed.stride(0), a.stride(0), dim**-0.5)
+        _chunk_kernel[(chunks,)](*given, BOUND=spec.bound or 0.0, num_warps=8, **sizes, **options)
+        strides = (mixed.stride(0), b.stride(0), dim**-0.5)
+        _pair_kernel[(chunks * BLOCKS.value,)](
+            mixed, b, *places, totals, systems, scores, *strides, WIDEST=widest, num_warps=8, **sizes, **weights
+        )
+        _invert_kernel[(chunks,)](b, *places, systems, inverses, b.stride(0), H=heads, num_warps=2, **weights)
+    return inverses, scores, keys, wholes
+
+
 def key_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
@@ -105,7 +291,7 @@ def key_prefill(
     spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))
-    scratch = ready_chunks(inputs, params, index, block_k)
+    scratch = _ready_chunks(inputs, params, index, block_k)
     block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
     tiles_v = triton.cdiv(value_dim, block_v)
     options = {"H": heads, "K": dim, "V": value_dim, "BLOCK_K": block_k, "BLOCK_V": block_v, "TILES_V": tiles_v}
