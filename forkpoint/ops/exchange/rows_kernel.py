@@ -62,7 +62,7 @@ def _receive(rank, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sum_norm_kernel(
+def _rows_kernel(
     own,
     residual,
     weight,
@@ -76,59 +76,37 @@ def _sum_norm_kernel(
     MOST_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows of WIDTH words, of two bfloat16, one after the other: `residual` plus the sum over ranks, and its norm."""
+    """Rows of WIDTH words, one after the other: those of all ranks side by side, or, if there is a residual, of two
+    bfloat16 each, `residual` plus their sum, and its norm."""
+    NORMS: tl.constexpr = residual is not None
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
-    weights = load_pairs(weight, at, inside)
+    if NORMS:
+        weights = load_pairs(weight, at, inside)
     await_before(OVERLAP)
     number = tl.load(ends.numbers + program) + 1
     for row in range(program, num_rows, PROGRAMS):
         index = row * WIDTH + at
         words = own_words(own, row, at, inside)
         _send(words, at, inside, row, number, ends, MOST_ROWS)
-        side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
-        low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
+        if NORMS:
+            side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
+            low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
         for rank in tl.static_range(ends.size):  # in their order, so that all have the same bits
             found = words
             if rank != ends.rank:
                 found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
-            more_low, more_high = halves(found)
-            low += more_low
-            high += more_high
-        low, high = halves(joined(low, high))
-        total = joined(low + side_low, high + side_high)
-        tl.store(residual + index, total, mask=inside)
-        store_norm(total, weights, to, row, at, inside, WIDTH, eps)
-    end(number, ends)
-    start_next(OVERLAP)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gather_kernel(
-    own,
-    out,
-    ends,
-    num_rows,
-    WIDTH: tl.constexpr,
-    COUNT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Rows of WIDTH words, one after the other: those of all ranks side by side."""
-    at, program = tl.arange(0, COUNT), tl.program_id(0)
-    inside = at < WIDTH
-    await_before(OVERLAP)
-    number = tl.load(ends.numbers + program) + 1
-    for row in range(program, num_rows, PROGRAMS):
-        index = row * WIDTH + at
-        words = own_words(own, row, at, inside)
-        _send(words, at, inside, row, number, ends, MOST_ROWS)
-        for rank in tl.static_range(ends.size):
-            found = words
-            if rank != ends.rank:
-                found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
-            tl.store(out + index + (row * (ends.size - 1) + rank) * WIDTH, found, mask=inside)
+            if NORMS:
+                more_low, more_high = halves(found)
+                low += more_low
+                high += more_high
+            else:
+                tl.store(to[0] + index + (row * (ends.size - 1) + rank) * WIDTH, found, mask=inside)
+        if NORMS:
+            low, high = halves(joined(low, high))
+            total = joined(low + side_low, high + side_high)
+            tl.store(residual + index, total, mask=inside)
+            store_norm(total, weights, to, row, at, inside, WIDTH, eps)
     end(number, ends)
     start_next(OVERLAP)
 
@@ -157,7 +135,7 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
         given, side = own.part(part), residual[part].view(torch.int32)
         beside = (None if codes is None else codes[part], None if scales is None else scales[part], padded_rows)
         operands = (given, side, weight, (out[part].view(torch.int32), *beside), inboxes, len(side), eps)
-        _sum_norm_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
+        _rows_kernel[(min(len(side), PROGRAMS),)](*operands, **_sizes(side))
     return out
 
 
@@ -165,9 +143,8 @@ def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
     """Write to `out[T, size * D]`, bfloat16, the ranks' rows `[T, D]` side by side."""
     for part in _parts(out):
         to = out[part].view(torch.int32)
-        _gather_kernel[(min(len(to), PROGRAMS),)](
-            own.part(part), to, inboxes, len(to), **_sizes(to, inboxes.size.value)
-        )
+        operands = (own.part(part), None, None, (to,), inboxes, len(to), None)
+        _rows_kernel[(min(len(to), PROGRAMS),)](*operands, **_sizes(to, inboxes.size.value))
     return out
 
 
