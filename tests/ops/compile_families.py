@@ -105,7 +105,7 @@ def main() -> None:
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
     sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
     compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64)
-    sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32, "TILES_V": 1}
+    sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}
     for keyed in (False, True):
@@ -126,7 +126,7 @@ def main() -> None:
     # Each stretch of chunks starts where the one before ended; the compiler has taken that for 0.
     assert not re.search(r"scf.for %\w+ = %c0_i32\w* to", made.asm["ttgir"]), "a loop starts at a constant"
     compiled("key_chunk", key_kernel._chunk_kernel, 8, **sizes, **flags)
-    compiled("key_pairs", key_kernel._pair_kernel, 8, **sizes, **flags, WIDEST=60.0)
+    compiled("key_pairs", key_kernel._pair_kernel, 8, **sizes, **flags)
     compiled("key_inverse", key_kernel._invert_kernel, 4, **sizes, **flags)
     sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "BESIDE": 0}
     alone = {"GATED": False, "SQUARED": False, "bias": None, "ids": None}

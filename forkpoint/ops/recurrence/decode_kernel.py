@@ -10,8 +10,18 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
-from forkpoint.ops.parameters import Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, key_block, key_decay, result, weight
+from forkpoint.ops.parameters import Out, Records, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.recurrence.gates import (
+    L2_EPS,
+    decay,
+    described,
+    head_tile,
+    key_block,
+    key_decay,
+    no_tokens,
+    result,
+    weight,
+)
 
 
 @triton.jit
@@ -62,7 +72,6 @@ def _step_kernel(
     MOST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES_V: tl.constexpr,
     DELTA: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
@@ -75,8 +84,7 @@ def _step_kernel(
     """BLOCK_V value rows of one head of one row: the state is read once and written once. Without `cu_tokens` rows have
     one token each and nothing pending; without COMPUTES there are no tokens."""
     await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
+    tile, head, row = head_tile(HV, V, BLOCK_V)
     key_head = head // (HV // H)
     col, at = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
@@ -177,10 +185,8 @@ def recurrence_verify(
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
     """The states after the pending tokens, and at the marks."""
-    (num_k_heads, key_dim), (num_v_heads, value_dim) = records[1].shape[2:], records[0].shape[2:]
-    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[2].dim() > 3)
-    none = pool.new_empty(0, 1)
-    _launch(RecurrenceInputs(none, none, none), RecurrenceParams(spec, none, none), pool, index, records, none)
+    inputs, params = no_tokens(pool, records)
+    _launch(inputs, params, pool, index, records, inputs.mixed)
 
 
 def _launch(
@@ -195,12 +201,11 @@ def _launch(
     spec, num_rows, num_tokens = params.spec, len(index), inputs.mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
-    tiles_v = triton.cdiv(spec.value_dim, block_v)
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
     given, options = described(inputs, params)
     options |= {"MOST": records[0].shape[1] if records else 0, "slot_stride": pool.stride(0)}
-    options |= {"BLOCK_K": key_block(spec), "BLOCK_V": block_v, "TILES_V": tiles_v, "COMPUTES": num_tokens > 0}
+    options |= {"BLOCK_K": key_block(spec), "BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
     options |= {"PER_KEY": spec.per_key, "BOUND": spec.bound or 0.0, **overlap(pool.device, num_tokens)}
-    grid = (num_rows * spec.num_v_heads * tiles_v,)
+    grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v),)
     _step_kernel[grid](*given, params.D, pool, out, *own, num_rows, num_tokens, **options, num_warps=1, num_stages=1)
     return out

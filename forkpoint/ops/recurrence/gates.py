@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forkpoint.ops.activation.kernel import sigmoid, softplus
-from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.parameters import Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
 
 L2_EPS = tl.constexpr(1e-6)
 
@@ -39,6 +39,14 @@ def weight(b, DOUBLE_BETA: tl.constexpr):
     return beta * 2.0 if DOUBLE_BETA else beta
 
 
+@triton.jit
+def head_tile(HEADS: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """What a program takes: which BLOCK_V of a head's V value rows, of which head, and of what row or segment."""
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    return pid % TILES, (pid // TILES) % HEADS, pid // (TILES * HEADS)
+
+
 def sizes(spec: Recurrence) -> dict[str, int]:
     """Of heads, as the kernels name them."""
     return {"H": spec.num_k_heads, "HV": spec.num_v_heads, "K": spec.key_dim, "V": spec.value_dim}
@@ -50,23 +58,26 @@ def key_block(spec: Recurrence) -> int:
     return max(64, int(triton.next_power_of_2(spec.key_dim)))
 
 
-def modes(spec: Recurrence) -> dict[str, Any]:
-    """How gates are made; a HIGH of 0 is no limit."""
-    limited = spec.step_limit != (0.0, math.inf)
-    low, high = spec.step_limit if limited else (0.0, 0.0)
-    return {"DELTA": spec.delta, "DOUBLE_BETA": spec.double_beta, "LOW": low, "HIGH": high}
-
-
 def described(inputs: RecurrenceInputs, params: RecurrenceParams) -> tuple[list[Tensor], dict[str, Any]]:
-    """(mixed, a, b, A_log, dt_bias; strides, scale, sizes and modes as the kernels name them). For kernels that read no
-    b there is one, too."""
+    """(mixed, a, b, A_log, dt_bias; strides, scale, sizes, and how gates are made, as the kernels name them). For
+    kernels that read no b there is one, too; a HIGH of 0 is no limit."""
     (mixed, a, b), spec = inputs, params.spec
     assert b is not None or not spec.delta, "the delta rule needs b"
     b = a if b is None else b
     assert mixed.stride(1) == 1 and a.stride(1) == 1 and b.stride(1) == 1, "rows must be dense"
     strides = {"mixed_stride": mixed.stride(0), "a_stride": a.stride(0), "b_stride": b.stride(0)}
-    options = {**strides, "scale": spec.key_dim**-0.5, **sizes(spec), **modes(spec)}
+    low, high = (0.0, 0.0) if spec.step_limit == (0.0, math.inf) else spec.step_limit
+    modes = {"DELTA": spec.delta, "DOUBLE_BETA": spec.double_beta, "LOW": low, "HIGH": high}
+    options = {**strides, "scale": spec.key_dim**-0.5, **sizes(spec), **modes}
     return [mixed, a, b, params.A_log, params.dt_bias], options
+
+
+def no_tokens(pool: Tensor, records: Records) -> tuple[RecurrenceInputs, RecurrenceParams]:
+    """Of the layer that leaves these records: for what is done before tokens."""
+    (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
+    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim, per_key=records[-1].dim() > 3)
+    none = pool.new_empty(0, 1)
+    return RecurrenceInputs(none, none, none), RecurrenceParams(spec, none, none)
 
 
 def result(inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, out: Out = None) -> Tensor:

@@ -19,10 +19,11 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, described, key_decay, result, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, described, head_tile, key_decay, result, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, first_chunk, unit_lower_inverse
 
-WIDEST, WIDEST_HALF = 60.0, 8.0  # the largest exponent whose power bfloat16 and fp32 hold, and float16
+# The largest exponent whose power bfloat16 and fp32 hold, and float16.
+WIDEST, WIDEST_HALF = tl.constexpr(60.0), tl.constexpr(8.0)
 SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
 
 
@@ -95,7 +96,6 @@ def _pair_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOUBLE_BETA: tl.constexpr,
-    WIDEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """SUB rows i of a chunk: `sum_d x_id k_jd e^{total_id - total_jd}` with all rows j of the chunk, for x = q where
@@ -107,6 +107,7 @@ def _pair_kernel(
     if segment < 0:
         return
     kind: tl.constexpr = scores.dtype.element_ty
+    widest: tl.constexpr = WIDEST_HALF if kind == tl.float16 else WIDEST
     start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
     sub, at, col = tl.arange(0, SUB), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, in_k, first_row = block * SUB + sub, col < K, block * SUB
@@ -129,10 +130,10 @@ def _pair_kernel(
     left *= tl.rsqrt(tl.sum(left * left, axis=1) + L2_EPS)[:, None]
     q *= (tl.rsqrt(tl.sum(q * q, axis=1) + L2_EPS) * scale)[:, None]
     shrunk = tl.exp(total - first[None, :])
-    right = tl.trans((k * tl.exp(tl.minimum(first[None, :] - since, WIDEST))).to(kind))
+    right = tl.trans((k * tl.exp(tl.minimum(first[None, :] - since, widest))).to(kind))
     score = tl.dot((q * shrunk).to(kind), right, input_precision="ieee")
     system = tl.dot((left * shrunk).to(kind), right, input_precision="ieee")
-    if tl.max(first - end, axis=0) > WIDEST:
+    if tl.max(first - end, axis=0) > widest:
         for j in range(SUB):
             real = in_k & (first_row + j < count)
             one_at = mixed + H * K + (start.to(tl.int64) + first_row + j) * mixed_stride + head * K + col
@@ -198,15 +199,13 @@ def _scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """BLOCK_V value rows of one head's state, `[K, V]`, through all chunks of one segment."""
     await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    head, segment = (pid // TILES_V) % H, pid // (TILES_V * H)
+    tile, head, segment = head_tile(H, V, BLOCK_V)
     kind = inverses.dtype.element_ty
-    row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     in_state = (col < K)[:, None] & (at < V)[None, :]
@@ -270,14 +269,13 @@ def _ready_chunks(
     sizes = {"H": heads, "K": dim, "BLOCK_K": block_k}
     options = {**overlap(mixed.device, mixed.shape[0]), "num_stages": 1}
     weights = {"DOUBLE_BETA": spec.double_beta, **options}
-    widest = WIDEST_HALF if mixed.dtype == torch.float16 else WIDEST
     for tiles in turns(index.tiles, heads * BLOCKS.value):
         places, chunks = (tiles, index.cu_seqlens), tiles.shape[0] * heads
         given = (mixed, a, *constants, *places, keys, totals, wholes, mixed.stride(0), a.stride(0), dim**-0.5)
         _chunk_kernel[(chunks,)](*given, BOUND=spec.bound or 0.0, num_warps=8, **sizes, **options)
         strides = (mixed.stride(0), b.stride(0), dim**-0.5)
         _pair_kernel[(chunks * BLOCKS.value,)](
-            mixed, b, *places, totals, systems, scores, *strides, WIDEST=widest, num_warps=8, **sizes, **weights
+            mixed, b, *places, totals, systems, scores, *strides, num_warps=8, **sizes, **weights
         )
         _invert_kernel[(chunks,)](b, *places, systems, inverses, b.stride(0), H=heads, num_warps=2, **weights)
     return inverses, scores, keys, wholes
@@ -293,12 +291,12 @@ def key_prefill(
     block_k = max(16, triton.next_power_of_2(dim))
     scratch = _ready_chunks(inputs, params, index, block_k)
     block_v = max(16, min(SCAN_VALUES, triton.next_power_of_2(value_dim)))
-    tiles_v = triton.cdiv(value_dim, block_v)
-    options = {"H": heads, "K": dim, "V": value_dim, "BLOCK_K": block_k, "BLOCK_V": block_v, "TILES_V": tiles_v}
+    each = heads * triton.cdiv(value_dim, block_v)
+    options = {"H": heads, "K": dim, "V": value_dim, "BLOCK_K": block_k, "BLOCK_V": block_v}
     options |= {"num_warps": 4, "num_stages": 1 if mixed.dtype == torch.float32 else 3}
     options |= overlap(mixed.device, mixed.shape[0])
     strides = (mixed.stride(0), pool.stride(0))
-    for count, (inverses, scores, keys, wholes, *columns) in segments(index, heads * tiles_v, scratch, heads):
+    for count, (inverses, scores, keys, wholes, *columns) in segments(index, each, scratch, heads):
         given = (mixed, inverses, scores, keys, wholes, pool, out, *columns, *strides)
-        _scan_kernel[(count * heads * tiles_v,)](*given, **options)
+        _scan_kernel[(count * each,)](*given, **options)
     return out

@@ -20,7 +20,7 @@ from forkpoint.ops.launch import await_inputs, capped_registers, overlap
 from forkpoint.ops.launch_table import launch_table, segments, turns
 from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, result, sizes, weight
+from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, head_tile, result, sizes, weight
 from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
 from forkpoint.platforms.table import traits_of
@@ -59,7 +59,6 @@ def _chunk_kernel(
     DOUBLE_BETA: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One chunk of one value head. Rows and columns behind a segment's end get zeros.
@@ -112,8 +111,9 @@ def _chunk_kernel(
     score = tl.dot(q, k_t, input_precision="ieee") * decays * q_scale[:, None]
     tl.store(scores + square, score.to(scores.dtype.element_ty))
     if DELTA:
-        inverse = unit_lower_inverse(tl.where(row[:, None] > row[None, :], system, 0.0), HALF)
-        tl.store(systems + square, (inverse * beta[None, :]).to(systems.dtype.element_ty))
+        kind: tl.constexpr = systems.dtype.element_ty
+        inverse = unit_lower_inverse(tl.where(row[:, None] > row[None, :], system, 0.0), kind != tl.float32)
+        tl.store(systems + square, (inverse * beta[None, :]).to(kind))
 
 
 @triton.jit
@@ -165,7 +165,6 @@ def _scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES_V: tl.constexpr,
     TURN: tl.constexpr,
     DELTA: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -175,11 +174,9 @@ def _scan_kernel(
     The state and all that is computed from it is held `[.., V]`, or with TURN `[V, ..]`.
     """
     await_inputs(OVERLAP)
-    pid = tl.program_id(0)
-    head = (pid // TILES_V) % HV
-    segment = pid // (TILES_V * HV)
+    tile, head, segment = head_tile(HV, V, BLOCK_V)
     kind = systems.dtype.element_ty
-    row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), (pid % TILES_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row, col, at = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V)
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
     if TURN:
@@ -282,7 +279,7 @@ def _chunks(
     gains = torch.empty(entries, GAINS.value, TILE, dtype=torch.float32, device=mixed.device)
     wide = mixed.dtype == torch.float32
     options |= {"num_warps": 8} if wide else {"num_warps": 4, **capped_registers(mixed.device, CHUNK_REGISTERS)}
-    options |= {"BLOCK_K": block_k, "HALF": not wide, **overlap(mixed.device, mixed.shape[0])}
+    options |= {"BLOCK_K": block_k, **overlap(mixed.device, mixed.shape[0])}
     for tiles in turns(index.tiles, shape.num_v_heads):
         grid = (tiles.shape[0] * shape.num_v_heads,)
         _chunk_kernel[grid](*given, tiles, index.cu_seqlens, systems, scores, gains, **options)
@@ -305,10 +302,9 @@ def recurrence_prefill(
     scratch = _chunks(inputs, params, index, block_k)
     programs = len(index) * shape.num_v_heads * triton.cdiv(shape.value_dim, NARROW)
     options = _scan_options(mixed, block_k, programs)
-    tiles_v = triton.cdiv(shape.value_dim, options["BLOCK_V"])
-    options |= {**sizes(shape), "BLOCK_K": block_k, "TILES_V": tiles_v, "DELTA": shape.delta}
-    options |= overlap(mixed.device, mixed.shape[0])
-    each, strides = shape.num_v_heads * tiles_v, (mixed.stride(0), pool.stride(0))
+    each = shape.num_v_heads * triton.cdiv(shape.value_dim, options["BLOCK_V"])
+    options |= {**sizes(shape), "BLOCK_K": block_k, "DELTA": shape.delta, **overlap(mixed.device, mixed.shape[0])}
+    strides = (mixed.stride(0), pool.stride(0))
     for count, (systems, scores, gains, *columns) in segments(index, each, scratch, shape.num_v_heads):
         given = (mixed, systems, scores, gains, pool, out, *columns, params.D, *strides)
         _scan_kernel[(count * each,)](*given, **options)

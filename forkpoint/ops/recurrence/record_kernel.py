@@ -15,8 +15,8 @@ from torch import Tensor
 from forkpoint.ops.launch import await_inputs, capped_registers, overlap, straight
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import ConvTaps, Out, Records, Recurrence, RecurrenceInputs, RecurrenceParams
-from forkpoint.ops.recurrence.gates import key_block, result, sizes
+from forkpoint.ops.parameters import ConvTaps, Out, Records, RecurrenceInputs, RecurrenceParams
+from forkpoint.ops.recurrence.gates import head_tile, key_block, no_tokens, result, sizes
 from forkpoint.ops.recurrence.heads_kernel import launch_heads
 from forkpoint.ops.recurrence.lines import extent
 from forkpoint.ops.recurrence.state_rows import Sizes, advance, fold, found_before, state_tile
@@ -96,11 +96,9 @@ def _record_kernel(
 ):
     """TURNS times BLOCK_V value rows of one head of one row, one turn after another: the state is read, and written
     where it is taken on or moves. With several turns rows have one token or none."""
-    PARTS: tl.constexpr = (S.V + BLOCK_V * TURNS - 1) // (BLOCK_V * TURNS)
-    pid = tl.program_id(0)
-    head, row = (pid // PARTS) % S.HV, pid // (PARTS * S.HV)
+    part, head, row = head_tile(S.HV, S.V, BLOCK_V * TURNS)
     src, dst, cu_tokens, line, written, held, mark, mark_dst = index
-    at, past = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V), tl.arange(0, S.PAST)
+    at, past = part * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V), tl.arange(0, S.PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     own, position = tl.load(line + row).to(tl.int64), tl.load(mark + row)
     first = tl.load(cu_tokens + row).to(tl.int64)
@@ -157,10 +155,10 @@ def _record_kernel(
                 state, kept = _part(heads, source, slot_stride, line_at, ring, here, later, S)
                 _alone(state, kept, found, skip, head, where, begin, later, length, S)
     if COMPUTES:
-        part = pid % PARTS * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V * TURNS)
+        whole_part = part * (BLOCK_V * TURNS) + tl.arange(0, BLOCK_V * TURNS)
         for token in range(last + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK_V * TURNS,), out.dtype.element_ty)
-            tl.store(out + (token * S.HV + head) * S.V + part, nothing, mask=part < S.V)
+            tl.store(out + (token * S.HV + head) * S.V + whole_part, nothing, mask=whole_part < S.V)
 
 
 def recurrence_record(
@@ -195,10 +193,8 @@ def conv_record(
 
 def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
     """What recurrence_record does before the tokens."""
-    (num_v_heads, value_dim), (num_k_heads, key_dim) = records[0].shape[2:], records[1].shape[2:]
-    spec = Recurrence(num_k_heads, num_v_heads, key_dim, value_dim)
-    none = pool.new_empty(0, 1)
-    _launch(RecurrenceInputs(none, none, none), RecurrenceParams(spec, none, none), pool, index, records, none)
+    inputs, params = no_tokens(pool, records)
+    _launch(inputs, params, pool, index, records, inputs.mixed)
 
 
 def _launch(

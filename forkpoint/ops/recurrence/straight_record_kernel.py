@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from forkpoint.ops.recurrence.gates import head_tile
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line
 
 
@@ -46,9 +47,7 @@ def straight_record_kernel(
     COMPUTES: tl.constexpr,
 ):
     """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
-    TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    tile, head, row = pid % TILES_V, (pid // TILES_V) % HV, pid // (TILES_V * HV)
+    tile, head, row = head_tile(HV, V, BLOCK_V)
     key_head = head // (HV // H)
     col, at, past = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)

@@ -65,7 +65,6 @@ def _step_kernel(
     MOST: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     COMPUTES: tl.constexpr,
@@ -76,7 +75,7 @@ def _step_kernel(
     DRAFTS: tl.constexpr = cu_tokens is not None
     pid = tl.program_id(0)
     row, piece = pid // PIECES, pid % PIECES
-    channel, value, present, real, in_state, in_slot, rate = state_tile(piece, rates, D, N, BLOCK_N, BLOCK)
+    channel, value, present, real, in_state, in_slot, rate = state_tile(piece, rates, D, N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)

@@ -32,10 +32,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def state_tile(piece, rates, D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+def state_tile(piece, rates, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Of a program: its channels and values, which of either there are, which of both and where they lie in a slot
-    `[BLOCK_N, BLOCK]`, and their rates of decay times log2(e)."""
-    channel, value = piece * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
+    `[N, BLOCK]`, and their rates of decay times log2(e)."""
+    channel, value = piece * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(N))
     present, real = channel < D, value < N
     in_state = real[:, None] & present[None, :]
     in_slot = channel[None, :] * N + value[:, None]
@@ -65,7 +65,6 @@ def _own_kernel(
     b_stride,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -80,9 +79,9 @@ def _own_kernel(
     start, count, entry = chunk_place(cu_seqlens, segment, offset, 0, 1)
     if count <= CHUNK:
         return
-    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
+    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
-    own, total = tl.zeros((BLOCK_N, BLOCK), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    own, total = tl.zeros(rate.shape, tl.float32), tl.zeros((BLOCK,), tl.float32)
     for t in range(CHUNK):
         here = start.to(tl.int64) + t
         given = tl.load(dt + here * dt_stride + channel, mask=present, other=0.0).to(tl.float32)
@@ -109,7 +108,6 @@ def _join_kernel(
     slot_stride,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -123,7 +121,7 @@ def _join_kernel(
     if length <= CHUNK:
         return
     last = tl.cdiv(length, CHUNK) - 1
-    channel, _, present, _, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
+    channel, _, present, _, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK)
     source = tl.load(src + segment).to(tl.int64)
     state = tl.load(pool + source * slot_stride + in_slot, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
     entry = first_chunk(cu_seqlens, segment).to(tl.int64)
@@ -178,7 +176,6 @@ def _outputs_kernel(
     slot_stride,
     D: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -192,7 +189,7 @@ def _outputs_kernel(
         return
     start, left, entry = chunk_place(cu_seqlens, segment, offset, 0, 1)
     count = tl.minimum(left, CHUNK)
-    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK_N, BLOCK)
+    channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
     # Programs of later chunks may write the slot that a segment of several starts from.
@@ -202,7 +199,7 @@ def _outputs_kernel(
         first = tl.load(old, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
     else:
         first = tl.load(states + entry * (D * N) + in_slot, mask=in_state, other=0.0)
-    state, own = first, tl.zeros((BLOCK_N, BLOCK), tl.float32)
+    state, own = first, tl.zeros(rate.shape, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     begin = start.to(tl.int64)
     x_at, dt_at, z_at = x + begin * x_stride + channel, dt + begin * dt_stride + channel, z + begin * z_stride + channel
@@ -241,8 +238,7 @@ def scan_sizes(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor
     assert all(value.stride(1) == 1 for value in inputs), "elements of a row lie side by side"
     assert pool[0].is_contiguous() and out.is_contiguous(), "a slot and the result must be dense"
     dim, values = params.A.shape
-    pieces = triton.cdiv(dim, channels)
-    return {"D": dim, "N": values, "BLOCK_N": triton.next_power_of_2(values), "BLOCK": channels, "PIECES": pieces}
+    return {"D": dim, "N": values, "BLOCK": channels, "PIECES": triton.cdiv(dim, channels)}
 
 
 def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:
