@@ -114,7 +114,12 @@ def test_boundaries_passed_ahead_of_results_become_checkpoints(chance: float) ->
             harness.run()
             assert request.output_token_ids == whole[:num_outputs]
             assert harness.sched.stats().num_slots_held == slots
-            found.append(max(harness.checkpoints(request.all_token_ids())))
+            history = request.all_token_ids()
+            found.append(max(harness.checkpoints(history)))
+            again = harness.add(f"{name}, next turn", np.concatenate([history, tokens(2, 30)]), 5)
+            harness.run()
+            harness.check_output(again.id)
+            assert again.cache.num_cached_tokens == found[-1]
         assert found[0] >= found[1], f"{num_outputs} outputs"
 
 
