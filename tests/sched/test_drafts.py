@@ -8,18 +8,19 @@ import pytest
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Origin
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import TO_DRAFT
+from forkpoint.sched.plan import TO_DRAFT, StepPlan
 from forkpoint.sched.request import Request
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
 
 class Drafting(Harness, Drafter):
-    """Always four drafts: the first `right` of them are right, the others wrong."""
+    """Always four drafts: the first `right` of them are right, the others wrong. Keeps its plans."""
 
     right = 4
 
     def __post_init__(self) -> None:
         self.most_drafts = 1
+        self.plans: list[StepPlan] = []
         super().__post_init__()
         self.sched._drafting._drafter = self
 
@@ -29,6 +30,10 @@ class Drafting(Harness, Drafter):
         ids = np.asarray(known[first : first + min(most, 4)], np.int32)
         ids[self.right :] = (ids[self.right :] + 1) % self.runner.vocab_size
         return ids
+
+    def _note(self, plan: StepPlan) -> None:
+        super()._note(plan)
+        self.plans.append(plan)
 
     def ask_drafting(self, name: str, prompt: np.ndarray, max_tokens: int) -> Request:
         """Add one request, run to the end, check its outputs."""
@@ -62,15 +67,32 @@ class GoingAhead(Drafting):
         return True
 
 
+class Noted(GoingAhead):
+    """Of each row that goes ahead, whether one block has all that it may compute, however many drafts in flight
+    count."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.in_a_block: list[bool] = []
+
+    def _note(self, plan: StepPlan) -> None:
+        super()._note(plan)
+        rows, size = plan.rows, self.layout.block_size
+        for i in np.flatnonzero(rows.ahead).tolist():
+            least = self.requests[self.rows[int(rows.row[i])]].num_tokens
+            self.in_a_block.append(least // size == int(rows.start[i] + rows.num_tokens[i] - 1) // size)
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_steps_are_planned_before_it_is_known_where_they_start(layout: str, deterministic: bool) -> None:
     """All but the last of each row are, and states are kept as ever; in deterministic mode a row waits at the end of a
-    block."""
-    harness = GoingAhead(layout=LAYOUTS[layout], async_scheduling=True, deterministic=deterministic)
+    block: how its keys are split follows from their number."""
+    harness = Noted(layout=LAYOUTS[layout], async_scheduling=True, deterministic=deterministic)
     for i in range(9):
         harness.add(str(i), tokens(i, 50 + 11 * i), 100 + i)
     harness.run()
+    assert all(harness.in_a_block) == deterministic
     for name in harness.requests:
         harness.check_output(name)
     num_of_rows = 9 * 104 - harness.runner.num_confirmed_drafts
@@ -149,3 +171,25 @@ def test_a_cut_by_a_stop_token_leaves_nothing_beyond_it() -> None:
         harness.run()
         assert request.output_token_ids == whole[: cut + 1]
         harness.ask_drafting("b", request.all_token_ids(), 40)
+
+
+@pytest.mark.parametrize("budget", [12 + 64, 12 + 64 + 7, 256])
+def test_drafts_take_no_budget_from_other_rows_nor_from_prompts(budget: int) -> None:
+    """However few tokens a step may have, each row has its own and a prompt a chunk of 64."""
+    harness = Drafting(budget=budget, max_num_seqs=13, check=False)
+    for i in range(12):
+        harness.add(str(i), tokens(i, 20 + 31 * i), 300)
+    while not all(request.output_token_ids for request in harness.requests.values()):
+        harness.step()
+    long = harness.add("long", tokens(77, 20 * 64), 2)
+    harness.plans.clear()
+    while not long.output_token_ids:
+        harness.step()
+    assert len(harness.plans) <= 20
+    for plan in harness.plans:
+        rows, lens = plan.num_decodes, plan.rows.num_tokens
+        assert rows == 12 and lens[rows:].sum() >= 64 and plan.num_tokens <= budget
+    assert any(plan.rows.num_drafts.any() for plan in harness.plans) == (budget > 12 + 64)
+    harness.run()
+    for name in harness.requests:
+        harness.check_output(name)
