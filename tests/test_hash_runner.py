@@ -105,7 +105,7 @@ def test_wrong_plans_are_named() -> None:
     outcome("writes block", start=64, read_slot=slot + 1)
 
 
-def test_two_writers_of_one_slot_and_protected_slots() -> None:
+def test_two_writers_of_one_slot_and_what_is_protected() -> None:
     runner = make_runner()
     runner.submit(prefill_plan(runner))
     slot = first_slot(runner)
@@ -117,6 +117,11 @@ def test_two_writers_of_one_slot_and_protected_slots() -> None:
     runner.protected_slots = {slot + 10}
     with pytest.raises(PlanViolation, match="checkpoint"):
         runner.submit(second_request(runner))
+    runner = make_runner()
+    runner.submit(prefill_plan(runner))
+    runner.protected_blocks = {first_block(runner) + 2}  # in whose middle the row goes on
+    with pytest.raises(PlanViolation, match="cached block"):
+        runner.submit(plan_of(1, [decode(0, 150, slot, slot)]))
 
 
 def test_a_failed_step_fails_what_was_submitted_before_it_was_seen() -> None:

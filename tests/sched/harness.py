@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forkpoint.cache.layout import CacheLayout, KVSpec
-from forkpoint.cache.tree import Checkpoint
+from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
 from forkpoint.sched.plan import PendingStep, StepPlan
@@ -92,10 +92,11 @@ class Harness:
 
     def step(self) -> bool:
         """One plan, and the result of the oldest one that may now be known. False when nothing is left."""
+        filed = list(self.sched.cache.store.tree.nodes())
         plan = self.sched.schedule()
         if plan is not None:
             self._note(plan)
-            self._protect(plan)
+            self._protect(plan, filed)
             if self.fail_next:
                 self.runner.fail_steps.add(plan.step)
                 self.fail_next = False
@@ -132,12 +133,13 @@ class Harness:
         for row, count in zip(plan.rows.row.tolist(), known.tolist(), strict=True):
             self.computed[self.rows[row]] += count
 
-    def _protect(self, plan: StepPlan) -> None:
-        """Whatever was cached before this plan must not be written by it."""
+    def _protect(self, plan: StepPlan, filed: list[Node]) -> None:
+        """Whatever was cached before this plan must not be written by it; `filed` are the blocks."""
         saved = set(plan.rows.save_slots.tolist())
         store = self.sched.cache.store
         checkpoints = [node.checkpoint for node in store.tree.nodes() if node.checkpoint is not None]
         self.runner.protected_slots = {c.slot for c in checkpoints} - saved
+        self.runner.protected_blocks = {node.block for node in filed if not node.dropped}
 
     def run(self, limit: int = 100_000) -> None:
         for _ in range(limit):
