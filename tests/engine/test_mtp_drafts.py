@@ -123,13 +123,29 @@ def draft_well(run: RealEngine, answers: dict[int, list[int]]) -> None:
     drafts._make = made  # type: ignore[method-assign]
 
 
+FREE: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}]
+PENALISED = [{"repetition_penalty": 1.3, "frequency_penalty": 0.4, **kind} for kind in FREE]
+STOPS_LATE = [{"min_tokens": 30, "stop_token_ids": list(range(20, 400)), **kind} for kind in FREE]
+
+
 @pytest.mark.parametrize(
-    ("deterministic", "interval", "host"), [(True, 1, False), (False, 1, False), (False, 8, False), (True, 1, True)]
+    ("deterministic", "interval", "host", "kinds"),
+    [
+        (True, 1, False, FREE),
+        (False, 1, False, FREE),
+        (False, 8, False, FREE),
+        (True, 1, True, FREE),
+        (True, 1, False, PENALISED),
+        (True, 1, False, STOPS_LATE),
+    ],
 )
-def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool, interval: int, host: bool) -> None:
+def test_a_device_goes_ahead_of_its_results(
+    bank: ModelBank, deterministic: bool, interval: int, host: bool, kinds: list[dict[str, Any]]
+) -> None:
     """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit, or ids
-    alone; the next turns go on from states that were saved at boundaries which a step might not have come to."""
-    params = [SamplingParams(temperature=t, seed=5, max_tokens=60, ignore_eos=True, logprobs=2) for t in (0.0, 0.9)]
+    alone; the next turns go on from states that were saved at boundaries which a step might not have come to. Rows
+    whose parameters ask how many outputs there are wait for that."""
+    params = [SamplingParams(seed=5, max_tokens=60, ignore_eos=True, logprobs=2, **kind) for kind in kinds]
     prompts = [[4 + (j * j + 3 * j + i) % 250 for j in range(50 + 31 * i)] for i in range(2)]
     options = Options("qwen3_next", "torch", deterministic=deterministic, async_scheduling=True, max_num_seqs=3)
     found, later = list[list[Any]](), list[list[Any]]()
@@ -155,8 +171,8 @@ def test_a_device_goes_ahead_of_its_results(bank: ModelBank, deterministic: bool
     ids = [[answer.token_ids for answer in own] for own in found]
     assert found[0] == found[1] if deterministic else ids[0] == ids[1]
     assert deterministic or later[0] == later[1]
-    assert 20 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 20
-    assert rows.sum() > len(rows) * (1 / 3 if deterministic else 0.6)
+    assert 10 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 10
+    assert kinds is not FREE or rows.sum() > len(rows) * (1 / 3 if deterministic else 0.6)
     run.check_nothing_leaked()
 
 
