@@ -23,6 +23,7 @@ MAX_DRAFTS: Final = 63  # of a row in a step, whose tokens pass one block bounda
 DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that have to agree before it is looked at
 MAX_LOOKUP: Final = 64
+MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older ones for 'mtp'
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 _CHECK: Final = Checker(ConfigError)
@@ -157,6 +158,7 @@ class SpeculativeConfig(JsonConfig):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Without a number of tokens, past outputs draft as many as fit."""
+        given = {**given, "method": "mtp"} if given.get("method") in MTP_NAMES else given
         name, of_suffix = cls.option_name, given.get("method") == "suffix"
         for key in given:
             if key.startswith("suffix_") and not of_suffix:
@@ -280,6 +282,7 @@ class EngineConfig:
         f"JSON: draft tokens and verify several of them in one step: {EXAMPLE_OF_SPECULATION}; methods are mtp, ngram, "
         "suffix and cache",
         metavar="JSON",
+        short="-sc",
     )
     kv_events_config: KVEventsConfig = mapping_option(
         ': {"enable_kv_cache_events": true} publishes on ZeroMQ which blocks can be restored', KVEventsConfig

@@ -70,7 +70,11 @@ def test_the_speculative_config() -> None:
     for (least, most), found in ranges.items():
         assert replace(wanted, prompt_lookup_min=least, prompt_lookup_max=most).lookup_range == found
     good = {"method": "ngram", "num_speculative_tokens": 3}
+    for name in ("qwen3_next_mtp", "qwen3_5_mtp"):  # as scripts of vLLM's call it
+        assert read({**good, "method": name}) == read({**good, "method": "mtp"})
     for changes, says in (
+        ({"method": "deepseek_mtp"}, "one of 'mtp', 'ngram', 'suffix', 'cache'"),
+        ({"method": ["mtp"]}, "one of 'mtp', 'ngram', 'suffix', 'cache'"),
         ({"draft_sample_method": "greedy"}, "'draft_sample_method' is not supported here; fields are method, num_"),
         ({"num_tokens": 3}, "'num_tokens' is not supported"),
         ({"method": "eagle"}, "one of 'mtp', 'ngram', 'suffix', 'cache'"),

@@ -18,7 +18,7 @@ SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-
   --swap-space 4 --block-size 16
   --kv-cache-dtype auto --distributed-executor-backend mp --no-enable-log-requests --disable-uvicorn-access-log
   --guided-decoding-backend xgrammar --limit-mm-per-prompt {"image":0} --revision main -O3 --hf-token
-  --structured-outputs-config {"backend":"xgrammar"}"""
+  --structured-outputs-config {"backend":"xgrammar"} -sc {"method":"qwen3_5_mtp","num_speculative_tokens":2}"""
 
 
 def parse(text: str) -> argparse.Namespace:
