@@ -78,5 +78,32 @@ def test_other_apis_tell_it_too(drafting: httpx2.Client) -> None:
     assert message["speculation"]["num_draft_tokens"] > 0
     deltas = [event for event in events(drafting, "/v1/messages", body) if event["type"] == "message_delta"]
     assert deltas[0]["speculation"]["num_draft_tokens"] > 0
-    response = ask(drafting, "/v1/responses", {"input": body["messages"], "temperature": 0, "max_output_tokens": 80})
+    body = {"input": body["messages"], "temperature": 0, "max_output_tokens": 80}
+    response = ask(drafting, "/v1/responses", body)
     assert response["speculation"]["num_draft_tokens"] > 0
+    *before, last = events(drafting, "/v1/responses", body)
+    assert last["response"]["speculation"]["num_draft_tokens"] > 0
+    assert not any("speculation" in event.get("response", {}) for event in before)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_completions_are_those_without_drafts(drafting: httpx2.Client, server: RunningServer, echo: bool) -> None:
+    """Whole and streamed, with the log-probabilities of all tokens."""
+    body = {**ASK, "prompt": ["to and fro and to and fro", "now and then and now"], "logprobs": 2, "echo": echo}
+    ask(drafting, "/v1/completions", body)
+    with server.client() as plain:
+        wanted, found = (ask(http, "/v1/completions", body) for http in (plain, drafting))
+    check(found["speculation"], 160)
+    for mine, other in zip(found["choices"], wanted["choices"], strict=True):
+        assert (mine["text"], mine["finish_reason"]) == (other["text"], other["finish_reason"])
+        assert mine["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+        pairs = zip(mine["logprobs"]["token_logprobs"], other["logprobs"]["token_logprobs"], strict=True)
+        assert all(a is b is None or a == pytest.approx(b, abs=1e-3) for a, b in pairs)
+    chunks = events(drafting, "/v1/completions", body)
+    told = [choice for chunk in chunks for choice in chunk["choices"]]
+    for mine in found["choices"]:
+        parts = [choice for choice in told if choice["index"] == mine["index"]]
+        assert "".join(part["text"] for part in parts) == mine["text"]
+        tokens = [token for part in parts if part["logprobs"] for token in part["logprobs"]["tokens"]]
+        assert tokens == mine["logprobs"]["tokens"]
+    check(chunks[-1]["speculation"], 160)
