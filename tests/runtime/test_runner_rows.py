@@ -26,7 +26,7 @@ from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.step_inputs import StepBuilder, StepShape
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, ReplacedPrefix, StepPlan
-from tests.plans import decode, plan_of
+from tests.plans import Row, decode, plan_of
 from tests.runtime.driver import GREEDY, VOCAB, Driver, ints, tiny_hybrid, tokens
 
 PENALISED = SamplingParams(
@@ -156,7 +156,7 @@ class Faulty:
 
     def __init__(self, model: Model) -> None:
         self.config, self.layer_specs = model.config, model.layer_specs
-        self.fails = False
+        self.fold_constants, self.fails = model.fold_constants, False
         self.head = FaultyHead(model.head)
         self._model = model
 
@@ -196,6 +196,25 @@ def test_rows_with_non_finite_logits_are_named(model: Model, params: SamplingPar
     faulty.head.nan_rows = [1]
     result = driver.run(chunks, added=[driver.added(row + 4, tokens(30), params) for row in range(2)])
     assert result.failed_rows == (5,)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1)])
+@pytest.mark.parametrize(
+    ("num_right", "fails"), [(0, False), (1, False), (2, True), (3, True)]
+)  # of three drafts, where the logits behind the second are not finite
+def test_a_window_fails_by_what_counts_of_it(model: Model, params: SamplingParams, num_right: int, fails: bool) -> None:
+    plain = Driver.create(model)
+    generate(plain, 0, tokens(30), 5, params)
+    faulty: Any = Faulty(model)
+    driver = Driver.create(faulty, max_num_drafts=3)
+    slot = generate(driver, 0, tokens(30), 1, params)
+    drafts = plain.outputs[0][1:4]
+    drafts[num_right:] = [(token + 1) % VOCAB for token in drafts[num_right:]]
+    faulty.head.nan_rows = [2]
+    window = Row(0, 30, [LAST_SAMPLED, *drafts], slot, slot, num_drafts=3, decodes=True)
+    result = driver.runner.submit(plan_of(driver.step, [window])).result()
+    assert result.failed_rows == ((0,) if fails else ())
+    assert fails or result.token_ids.tolist() == plain.outputs[0][1 : 2 + num_right]
 
 
 def test_a_plan_that_overfills_a_row_is_refused(model: Model) -> None:
