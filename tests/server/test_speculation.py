@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import MAX_MODEL_LEN
 from tests.server.running import RunningServer, start_server
@@ -69,6 +70,28 @@ def test_counts_are_those_of_all_completions_and_reach_a_stop_string(drafting: h
     part = ask(drafting, "/v1/completions", {**body, "n": 1, "stop": [text[60:64]]})
     assert text.startswith(part["choices"][0]["text"]) and part["choices"][0]["finish_reason"] == "stop"
     assert part["speculation"]["num_accepted_tokens"] > 0  # told as they come: the engine does not know this end
+
+
+def counted(http: httpx2.Client) -> dict[str, float]:
+    """What /metrics has of drafts, by vLLM's names; of those by position, the position behind them."""
+    found = {}
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples if family.name.startswith("forkpoint_spec_decode_") else ():
+            found[sample.name.removeprefix("forkpoint_spec_decode_") + sample.labels.get("position", "")] = sample.value
+    return found
+
+
+def test_metrics_count_what_answers_tell(drafting: httpx2.Client) -> None:
+    ask(drafting, "/v1/chat/completions", CHAT)
+    before = counted(drafting)
+    told = ask(drafting, "/v1/chat/completions", CHAT)["speculation"]
+    after = counted(drafting)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["num_draft_tokens_total"] == told["num_draft_tokens"]
+    assert grown["num_accepted_tokens_total"] == told["num_accepted_tokens"]
+    by_position = [grown.get(f"num_accepted_tokens_per_pos_total{position}", 0) for position in range(3)]
+    assert by_position == sorted(by_position, reverse=True) and sum(by_position) == told["num_accepted_tokens"]
+    assert by_position[0] <= grown["num_drafts_total"] <= told["num_draft_tokens"]
 
 
 def test_other_apis_tell_it_too(drafting: httpx2.Client) -> None:
