@@ -7,6 +7,7 @@ import pytest
 
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Origin
+from forkpoint.config import BLOCK_SIZE
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import TO_DRAFT, StepPlan
 from forkpoint.sched.request import Request
@@ -77,10 +78,10 @@ class Noted(GoingAhead):
 
     def _note(self, plan: StepPlan) -> None:
         super()._note(plan)
-        rows, size = plan.rows, self.layout.block_size
+        rows = plan.rows
         for i in np.flatnonzero(rows.ahead).tolist():
             least = self.requests[self.rows[int(rows.row[i])]].num_tokens
-            self.in_a_block.append(least // size == int(rows.start[i] + rows.num_tokens[i] - 1) // size)
+            self.in_a_block.append(least // BLOCK_SIZE == int(rows.start[i] + rows.num_tokens[i] - 1) // BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
