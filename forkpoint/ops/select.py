@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
@@ -24,8 +24,10 @@ from forkpoint.ops.rope import reference as rope
 from forkpoint.ops.sampling import reference as sampling
 from forkpoint.ops.scan import reference as scan
 from forkpoint.ops.state_copy import reference as state_copy
-from forkpoint.ops.table import OpTable, operator_names
+from forkpoint.ops.table import OpTable, operator_names, operators_of
 from forkpoint.plugins import Registry
+
+_REFERENCES = (*(activation, linear, norm, conv1d, recurrence, record, scan, moe, sampling, state_copy),)
 
 
 def torch_table(deterministic: bool = False) -> OpTable:
@@ -35,44 +37,18 @@ def torch_table(deterministic: bool = False) -> OpTable:
     row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
     """
     product = FixedRowsLinear() if deterministic else linear.linear
-    return OpTable(
-        prepare_linear=linear.prepare_linear,
-        linear=product,
-        linear_silu_mul=partial(linear.linear_silu_mul, product, activation.silu_mul),
-        prepare_linear_heads=partial(linear.prepare_linear_heads, linear.prepare_linear),
-        linear_heads=partial(linear.linear_heads, product),
-        rmsnorm=norm.rmsnorm,
-        add_rmsnorm=norm.add_rmsnorm,
-        gated_rmsnorm=norm.gated_rmsnorm,
-        silu_mul=activation.silu_mul,
-        qk_norm_rope_write=partial(inputs.qk_norm_rope_write, norm.rmsnorm, rope.rope, attention.kv_write),
-        latent_write=partial(inputs.latent_write, norm.rmsnorm, rope.rope, attention.store_rows),
-        paged_attention=partial(attention.paged_attention, fixed=deterministic),
-        conv_prefill=conv1d.conv_prefill,
-        conv_update=conv1d.conv_update,
-        recurrence_prefill=recurrence.recurrence_prefill,
-        recurrence_decode=recurrence.recurrence_decode,
-        recurrence_record=record.recurrence_record,
-        recurrence_settle=record.recurrence_settle,
-        scan_prefill=scan.scan_prefill,
-        scan_decode=scan.scan_decode,
-        scan_verify=scan.scan_verify,
-        scan_fold=scan.scan_fold,
-        conv_verify=conv1d.conv_verify,
-        conv_fold=conv1d.conv_fold,
-        recurrence_verify=record.recurrence_verify,
-        recurrence_fold=record.recurrence_fold,
-        route=moe.route,
-        prepare_experts=moe.prepare_experts,
-        experts=partial(moe.experts_by, product),
-        state_copy=state_copy.state_copy,
-        greedy=sampling.greedy,
-        sample_rows=sampling.sample_rows,
-        apply_penalties=sampling.apply_penalties,
-        apply_bitmasks=sampling.apply_bitmasks,
-        deterministic=deterministic,
-        backends=dict.fromkeys(operator_names(), "torch"),
-    )
+    made: dict[str, Any] = {
+        "linear": product,
+        "linear_silu_mul": partial(linear.linear_silu_mul, product, activation.silu_mul),
+        "prepare_linear_heads": partial(linear.prepare_linear_heads, linear.prepare_linear),
+        "linear_heads": partial(linear.linear_heads, product),
+        "qk_norm_rope_write": partial(inputs.qk_norm_rope_write, norm.rmsnorm, rope.rope, attention.kv_write),
+        "latent_write": partial(inputs.latent_write, norm.rmsnorm, rope.rope, attention.store_rows),
+        "paged_attention": partial(attention.paged_attention, fixed=deterministic),
+        "experts": partial(moe.experts_by, product),
+    }
+    backends = dict.fromkeys(operator_names(), "torch")
+    return OpTable(**operators_of(*_REFERENCES) | made, deterministic=deterministic, backends=backends)
 
 
 def _auto(base: OpTable) -> OpTable:

@@ -320,3 +320,9 @@ class OpTable:
 def operator_names() -> tuple[str, ...]:
     """Of those that every table has."""
     return tuple(one.name for one in fields(OpTable) if one.default is MISSING and one.name != "backends")
+
+
+def operators_of(*owners: Any) -> dict[str, Any]:
+    """The functions of modules, or of objects, that have the name of an operator: each is it."""
+    names = [one.name for one in fields(OpTable)]
+    return {name: getattr(own, name) for own in owners for name in names if callable(getattr(own, name, None))}

@@ -25,12 +25,11 @@ from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
 from forkpoint.ops.state_copy.kernel import StateCopy
-from forkpoint.ops.table import OpTable, operator_names
+from forkpoint.ops.table import OpTable, operator_names, operators_of
 
-# Each of their functions with the name of an operator is it.
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
-    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill),
+    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
 )
 
 
@@ -47,20 +46,13 @@ def triton_table(base: OpTable) -> OpTable:
         "paged_attention": PagedAttention(base.deterministic),
         "state_copy": StateCopy(),
     }
-    names = operator_names()
-    replaced |= {name: getattr(own, name) for own in (*_OPERATORS, product) for name in names if hasattr(own, name)}
-    backends = dict.fromkeys(replaced, f"triton {triton.__version__}")
-    # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
-    long_latents = None if base.deterministic else latent_prefill
+    replaced |= operators_of(*_OPERATORS, product)
+    backends = dict.fromkeys(replaced.keys() & set(operator_names()), f"triton {triton.__version__}")
     optional: dict[str, Any] = {
-        "latent_prefill": long_latents,
-        "linear_both": product.linear_both,
-        "conv_record": record_kernel.conv_record,
+        # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
+        "latent_prefill": None if base.deterministic else latent_prefill,
         "linear_parts": partial(product.linear, parts=True),
         "experts_parts": partial(experts, parts=True),
-        "catch_up": rows.catch_up,
-        "newest": rows.newest,
-        "accept": rows.accept,
     }
     table = replace(base, **replaced, **optional, backends={**base.backends, **backends})
     if base.deterministic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from forkpoint.ops.parameters import (
     ScanInputs,
     ScanParams,
 )
-from forkpoint.ops.table import OpTable
+from forkpoint.ops.table import OpTable, operators_of
 
 
 class _Operators:
@@ -174,9 +174,8 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     `base`'s linear layers.
     """
     module.keep_freed_memory()
-    cpp, replaced = _Operators(module), dict[str, Any]()
-    for own in (module, cpp):
-        replaced |= {each.name: getattr(own, each.name) for each in fields(base) if hasattr(own, each.name)}
+    cpp = _Operators(module)
+    replaced = operators_of(module, cpp)
     replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, cpp.kv_write)
     replaced["latent_write"] = partial(inputs.latent_write, module.rmsnorm, module.rope, module.store_rows)
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
