@@ -94,17 +94,16 @@ def main() -> None:
     names = ("cu_tokens", "pending", "mark", "mark_dst", "read", "write", "num_rows", "num_tokens")
     plain = dict.fromkeys((*names, "past_x", "past_dt", "past_b", "line"))
     compiled("scan_decode", scan._step_kernel, 1, **sizes, **plain, MOST=0, COMPUTES=True)
-    sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_R": 64, "BLOCK_P": 32, "BLOCK_M": 16}
-    sizes |= {"QUERIES": 1, "ROWS": 16}
+    sizes = {"HEADS": 16, "R": 64, "P": 32, "BLOCK": 64, "KEYS": 32, "BLOCK_M": 16, "QUERIES": 1}
     for decode in (True, False):
         compiled("attend", latent_kernel.latent_kernel, 4, **sizes, DECODE=decode, SPLIT=not decode)
         compiled("write", latent_kernel._write_kernel, 4, **sizes, ROTATED=decode)
     tiles = NVMMASharedLayout(128, 16, 3)
     POINTERS.update(dict.fromkeys(("value_tiles", "rope_tiles"), f"tensordesc<bf16[1, 64, 64],{tiles!r}>"))
-    sizes = {"HEADS": 16, "R": 64, "P": 64, "KEYS": 64, "COLUMNS": 16, "STAGES": 2}
+    sizes = {"HEADS": 16, "R": 64, "P": 64, "STAGES": 2}
     compiled("attend", latent_step_kernel.latent_step_kernel, 4, **sizes)
-    sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_K": 32, "BLOCK_P": 16, "BLOCK_V": 32, "KEYS": 32}
-    compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes, BLOCK_M=64)
+    sizes = {"HEADS": 2, "K": 32, "P": 16, "V": 32, "BLOCK_M": 64}
+    compiled("expanded", expanded_kernel._expanded_kernel, 8, **sizes)
     sizes = {"H": 2, "K": 32, "V": 32, "BLOCK_K": 32, "BLOCK_V": 32}
     flags = {"DOUBLE_BETA": False, "BOUND": -5.0}
     drafting = {"MOST": 4, "COMPUTES": True, "HV": 2, "DELTA": True, "LOW": 0.0, "HIGH": 0.0, "skip": None}

@@ -101,14 +101,12 @@ def main() -> None:
             if not (gated and narrows and tile.outputs == BLOCK):
                 flags["out_scales"] = None
             compiled("experts", linear.product_kernel, tile, **of_tile(tile), **flags)
-    sizes = {"ROWS": 128, "OUTPUTS": kept_kernel.OUTPUTS, "STEPS": 4, "TURNS": kept_kernel.TURNS}
-    tile = Tile(1, 1, 1, kept_kernel.NUM_WARPS, kept_kernel.STAGES)
-    compiled("kept", kept_kernel._kept_kernel, tile, **sizes, STAGES=kept_kernel.STAGES)
-    compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1), ROWS=widen_kernel.ROWS, WIDTH=128)
+    compiled("kept", kept_kernel._kept_kernel, Tile(1, 1, 1, kept_kernel.NUM_WARPS, 3), ROWS=128, STEPS=4)
+    compiled("widen", widen_kernel._widen_kernel, Tile(1, 1, 1, 4, 1))
     compiled("narrow", fp8_kernel._narrow_kernel, Tile(1, 1, 1, 4, 1), ROWS=16, WIDTH=128)
-    flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True, "ROUNDS": True}
-    compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, BLOCK_D=4096, ROWS=1, PARTS=8, **flags)
-    compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1), BLOCK=1024, ROUNDS=True)
+    flags = {"GATED": False, "GATE_FIRST": False, "SIGMOID": False, "OWN_WEIGHTS": False, "ADD": True}
+    compiled("norm", norm._norm_kernel, Tile(1, 1, 1, 8, 1), D=2560, ROWS=1, PARTS=8, **flags)
+    compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1))
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
     compiled("pair_in", linear._row_kernel, into, **sizes, GATED=True, bias=None, BESIDE=0)
@@ -117,12 +115,12 @@ def main() -> None:
     single = one_scaled_tile(4096)
     sizes = {"OUTPUTS": single.outputs, "WIDTH": single.width, "STAGES": single.num_stages}
     compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, ids=None, BESIDE=2)
-    heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64, "BLOCK_D": 64, "BLOCK_DV": 64}
+    heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
-    compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4, BLOCK_M=16)
+    compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4)
     sizes = {"BLOCK_M": 64, "QUERIES": 16, "SPLIT": True}
     compiled("prefill", prefill_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, **sizes)
-    compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, ROWS=4, BLOCK_HALF=16, NORM=True)
+    compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, NORM=True)
 
 
 if __name__ == "__main__":

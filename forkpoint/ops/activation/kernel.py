@@ -10,7 +10,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)  # elements of a program
 PIECE = tl.constexpr(SCALE_BLOCK)
 
 
@@ -42,8 +42,6 @@ def _silu_mul_kernel(
     stride,
     size,
     pieces,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     await_inputs(OVERLAP)
@@ -55,7 +53,7 @@ def _silu_mul_kernel(
     value = tl.load(x + row * stride + size + at, mask=inside, other=0.0).to(tl.float32)
     value = (value * silu(gate)).to(out.dtype.element_ty)
     tl.store(out + row * size + at, value, mask=inside)
-    if ROUNDS:
+    if codes is not None:
         part = tl.arange(0, BLOCK // PIECE)
         piece = pid % pieces * (BLOCK // PIECE) + part
         value = tl.reshape(value.to(tl.float32), (BLOCK // PIECE, PIECE))
@@ -68,8 +66,7 @@ def silu_mul(gate_up: Tensor, rounded: bool = False) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = Rounded.room(rows, size, like=gate_up, rounded=rounded)
     if rows:
-        pieces = triton.cdiv(size, BLOCK)
+        pieces = triton.cdiv(size, BLOCK.value)
         shape = (gate_up.stride(0), size, pieces)
-        options = {"ROUNDS": isinstance(out, Rounded), **overlap(out.device, rows)}
-        _silu_mul_kernel[(rows * pieces,)](gate_up, out, *written_beside(out), *shape, BLOCK=BLOCK, **options)
+        _silu_mul_kernel[(rows * pieces,)](gate_up, out, *written_beside(out), *shape, **overlap(out.device, rows))
     return out

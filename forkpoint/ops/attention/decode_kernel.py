@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forkpoint.ops.attention.softmax import LOWEST, attend, gated
+from forkpoint.ops.attention.softmax import FEWEST_WIDENED, LOWEST, add_scores, add_values, gated, of_seen
 from forkpoint.ops.launch import await_inputs
 
 
@@ -46,15 +46,16 @@ def decode_kernel(
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Programs take turns over (part, key head), KEYS keys at a time. A row's only part is its answer; else the sums
     of a part's query heads go to its line of the scratch. The rows that one leads are read with it."""
     SUBS: tl.constexpr = BLOCK // KEYS
+    LEAST: tl.constexpr = 16 if v_scales is None else FEWEST_WIDENED
+    BLOCK_M: tl.constexpr = triton.next_power_of_2(GROUP * FOLDED) if GROUP * FOLDED > 16 else 16
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV) if DV > LEAST else LEAST
     m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     num_items = tl.load(part_ptr + num_decodes) * HEADS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -89,25 +90,15 @@ def decode_kernel(
             if k_scales is not None:
                 scales_at = block * scale_block + kv_head * BLOCK + first
                 key_scales, value_scales = k_scales + scales_at, v_scales + scales_at
-            acc, l_i, m_i = attend(
-                rows,
-                acc,
-                l_i,
-                m_i,
-                k_cache + block * k_block + kv_head * k_head + first * D,
-                v_cache + block * v_block + kv_head * v_head + first * DV,
-                key_scales,
-                value_scales,
-                j * KEYS,
-                position,
-                kv_len,
-                scale,
-                window,
-                D,
-                DV,
-                KEYS,
-                True,
-                FIRST,
+            keys_at = k_cache + block * k_block + kv_head * k_head + first * D
+            values_at = v_cache + block * v_block + kv_head * v_head + first * DV
+            first_key, key = j * KEYS, tl.arange(0, KEYS)
+            keys_at = keys_at + key[None, :] * D + at[:, None]
+            values_at = values_at + key[:, None] * DV + at_v[None, :]
+            scores = add_scores(None, rows, keys_at, key_scales, D)
+            scores = of_seen(scores, position, first_key, window, FIRST)
+            acc, l_i, m_i = add_values(
+                acc, l_i, m_i, scores, scale, values_at, value_scales, first_key, kv_len, rows.dtype, DV, True
             )
         inside = present[:, None] & (at_v < DV)[None, :]
         if alone:

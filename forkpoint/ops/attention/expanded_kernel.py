@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, attend, scratch
+from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, add_scores, add_values, of_seen, scratch
 from forkpoint.ops.metadata import AttentionIndex
 
 PIECE = 8192  # keys that are made at once
+KEYS = tl.constexpr(64)  # that a program takes at a time
 QUERIES = 128  # of a program
 
 
@@ -46,11 +47,7 @@ def _expanded_kernel(
     K: tl.constexpr,
     P: tl.constexpr,
     V: tl.constexpr,
-    KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     """BLOCK_M queries of one head over a piece of `num_keys` keys from `first_key` on, which starts `before` tokens
     before the queries; `up[., HEADS * (K + V)]` has keys and values, `latent` the part of the key that heads share.
@@ -58,6 +55,9 @@ def _expanded_kernel(
 
     Late tiles, which see the most keys, start first; programs of one head are neighbours.
     """
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(K) if K > 16 else 16
+    BLOCK_P: tl.constexpr = triton.next_power_of_2(P) if P > 16 else 16
+    BLOCK_V: tl.constexpr = triton.next_power_of_2(V) if V > 16 else 16
     tiles = tl.cdiv(num_queries, BLOCK_M)
     pid = tl.program_id(0)
     head, tile = pid // tiles, tiles - 1 - pid % tiles
@@ -87,30 +87,15 @@ def _expanded_kernel(
             from_key, to_key = full, end
         for first in range(from_key, to_key, KEYS):
             keys_at = up_at + first * up_row.to(tl.int64)
-            acc, l_i, m_i = attend(
-                own,
-                acc,
-                l_i,
-                m_i,
-                keys_at,
-                keys_at + K,
-                None,
-                None,
-                first,
-                position,
-                num_keys,
-                scale,
-                None,
-                K,
-                V,
-                KEYS,
-                masked,
-                0,
-                up_row,
-                shared,
-                latent + first * latent_row,
-                latent_row,
-                P,
+            values_at, common_at, key = keys_at + K, latent + first * latent_row, tl.arange(0, KEYS)
+            keys_at = keys_at + key[None, :] * up_row + k[:, None]
+            values_at = values_at + key[:, None] * up_row + v[None, :]
+            scores = add_scores(None, own, keys_at, None, K)
+            scores = add_scores(scores, shared, common_at + key[None, :] * latent_row + p[:, None], None, P)
+            if masked:
+                scores = of_seen(scores, position, first, None, 0)
+            acc, l_i, m_i = add_values(
+                acc, l_i, m_i, scores, scale, values_at, None, first, num_keys, own.dtype, V, masked
             )
     if num_keys == before + num_queries:
         out_at = out + entry[:, None] * V + v[None, :]
@@ -142,7 +127,6 @@ def latent_prefill(
     entries = num_queries * heads if kv_len > PIECE else 0
     sums = scratch(entries, value_dim, own.device)
     sizes = {"HEADS": heads, "K": dim, "P": shared.shape[2], "V": value_dim}
-    wide = {f"BLOCK_{name}": max(16, triton.next_power_of_2(sizes[name])) for name in ("K", "P", "V")}
     for start in range(0, kv_len, PIECE):
         end = min(start + PIECE, kv_len)
         latent = cache.index_select(0, table[start // block : -(-end // block)]).view(-1, cache.shape[3])
@@ -158,8 +142,6 @@ def latent_prefill(
             *strides,
             scale * LOG2_E,
             **sizes,
-            **wide,
-            KEYS=64,
             BLOCK_M=block_m,
             num_warps=8,
             num_stages=1 if is_wide else 2,

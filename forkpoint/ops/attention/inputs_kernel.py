@@ -39,15 +39,13 @@ def _heads(
     present,
     D: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """From rows `x_at[rows, 1]` to rows `out_at[rows, 1]`: norm, and rotation of the first 2 * HALF dims. With
     `scale_at` one row alone, divided by the scale that it is given there, as `_fp8_scale` makes it."""
     dtype: tl.constexpr = out_at.dtype.element_ty
     given: tl.constexpr = x_at.dtype.element_ty
-    at, low = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_HALF)
+    at, low = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(HALF) if HALF > 0 else 1)
     mask, mask_low = present[:, None] & (at < D)[None, :], present[:, None] & (low < HALF)[None, :]
     rest = mask & (at >= 2 * HALF)[None, :]
     scale = tl.zeros(present.shape, tl.float32)
@@ -119,10 +117,6 @@ def _inputs_kernel(
     DV: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -132,11 +126,11 @@ def _inputs_kernel(
     token, unit = (pid // (2 * HEADS)).to(tl.int64), pid % (2 * HEADS)
     angle = cos_sin + tl.load(positions + token) * (2 * HALF)
     if unit < HEADS:
-        row = tl.arange(0, ROWS)
+        row = tl.arange(0, triton.next_power_of_2(GROUP))
         head = unit * GROUP + row
         x_at = q + token * q_token + (head * q_head)[:, None]
         out_at = out + token * (HEADS * GROUP * D) + (head * D)[:, None]
-        _heads(x_at, out_at, None, q_weight, angle, eps, row < GROUP, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
+        _heads(x_at, out_at, None, q_weight, angle, eps, row < GROUP, D, HALF, NORM)
     else:
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
@@ -147,8 +141,8 @@ def _inputs_kernel(
                 scale_at = k_scales + block * scale_block + head * BLOCK + offset
             x_at = k + token * k_token + head * k_head + row[:, None]
             out_at = k_cache + block * k_block + head * kc_head + offset * D + row[:, None]
-            _heads(x_at, out_at, scale_at, k_weight, angle, eps, row < 1, D, HALF, BLOCK_D, BLOCK_HALF, NORM)
-            at = tl.arange(0, BLOCK_DV)
+            _heads(x_at, out_at, scale_at, k_weight, angle, eps, row < 1, D, HALF, NORM)
+            at = tl.arange(0, triton.next_power_of_2(DV))
             value = tl.load(v + token * v_token + head * v_head + at, mask=at < DV, other=0.0)
             if k_scales is not None:
                 value = value.to(tl.float32)
@@ -185,14 +179,12 @@ def qk_norm_rope_write(
         operands = (q, k, v, out, *weights, angles, positions, k_cache, v_cache, *factors, slot_mapping)
         strides = [stride for x in (q, k, v, k_cache, v_cache) for stride in x.stride()[:2]]
         sizes = {"HEADS": heads, "GROUP": group, "D": dim, "DV": v.shape[2], "HALF": half, "BLOCK": k_cache.shape[2]}
-        wide = {"ROWS": group, "BLOCK_D": dim, "BLOCK_DV": v.shape[2], "BLOCK_HALF": max(half, 1)}
         _inputs_kernel[(num_tokens * 2 * heads,)](
             *operands,
             0.0 if norm is None else norm.eps,
             *strides,
             None if scales is None else scales.k.stride(0),
             **sizes,
-            **{name: triton.next_power_of_2(size) for name, size in wide.items()},
             NORM=norm is not None,
             **overlap(q.device, num_tokens),
             num_warps=2,

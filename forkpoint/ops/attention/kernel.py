@@ -28,8 +28,6 @@ from forkpoint.platforms.table import traits_of
 
 WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
 PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
-FEWEST_WIDENED = 64  # columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper
-JOINED_PARTS = 8  # that are added at once
 MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
 FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
 SOME_DECODES = 64  # up to which they load as far ahead, of fewer keys; other bits
@@ -77,8 +75,6 @@ class _Call:
             "D": dim,
             "DV": value_dim,
             "BLOCK": block,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-            "BLOCK_DV": max(FEWEST_WIDENED if self.scales else 16, triton.next_power_of_2(value_dim)),
         }
 
     @property
@@ -114,7 +110,7 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
     work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
     num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
     parts = (work.part_ptr, *((None, work.tiles) if splits else (work.lead, None)))
-    form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries, "PARTS": JOINED_PARTS}
+    form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries}
     operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
     join_kernel[(num_queries * heads,)](
         *operands,
@@ -122,7 +118,8 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
         call.gate_token,
         call.window,
         HEADS=heads,
-        **{name: sizes[name] for name in ("DV", "BLOCK", "BLOCK_DV")},
+        DV=sizes["DV"],
+        BLOCK=sizes["BLOCK"],
         **form,
         **call.overlap,
         num_warps=2,
@@ -200,9 +197,7 @@ class PagedAttention:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
         sums = scratch(max(num_parts, shares) * heads, rank, q.device)
-        widths = {"R": rank, "P": dim - rank}
-        blocks = {f"BLOCK_{name}": max(16, triton.next_power_of_2(width)) for name, width in widths.items()}
-        sizes = {"HEADS": heads, "BLOCK": cache.shape[2], "QUERIES": queries, **widths, **blocks, **form}
+        sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "BLOCK": cache.shape[2], "QUERIES": queries, **form}
         in_turns = turns(work.tiles, subs * splits)  # in parts only if there are no splits
         stepped = num_parts and _takes_steps(q, cache, rank)
         decodes = (True, work.parts, max(16, wide_heads))
@@ -261,7 +256,6 @@ class PagedAttention:
                 FIRST=index.first_key,
                 KEYS=min(keys, sizes["BLOCK"]),
                 FOLDED=work.folded,
-                BLOCK_M=max(16, triton.next_power_of_2(sizes["GROUP"] * work.folded)),
                 num_warps=4,
                 num_stages=stages if call.q.dtype != torch.float32 else 1,
             )
@@ -280,7 +274,7 @@ class PagedAttention:
         splits = 1 if self._deterministic else num_splits(num_tiles * programs, at_once)
         sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other takes exponentials.
-        narrow = max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) <= 128 and splits == 1 and not wide and call.scales is None
+        narrow = max(sizes["D"], sizes["DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
         for tiles in turns(work.tiles, programs * splits):  # in parts only if there are no splits
             prefill_kernel[(tiles.shape[0] * programs * splits,)](

@@ -3,7 +3,7 @@
 Columns of a product are (query, head) pairs, and its rows keys or dims of values: of these there are enough for the
 matrix units where heads are few. Keys are read as R and P dims, so that neither is padded to the next power of two of
 both together, and what was read of a latent serves scores and sums. Decode rows are taken in parts, which
-`combine_kernel` puts together; tiles of queries see all their keys in one order.
+`join_kernel` puts together; tiles of queries see all their keys in one order.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ def latent_kernel(
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     QUERIES: tl.constexpr,
     DECODE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -57,6 +55,8 @@ def latent_kernel(
     QUERIES queries, or (SPLIT) for so many in each share of their keys. Sums that are not a query's only ones go to the
     scratch: of a part to its line, of a share as in `prefill_kernel`."""
     await_inputs(OVERLAP)
+    BLOCK_R: tl.constexpr = triton.next_power_of_2(R) if R > 16 else 16
+    BLOCK_P: tl.constexpr = triton.next_power_of_2(P) if P > 16 else 16
     SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
     pid, m = tl.program_id(0), tl.arange(0, BLOCK_M)
     if DECODE:
@@ -176,9 +176,6 @@ def _write_kernel(
     R: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    ROWS: tl.constexpr,
     ROTATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -187,15 +184,16 @@ def _write_kernel(
     token = tl.program_id(0).to(tl.int64)
     angle = cos_sin + tl.load(positions + token) * P
     HALF: tl.constexpr = P // 2
+    BLOCK_P: tl.constexpr = triton.next_power_of_2(P)
     low = tl.arange(0, BLOCK_P // 2)
     if ROTATED:
-        head = tl.arange(0, ROWS)
+        head = tl.arange(0, triton.next_power_of_2(HEADS))
         mask = (head < HEADS)[:, None] & (low < HALF)[None, :]
         q_at = q_rope + token * q_token + (head * q_head)[:, None]
         _rotated(q_at, out + ((token * HEADS + head) * P)[:, None], angle, mask, low, HALF)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        r = tl.arange(0, BLOCK_R)
+        r = tl.arange(0, triton.next_power_of_2(R))
         at = latent + token * latent_stride
         place = cache + slot // BLOCK * block_stride + slot % BLOCK * (R + P)
         x = tl.load(at + r, mask=r < R, other=0.0).to(tl.float32)
@@ -229,13 +227,11 @@ def latent_write(
         operands = (q_rope, latent, weight, angles, positions, cache, slot_mapping, out)
         strides = (*q_rope.stride()[:2], latent.stride(0), cache.stride(0))
         sizes = {"HEADS": heads, "R": rank, "P": dim, "BLOCK": cache.shape[2]}
-        wide = {"BLOCK_R": rank, "BLOCK_P": dim, "ROWS": heads}
         _write_kernel[(tokens,)](
             *operands,
             eps,
             *strides,
             **sizes,
-            **{name: triton.next_power_of_2(size) for name, size in wide.items()},
             ROTATED=cos_sin is not None,
             **overlap(latent.device, tokens),
             num_warps=4,

@@ -27,6 +27,8 @@ from forkpoint.ops.launch import await_inputs
 from forkpoint.ops.metadata import TILE
 from forkpoint.platforms.table import traits_of
 
+KEYS = gl.constexpr(TILE)
+
 
 @gluon.jit
 def _ask(value_tiles, rope_tiles, block, wanted, arrived, latent, rope):
@@ -58,14 +60,13 @@ def latent_step_kernel(
     HEADS: gl.constexpr,
     R: gl.constexpr,
     P: gl.constexpr,
-    KEYS: gl.constexpr,
-    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the
     cache: tiles of KEYS latents' R dims and of their last P. STAGES tiles are held."""
     await_inputs(OVERLAP)
+    COLUMNS: gl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
     pid = gl.program_id(0)
     if pid >= gl.load(part_ptr + num_decodes):
         return
@@ -154,7 +155,7 @@ def latent_steps(
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))
-    sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "KEYS": TILE}
+    sizes = {"HEADS": heads, "R": rank, "P": dim - rank}
     latent_step_kernel[(num_parts,)](
         q,
         *described,
@@ -164,7 +165,6 @@ def latent_steps(
         scale,
         **sizes,
         STAGES=2 if num_parts <= traits_of(q.device).num_processors else 1,
-        COLUMNS=max(16, triton.next_power_of_2(heads)),
         **options,
         num_warps=4,
     )

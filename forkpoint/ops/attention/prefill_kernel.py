@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forkpoint.ops.attention.softmax import LOWEST, attend, gated, join
+from forkpoint.ops.attention.softmax import FEWEST_WIDENED, LOWEST, add_scores, add_values, gated, join, of_seen
 from forkpoint.ops.launch import await_inputs
 from forkpoint.ops.metadata import TILE
 
@@ -75,8 +75,6 @@ def prefill_kernel(
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr,
     SPLIT: tl.constexpr,
     STRAIGHT: tl.constexpr,
@@ -90,6 +88,9 @@ def prefill_kernel(
     """
     await_inputs(OVERLAP)
     SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
+    LEAST: tl.constexpr = 16 if v_scales is None else FEWEST_WIDENED
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
+    BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV) if DV > LEAST else LEAST
     pid = tl.program_id(0)
     kv_head, rest = pid % HEADS, pid // HEADS
     share, own = rest // (num_tiles * SUBS), num_tiles * SUBS - 1 - rest % (num_tiles * SUBS)
@@ -101,6 +102,7 @@ def prefill_kernel(
         alone = end - low <= size
         low = low + share * size
         end = tl.minimum(end, low + size)
+    kv_len = before + last
     if (first < last) & (low < end):
         m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         WIDE: tl.constexpr = BLOCK_M // QUERIES  # heads and, with STRAIGHT, those that make them a power of two
@@ -135,24 +137,16 @@ def prefill_kernel(
                 if k_scales is not None:
                     scales_at = block * scale_block + kv_head * BLOCK
                     key_scales, value_scales = k_scales + scales_at, v_scales + scales_at
-                acc, l_i, m_i = attend(
-                    rows,
-                    acc,
-                    l_i,
-                    m_i,
-                    k_cache + block * k_block + kv_head * k_head,
-                    v_cache + block * v_block + kv_head * v_head,
-                    key_scales,
-                    value_scales,
-                    j * BLOCK,
-                    position,
-                    before + last,
-                    scale,
-                    window,
-                    D,
-                    DV,
-                    BLOCK,
-                    masked,
+                keys_at = k_cache + block * k_block + kv_head * k_head
+                values_at = v_cache + block * v_block + kv_head * v_head
+                first_key, key = j * BLOCK, tl.arange(0, BLOCK)
+                keys_at = keys_at + key[None, :] * D + at[:, None]
+                values_at = values_at + key[:, None] * DV + at_v[None, :]
+                scores = add_scores(None, rows, keys_at, key_scales, D)
+                if masked:
+                    scores = of_seen(scores, position, first_key, window, 0)
+                acc, l_i, m_i = add_values(
+                    acc, l_i, m_i, scores, scale, values_at, value_scales, first_key, kv_len, rows.dtype, DV, masked
                 )
         if STRAIGHT:
             inside = present[:, :, None] & (at_v < DV)[None, None, :]
@@ -208,9 +202,7 @@ def join_kernel(
     FOLDED: tl.constexpr,
     DV: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr,
-    PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One query head of one query, of which several programs saw some keys each: a decode row's parts (without `tiles`;
@@ -232,8 +224,9 @@ def join_kernel(
         token, entry = (start + query).to(tl.int64), within.to(tl.int64) * num_splits
         count, several = tl.cdiv(end - low, size), (query < last) & (end - low > size)
     if several:
+        BLOCK_DV: tl.constexpr = triton.next_power_of_2(DV) if DV > 16 else 16
         at = tl.arange(0, BLOCK_DV)
-        answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, FOLDED * HEADS, at, DV, PARTS)
+        answer = join(acc_ptr, l_ptr, m_ptr, entry * HEADS + head, count, FOLDED * HEADS, at, DV)
         if gate is not None:
             gate_at = gate + token * gate_token + head * DV + at
             answer = gated(answer, tl.load(gate_at, mask=at < DV, other=0.0))

@@ -11,89 +11,87 @@ from forkpoint.ops.activation.kernel import sigmoid
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: a row that has seen nothing stays free of NaN
+# Columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper.
+FEWEST_WIDENED = tl.constexpr(64)
+PARTS = tl.constexpr(8)  # that are added at once
 
 
 @triton.jit
-def attend(
-    q,
+def add_scores(scores, q, keys_at, scales, D: tl.constexpr):
+    """Products of query rows and keys of D dims, added to `scores` unless that is None. Keys in 8 bits have `scales`.
+    What lies behind the last stored key may be anything."""
+    BLOCK_D: tl.constexpr = q.shape[1]
+    at = tl.arange(0, BLOCK_D)
+    keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
+    if scales is not None:
+        keys = keys.to(q.dtype)  # exact
+    if scores is None:
+        scores = tl.dot(q, keys, input_precision="ieee")
+    else:
+        scores = tl.dot(q, keys, scores, input_precision="ieee")
+    if scales is not None:
+        scores *= tl.load(scales + tl.arange(0, scores.shape[1]))[None, :]
+    return scores
+
+
+@triton.jit
+def of_seen(scores, position, first_key, window, FIRST: tl.constexpr):
+    """Scores of keys from `first_key` on, of those that rows at `position[M]` see."""
+    key = first_key + tl.arange(0, scores.shape[1])
+    back = position[:, None] - key[None, :]
+    seen = back >= 0
+    if window is not None:
+        seen = seen & (back < window)
+    if FIRST:
+        seen = seen & (key >= FIRST)[None, :]
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def add_values(
     acc,
     l_i,
     m_i,
-    key_at,
-    value_at,
-    key_scales,
-    value_scales,
-    first_key,
-    position,
-    kv_len,
+    scores,
     scale,
-    window,
-    D: tl.constexpr,
+    values_at,
+    scales,
+    first_key,
+    kv_len,
+    dtype: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-    row=None,
-    shared=None,
-    shared_at=None,
-    shared_row=None,
-    P: tl.constexpr = 0,
 ):
-    """One step of the online softmax: add a block of keys to (acc, l_i, m_i) of query rows.
+    """One step of the online softmax: add a block of keys from `first_key` on to (acc, l_i, m_i) of query rows.
 
     With scores s, `m_i` is the largest s, `l_i` the sum of 2^(s - m_i), `acc` the sum of 2^(s - m_i) times the values.
-    `position[M]` are the rows' absolute positions, `scale` includes log2(e) and is positive. MASKED blocks hold keys
-    that some row does not see, or that were never stored. A block that a row does not see leaves its sums as they
-    are, bit for bit. Keys and values in 8 bits have their scales at `key_scales` and `value_scales` (else None).
-    Rows of keys and of values lie side by side, or `row` apart. With `shared[M, P]` keys have P more dims, `shared_at`.
+    `scale` includes log2(e) and is positive. A block that a row does not see leaves its sums as they are, bit for bit.
+    Values are multiplied in `dtype`, and in 8 bits have `scales`; in MASKED blocks some may never have been stored.
     """
-    BLOCK_D: tl.constexpr = q.shape[1]
     BLOCK_DV: tl.constexpr = acc.shape[1]
-    key, at, at_v = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    keys_at = key_at + key[None, :] * (D if row is None else row) + at[:, None]
-    values_at = value_at + key[:, None] * (DV if row is None else row) + at_v[None, :]
-    # Keys behind the last stored one may be anything: their scores are masked.
-    keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
-    if key_scales is not None:
-        keys = keys.to(q.dtype)  # exact
-    scores = tl.dot(q, keys, input_precision="ieee")
-    if shared is not None:
-        more = tl.arange(0, shared.shape[1])
-        common_at = shared_at + key[None, :] * shared_row + more[:, None]
-        common = tl.load(common_at) if shared.shape[1] == P else tl.load(common_at, mask=(more < P)[:, None], other=0.0)
-        scores = tl.dot(shared, common, scores, input_precision="ieee")
-    if key_scales is not None:
-        scores *= tl.load(key_scales + key)[None, :]
-    if MASKED:
-        back = position[:, None] - (first_key + key)[None, :]
-        seen = back >= 0
-        if window is not None:
-            seen = seen & (back < window)
-        if FIRST:
-            seen = seen & (first_key + key >= FIRST)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
+    key, at = tl.arange(0, scores.shape[1]), tl.arange(0, BLOCK_DV)
     m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
     p = tl.exp2(scores * scale - m_new[:, None])
     alpha = tl.exp2(m_i - m_new)
     l_i = l_i * alpha + tl.sum(p, axis=1)
     if MASKED:
         stored = first_key + key < kv_len
-        values = tl.load(values_at, mask=stored[:, None] & (at_v < DV)[None, :], other=0.0)
+        values = tl.load(values_at, mask=stored[:, None] & (at < DV)[None, :], other=0.0)
     elif BLOCK_DV == DV:
         values = tl.load(values_at)
     else:
-        values = tl.load(values_at, mask=(at_v < DV)[None, :], other=0.0)
+        values = tl.load(values_at, mask=(at < DV)[None, :], other=0.0)
     acc = acc * alpha[:, None]
-    if value_scales is not None:
-        values = values.to(q.dtype)
-        p *= tl.load(value_scales + key, mask=first_key + key < kv_len, other=0.0)[None, :]
+    if scales is not None:
+        values = values.to(dtype)
+        p *= tl.load(scales + key, mask=first_key + key < kv_len, other=0.0)[None, :]
     acc += tl.dot(p.to(values.dtype), values, input_precision="ieee")
     return acc, l_i, m_new
 
 
 @triton.jit
-def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr, PARTS: tl.constexpr):
-    """Columns `at` of the output of one query and head from `count` parts, PARTS at a time.
+def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
+    """Columns `at` of the output of one query and head from `count` parts.
 
     Parts are entries `first`, `first + stride` .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. No parts give zeros.
     """

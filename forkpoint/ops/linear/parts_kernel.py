@@ -10,7 +10,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.sums_kernel import gate
 from forkpoint.ops.unmade import Parts
 
-BLOCK = 1024  # outputs of a program
+BLOCK = tl.constexpr(1024)  # outputs of a program
 
 
 @triton.jit
@@ -36,7 +36,6 @@ def _make_kernel(
     num_outputs,
     pieces,
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """BLOCK outputs of one row; `up` goes beside a gate."""
@@ -58,9 +57,9 @@ def _make_kernel(
 def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None) -> Tensor:
     """`out[M, N]`, with a bias, or as the gate of a second sum."""
     num_rows, num_outputs = out.shape
-    pieces = triton.cdiv(num_outputs, BLOCK)
+    pieces = triton.cdiv(num_outputs, BLOCK.value)
     operands = (parts.own, None if up is None else up.own, parts.shares, bias, out)
     counts = (*parts.own.stride()[:2], num_outputs, pieces)
-    sizes = {"PARTS": parts.own.shape[1], "BLOCK": BLOCK, **overlap(out.device, num_rows)}
-    _make_kernel[(num_rows * pieces,)](*operands, *counts, **sizes)
+    options = overlap(out.device, num_rows)
+    _make_kernel[(num_rows * pieces,)](*operands, *counts, PARTS=parts.own.shape[1], **options)
     return out

@@ -11,7 +11,7 @@ from forkpoint.ops.launch import straight
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 
-ROWS = 64
+ROWS = tl.constexpr(64)  # of a program, which takes the columns of one block
 
 
 @triton.jit
@@ -21,17 +21,15 @@ def _widen_kernel(
     out,
     num_rows,
     width,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
     BITS: tl.constexpr,
     STRAIGHT: tl.constexpr,
 ):
-    pieces = (width + WIDTH - 1) // WIDTH
+    pieces = (width + SCALE_WIDTH - 1) // SCALE_WIDTH
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
-    start = tl.program_id(0) % pieces * WIDTH
-    columns = start + tl.arange(0, WIDTH)
+    start = tl.program_id(0) % pieces * SCALE_WIDTH
+    columns = start + tl.arange(0, SCALE_WIDTH)
     if STRAIGHT and SCALE_ROWS > 1:  # a program's rows are of one block
         scale_at = tl.program_id(0) // pieces * ROWS // SCALE_ROWS * scale_columns(width, BLOCKED)
         scale = tl.load(scales + scale_at + (start // SCALE_WIDTH if BLOCKED else 0)) + tl.zeros((ROWS,), tl.float32)
@@ -48,7 +46,7 @@ def widen(matrix: ScaledMatrix) -> Tensor:
     """As `ScaledMatrix.dense`, of `[N, K]`."""
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.codes.device)
-    programs = triton.cdiv(num_rows, ROWS) * triton.cdiv(width, BLOCK)
+    programs = triton.cdiv(num_rows, ROWS.value) * triton.cdiv(width, BLOCK)
     options = {**scale_options(matrix), "BITS": by_bits(matrix), **straight(out.device)}
-    _widen_kernel[(programs,)](matrix.codes, matrix.scales, out, num_rows, width, ROWS=ROWS, WIDTH=BLOCK, **options)
+    _widen_kernel[(programs,)](matrix.codes, matrix.scales, out, num_rows, width, **options)
     return out

@@ -12,7 +12,8 @@ from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH
 from forkpoint.ops.moe.order_kernel import ExpertOrder
 
 MOST_STEPS = 4  # scales of a row that is kept
-OUTPUTS, TURNS, NUM_WARPS, STAGES = 64, 8, 8, 3
+CHUNK, OUTPUTS, STAGES = tl.constexpr(512), tl.constexpr(64), tl.constexpr(3)  # of a program, and of each of its turns
+NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -30,15 +31,12 @@ def _kept_kernel(
     x_scales,
     x_scale_step,
     ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
     STEPS: tl.constexpr,
-    TURNS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """ROWS places of one expert, `TURNS * OUTPUTS` outputs, `STEPS * SCALE_WIDTH` columns."""
+    """CHUNK outputs of ROWS places of one expert, `STEPS * SCALE_WIDTH` columns."""
     WIDTH: tl.constexpr = STEPS * SCALE_WIDTH
-    chunks = num_outputs // (TURNS * OUTPUTS)
-    number, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * (TURNS * OUTPUTS)
+    chunks = num_outputs // CHUNK
+    number, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * CHUNK
     begin, end = tl.load(tiles + num_tiles + number), tl.load(tiles + 2 * num_tiles + number)
     if begin < end:
         matrix = tl.load(tiles + number).to(tl.int64)
@@ -56,7 +54,7 @@ def _kept_kernel(
         rows = num_outputs // SCALE_WIDTH
         w_at = weight + (matrix * num_outputs + first) * WIDTH + outputs[:, None] * WIDTH + columns[None, :]
         out_at = out + target[:, None] * out_stride + first + outputs[None, :]
-        for turn in tl.range(0, TURNS, num_stages=STAGES):
+        for turn in tl.range(0, CHUNK // OUTPUTS, num_stages=STAGES):
             scale_at = scales + (matrix * rows + (first + turn * OUTPUTS) // SCALE_WIDTH) * STEPS
             acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
             for step in tl.static_range(STEPS):
@@ -69,7 +67,7 @@ def _kept_kernel(
 def keeps(x: Activations, weight: ScaledMatrix) -> bool:
     """Whether `multiply_kept` takes them."""
     _, num_outputs, width = weight.shape
-    whole = num_outputs % (OUTPUTS * TURNS) == 0 and width % BLOCK == 0 and width <= MOST_STEPS * BLOCK
+    whole = num_outputs % CHUNK.value == 0 and width % BLOCK == 0 and width <= MOST_STEPS * BLOCK
     return whole and x.scales is not None and weight.by_block and weight.rows == BLOCK
 
 
@@ -79,7 +77,7 @@ def multiply_kept(x: Activations, weight: ScaledMatrix, out: Activations, order:
     num_tiles = order.tiles.shape[1]
     operands = (x.rows, weight.codes, out.rows, order.pairs, order.tiles)
     counts = (num_tiles, num_outputs, x.rows.stride(0), num_outputs)
-    sizes = {"ROWS": tile_rows, "OUTPUTS": OUTPUTS, "STEPS": width // BLOCK, "TURNS": TURNS, "STAGES": STAGES}
-    _kept_kernel[(num_tiles * (num_outputs // (OUTPUTS * TURNS)),)](
-        *operands, *counts, weight.scales, x.scales, x.scale_step, **sizes, num_warps=NUM_WARPS
+    options = {"ROWS": tile_rows, "STEPS": width // BLOCK, "num_warps": NUM_WARPS}
+    _kept_kernel[(num_tiles * (num_outputs // CHUNK.value),)](
+        *operands, *counts, weight.scales, x.scales, x.scale_step, **options
     )

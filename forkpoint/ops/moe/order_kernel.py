@@ -14,9 +14,9 @@ from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
 FEW_PAIRS = 2048  # up to here each program looks at all of them
-FEW_ROWS, FEW_TILES = 16, 8  # pairs and tiles of one
+FEW_ROWS, FEW_TILES = tl.constexpr(16), tl.constexpr(8)  # pairs and tiles of one
 MAX_BLOCKS = 512
-SUMMED_BLOCKS, SUMMED_EXPERTS = 128, 16  # of which a program adds up counts together
+SUMMED_BLOCKS, SUMMED_EXPERTS = tl.constexpr(128), 16  # of which a program adds up counts together
 NUM_WARPS = 4
 
 
@@ -46,15 +46,13 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _sum_kernel(
-    counts, num_blocks, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr
-):
+def _sum_kernel(counts, num_blocks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr):
     """Of COLUMNS experts the pairs in earlier blocks, in place; behind the last block those in all."""
     await_inputs(OVERLAP)
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
-    for start in range(0, num_blocks, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
+    for start in range(0, num_blocks, SUMMED_BLOCKS):
+        block = start + tl.arange(0, SUMMED_BLOCKS)
         at, inside = counts + block[:, None] * EXPERTS + expert[None, :], (block < num_blocks)[:, None]
         own = tl.load(at, mask=inside, other=0)
         tl.store(at, total[None, :] + tl.cumsum(own, 0) - own, mask=inside)
@@ -122,26 +120,24 @@ def _few_kernel(
     num_tiles,
     tile_rows,
     PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SUB: tl.constexpr,
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Both in one launch, each program for itself: a pair's place is the number of those that come before it."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
-    num_blocks = tl.cdiv(num_pairs, ROWS)
+    num_blocks = tl.cdiv(num_pairs, FEW_ROWS)
     every = tl.arange(0, PAIRS)
     there = every < num_pairs
     chosen = tl.load(ids + every, mask=there, other=EXPERTS)
     if pid < num_blocks:
-        at = pid * ROWS + tl.arange(0, ROWS)
+        at = pid * FEW_ROWS + tl.arange(0, FEW_ROWS)
         own = tl.load(ids + at, mask=at < num_pairs, other=EXPERTS) * PAIRS + at
         place = tl.sum(((chosen * PAIRS + every)[None, :] < own[:, None]).to(tl.int32), 1)
         tl.store(pairs + place, at, mask=at < num_pairs)
     else:
         total = tl.histogram(chosen, EXPERTS, mask=there)
-        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, SUB, EXPERTS)
+        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, FEW_TILES, EXPERTS)
 
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
@@ -151,18 +147,19 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     padded = triton.next_power_of_2(num_experts)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    sizes = {"SUB": sub, "EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
+    sizes = {"EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
-        grid = (triton.cdiv(num_pairs, FEW_ROWS) + triton.cdiv(num_tiles, FEW_TILES),)
-        few = {"PAIRS": triton.next_power_of_2(num_pairs), "ROWS": FEW_ROWS, "SUB": FEW_TILES}
-        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, **{**sizes, **few})
+        grid = (triton.cdiv(num_pairs, FEW_ROWS.value) + triton.cdiv(num_tiles, FEW_TILES.value),)
+        every = triton.next_power_of_2(num_pairs)
+        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, PAIRS=every, **sizes)
         return ExpertOrder(pairs, tiles)
-    sizes["BLOCK"] = block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
+    block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
     num_blocks = triton.cdiv(num_pairs, block)
     counts = torch.empty(num_blocks + 1, padded, dtype=torch.int32, device=ids.device)
-    _count_kernel[(num_blocks,)](ids, counts, num_pairs, **sizes)
-    summed = {"BLOCKS": SUMMED_BLOCKS, "COLUMNS": min(SUMMED_EXPERTS, padded), "EXPERTS": padded}
-    _sum_kernel[(padded // summed["COLUMNS"],)](counts, num_blocks, **summed, **overlap(ids.device, ids.shape[0]))
+    _count_kernel[(num_blocks,)](ids, counts, num_pairs, BLOCK=block, SUB=sub, **sizes)
+    columns = min(SUMMED_EXPERTS, padded)
+    _sum_kernel[(padded // columns,)](counts, num_blocks, COLUMNS=columns, **sizes)
+    sizes |= {"BLOCK": block, "SUB": sub}
     grid = (num_blocks + triton.cdiv(num_tiles, sub),)
     _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
     return ExpertOrder(pairs, tiles)

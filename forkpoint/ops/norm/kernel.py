@@ -38,7 +38,6 @@ def _norm_kernel(
     other_head,
     eps,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
@@ -46,13 +45,14 @@ def _norm_kernel(
     OWN_WEIGHTS: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
     than x, so that they can be read while the launch that writes x is still at work. PARTS: x is the sum of so many, of
-    one row to a program; 0: it is as it is. ROUNDS: all heads of a token, side by side, are written in FP8 too."""
+    one row to a program; 0: it is as it is. With
+    `codes` all heads of a token, side by side, are written in FP8 too."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     if STRAIGHT:  # rows of one token
         parts = tl.cdiv(heads, ROWS)
         head, at = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -91,7 +91,7 @@ def _norm_kernel(
         normed *= sigmoid_of(side) if SIGMOID else silu(side)
     normed = normed.to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64)[:, None] * D + at[None, :], normed, mask=inside)
-    if ROUNDS:
+    if codes is not None:
         SIDE: tl.constexpr = BLOCK_D // PIECE
         block = tl.arange(0, ROWS * SIDE)
         row, part = tl.program_id(0) * ROWS + block // SIDE, block % SIDE
@@ -126,7 +126,7 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: 
         programs = x.shape[0] * triton.cdiv(heads, rows) if form["STRAIGHT"] else triton.cdiv(num_rows, rows)
         beside = x if other is None else other
         form |= {**dict.fromkeys(FLAGS, False), **flags, "OWN_WEIGHTS": weight.dim() == 2}
-        sizes = {"D": size, "BLOCK_D": block, "ROWS": rows, "PARTS": num_parts, "ROUNDS": isinstance(out, Rounded)}
+        sizes = {"D": size, "ROWS": rows, "PARTS": num_parts}
         _norm_kernel[(programs,)](
             x,
             shares,
