@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.activation import reference as activation
-from forkpoint.ops.attention import inputs
 from forkpoint.ops.attention import reference as attention
+from forkpoint.ops.attention.inputs import Inputs
 from forkpoint.ops.conv1d import reference as conv1d
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.ops.cpu.table import cpp_table
@@ -27,7 +27,7 @@ from forkpoint.ops.state_copy import reference as state_copy
 from forkpoint.ops.table import OpTable, operator_names, operators_of
 from forkpoint.plugins import Registry
 
-_REFERENCES = (*(activation, linear, norm, conv1d, recurrence, record, scan, moe, sampling, state_copy),)
+_REFERENCES = (activation, norm, conv1d, recurrence, record, scan, moe, sampling, state_copy)
 
 
 def torch_table(deterministic: bool = False) -> OpTable:
@@ -37,18 +37,14 @@ def torch_table(deterministic: bool = False) -> OpTable:
     row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
     """
     product = FixedRowsLinear() if deterministic else linear.linear
+    of_linear = linear.OfLinear(linear.prepare_linear, product, activation.silu_mul)
+    inputs = Inputs(norm.rmsnorm, rope.rope, attention.kv_write, attention.store_rows)
     made: dict[str, Any] = {
-        "linear": product,
-        "linear_silu_mul": partial(linear.linear_silu_mul, product, activation.silu_mul),
-        "prepare_linear_heads": partial(linear.prepare_linear_heads, linear.prepare_linear),
-        "linear_heads": partial(linear.linear_heads, product),
-        "qk_norm_rope_write": partial(inputs.qk_norm_rope_write, norm.rmsnorm, rope.rope, attention.kv_write),
-        "latent_write": partial(inputs.latent_write, norm.rmsnorm, rope.rope, attention.store_rows),
+        **operators_of(*_REFERENCES, of_linear, inputs),
         "paged_attention": partial(attention.paged_attention, fixed=deterministic),
         "experts": partial(moe.experts_by, product),
     }
-    backends = dict.fromkeys(operator_names(), "torch")
-    return OpTable(**operators_of(*_REFERENCES) | made, deterministic=deterministic, backends=backends)
+    return OpTable(**made, deterministic=deterministic, backends=dict.fromkeys(operator_names(), "torch"))
 
 
 def _auto(base: OpTable) -> OpTable:

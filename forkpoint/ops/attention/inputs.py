@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -14,47 +15,51 @@ from forkpoint.ops.table import RMSNorm
 Rope: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def qk_norm_rope_write(
-    rmsnorm: RMSNorm,
-    rope: Rope,
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KVScales | None], None],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norm: QKNorm | None,
-    cos_sin: Tensor | None,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    scales: KVScales | None = None,
-) -> Tensor:
-    """See `table.QKNormRopeWrite`."""
-    if norm is not None:
-        q, k = rmsnorm(q, norm.q_weight, norm.eps), rmsnorm(k, norm.k_weight, norm.eps)
-    if cos_sin is not None:
-        q, k = rope(q, k, cos_sin, positions)
-    kv_write(k, v, k_cache, v_cache, slot_mapping, scales)
-    return q
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Operators, by their names, that are composed of these; `store_rows` is `kv_write` of one tensor."""
 
+    rmsnorm: RMSNorm
+    rope: Rope
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KVScales | None], None]
+    store_rows: Callable[[Tensor, Tensor, Tensor], None]
 
-def latent_write(
-    rmsnorm: RMSNorm,
-    rope: Rope,
-    store: Callable[[Tensor, Tensor, Tensor], None],
-    q_rope: Tensor,
-    latent: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos_sin: Tensor | None,
-    positions: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
-    """See `table.LatentWrite`."""
-    normed, key = rmsnorm(latent[:, : len(weight)], weight, eps), latent[:, len(weight) :]
-    if cos_sin is not None:
-        q_rope, key = rope(q_rope, key.unsqueeze(1), cos_sin, positions)
-        key = key.squeeze(1)
-    store(torch.cat((normed, key), dim=1).unsqueeze(1), cache, slot_mapping)
-    return q_rope
+    def qk_norm_rope_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QKNorm | None,
+        cos_sin: Tensor | None,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales | None = None,
+    ) -> Tensor:
+        """See `table.QKNormRopeWrite`."""
+        if norm is not None:
+            q, k = self.rmsnorm(q, norm.q_weight, norm.eps), self.rmsnorm(k, norm.k_weight, norm.eps)
+        if cos_sin is not None:
+            q, k = self.rope(q, k, cos_sin, positions)
+        self.kv_write(k, v, k_cache, v_cache, slot_mapping, scales)
+        return q
+
+    def latent_write(
+        self,
+        q_rope: Tensor,
+        latent: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos_sin: Tensor | None,
+        positions: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See `table.LatentWrite`."""
+        normed, key = self.rmsnorm(latent[:, : len(weight)], weight, eps), latent[:, len(weight) :]
+        if cos_sin is not None:
+            q_rope, key = self.rope(q_rope, key.unsqueeze(1), cos_sin, positions)
+            key = key.squeeze(1)
+        self.store_rows(torch.cat((normed, key), dim=1).unsqueeze(1), cache, slot_mapping)
+        return q_rope

@@ -108,28 +108,20 @@ def paged_attention(
         else:
             padded = -(-kv_len // FIXED_TILE) * FIXED_TILE if fixed else kv_len
             k, v = (_gather(*cache, blocks, kv_len, padded) for cache in caches)
-            attend = _segment_fixed if fixed else _segment
-            out[first:last] = attend(q[first:last], kv_len - num_queries, k, v, scale, window)
+            out[first:last] = _segment(q[first:last], kv_len - num_queries, k, v, scale, window, fixed)
         first = last
     return out if gate is None else sigmoid_mul(out, torch.unflatten(gate, 1, out.shape[1:]))
 
 
-def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None, fixed: bool) -> Tensor:
+    """Queries at positions from `start` on, tile after tile, over keys up to each tile's end."""
+    tile, end = FIXED_TILE if fixed else QUERY_TILE, start + len(q)
+    low = start // FIXED_TILE * FIXED_TILE if fixed else start
+    padded = F.pad(q, (0, 0, 0, 0, start - low, k.shape[2] - end))
     parts = []
-    for low in range(0, q.shape[0], QUERY_TILE):
-        part = q[low : low + QUERY_TILE]
-        end = start + low + part.shape[0]
-        parts.append(_tile(part, start + low, k[:, :, :end], v[:, :, :end], scale, window))
-    return torch.cat(parts)
-
-
-def _segment_fixed(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    low = start // FIXED_TILE * FIXED_TILE
-    padded = F.pad(q, (0, 0, 0, 0, start - low, k.shape[2] - start - q.shape[0]))
-    parts = []
-    for at in range(low, k.shape[2], FIXED_TILE):
-        end = at + FIXED_TILE
-        # Copies, because a slice of a longer row has other strides than the same keys of a shorter one.
-        keys, values = k[:, :, :end].contiguous(), v[:, :, :end].contiguous()
-        parts.append(_tile(padded[at - low : end - low].contiguous(), at, keys, values, scale, window))
-    return torch.cat(parts)[start - low : start - low + q.shape[0]]
+    for at in range(low, k.shape[2], tile):
+        own, keys, values = padded[at - low : at - low + tile], k[:, :, : at + tile], v[:, :, : at + tile]
+        if fixed:  # copies, because a slice of a longer row has other strides than the same keys of a shorter one
+            own, keys, values = own.contiguous(), keys.contiguous(), values.contiguous()
+        parts.append(_tile(own, at, keys, values, scale, window))
+    return torch.cat(parts)[start - low : end - low]

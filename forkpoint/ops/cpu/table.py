@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention import inputs
+from forkpoint.ops.attention.inputs import Inputs
 from forkpoint.ops.cpu.tiles import FEW_ROWS, TileLinear, has_matrix_tiles
-from forkpoint.ops.linear import reference as linear
+from forkpoint.ops.linear.reference import OfLinear
 from forkpoint.ops.linear.scaled import Matrix, ScaledMatrix, dense
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import (
@@ -175,9 +174,7 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
     """
     module.keep_freed_memory()
     cpp = _Operators(module)
-    replaced = operators_of(module, cpp)
-    replaced["qk_norm_rope_write"] = partial(inputs.qk_norm_rope_write, module.rmsnorm, module.rope, cpp.kv_write)
-    replaced["latent_write"] = partial(inputs.latent_write, module.rmsnorm, module.rope, module.store_rows)
+    replaced = operators_of(module, cpp, Inputs(module.rmsnorm, module.rope, cpp.kv_write, module.store_rows))
     ours = f"cpp ({torch.backends.cpu.get_cpu_capability()}, fp32 accumulation)"
     backends = {**base.backends, **dict.fromkeys(replaced, ours)}
     if has_matrix_tiles() if tiles is None else tiles:
@@ -189,9 +186,6 @@ def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> O
             replaced |= {"prepare_linear": both.prepare, "linear": both}
             backends["linear"] = f"{ours} to {FEW_ROWS} rows; torch (oneDNN, matrix tiles) above, bf16"
     table = replace(base, **replaced)
-    by_linear: dict[str, Any] = {
-        "prepare_linear_heads": partial(linear.prepare_linear_heads, table.prepare_linear),
-        "linear_heads": partial(linear.linear_heads, table.linear),
-        "linear_silu_mul": partial(linear.linear_silu_mul, table.linear, table.silu_mul),
-    }
-    return replace(table, **by_linear, backends=backends | dict.fromkeys(by_linear, backends["linear"]))
+    composed = OfLinear(table.prepare_linear, table.linear, table.silu_mul)
+    by_linear = dict.fromkeys(("prepare_linear_heads", "linear_heads", "linear_silu_mul"), backends["linear"])
+    return replace(table, **operators_of(composed), backends=backends | by_linear)

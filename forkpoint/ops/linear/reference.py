@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +30,22 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     return F.linear(x, packed.weight, packed.bias)
 
 
-def linear_silu_mul(product: Linear, silu_mul: SiluMul, x: Tensor, packed: Any) -> Tensor:
-    """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first, by a linear layer and a gate."""
-    return silu_mul(product(x, packed))
+@dataclass(frozen=True, slots=True)
+class OfLinear:
+    """Operators, by their names, that are composed of these."""
 
+    prepare_linear: PrepareLinear
+    linear: Linear
+    silu_mul: SiluMul
 
-def prepare_linear_heads(prepare: PrepareLinear, weight: Tensor) -> list[Any]:
-    """Pack `[H, N, K]` for a linear layer for each head."""
-    return [prepare(own.contiguous(), None) for own in weight]
+    def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
+        """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first."""
+        return self.silu_mul(self.linear(x, packed))
 
+    def prepare_linear_heads(self, weight: Tensor) -> list[Any]:
+        """Pack `[H, N, K]` for a linear layer for each head."""
+        return [self.prepare_linear(own.contiguous(), None) for own in weight]
 
-def linear_heads(product: Linear, x: Tensor, packed: list[Any]) -> Tensor:
-    """`x[T, H, K] -> y[T, H, N]`."""
-    return torch.stack([product(x[:, head], own) for head, own in enumerate(packed)], dim=1)
+    def linear_heads(self, x: Tensor, packed: list[Any]) -> Tensor:
+        """`x[T, H, K] -> y[T, H, N]`."""
+        return torch.stack([self.linear(x[:, head], own) for head, own in enumerate(packed)], dim=1)

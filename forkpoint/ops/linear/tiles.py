@@ -81,9 +81,6 @@ _FEW: Final[Choices] = Choices(
     ),
     fast=32,
 )
-_SINGLE: Final[Choices] = Choices(
-    ((SINGLE_ROWS, Tile(1, 2, 1024, 2, 2, overlaps=True)), (512, Tile(16, 32, 256, 4, 6, overlaps=True))), fast=512
-)
 _FEWEST: Final[Choices] = Choices(
     (
         (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
@@ -123,14 +120,6 @@ _GATED: Final[Choices] = Choices(
     ),
     fast=64,
 )
-_WIDE: Final[Choices] = Choices(
-    (
-        (1, Tile(1, 1, 1024, 4, 3, overlaps=True)),
-        (32, Tile(16, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)),
-        (128, Tile(64, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)),
-    ),
-    fast=128,
-)
 
 
 def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype, parts: bool = False) -> Tile | None:
@@ -141,8 +130,9 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
     if parts and SINGLE_OUTPUTS < num_outputs <= FEWEST_OUTPUTS and SINGLE_ROWS < num_rows <= PARTS_ROWS:
         splits = 4 if num_rows <= 2 * LARGEST else 2
         return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=splits, turned=True, overlaps=True)
-    if num_outputs <= SINGLE_OUTPUTS and num_rows <= _SINGLE.fast:
-        return _SINGLE.fastest(num_rows)
+    if num_outputs <= SINGLE_OUTPUTS and num_rows <= 512:
+        alone = Tile(1, 2, 1024, 2, 2, overlaps=True)
+        return alone if num_rows <= SINGLE_ROWS else Tile(16, 32, 256, 4, 6, overlaps=True)
     return _choices(num_outputs, width).fastest(num_rows)
 
 
@@ -187,8 +177,11 @@ def fixed_gated_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.d
 
 def wide_tile(num_rows: int) -> Tile:
     """The tile for weights in fp32, of a few hundred outputs, and an x in bfloat16."""
-    tile = _WIDE.fastest(num_rows)
-    return Tile(128, 64, 64, 4, 3, turned=True) if tile is None else tile
+    if num_rows == 1:
+        return Tile(1, 1, 1024, 4, 3, overlaps=True)
+    if num_rows <= 128:
+        return Tile(16 if num_rows <= 32 else 64, 64, 64, 4, 3, splits=14, turned=True, overlaps=True)
+    return Tile(128, 64, 64, 4, 3, turned=True)
 
 
 def scaled_tile(
