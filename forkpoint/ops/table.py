@@ -40,6 +40,8 @@ STATE_OPERATORS = (
 )
 
 
+Inputs = TypeVar("Inputs", contravariant=True)
+Params = TypeVar("Params", contravariant=True)
 Index = TypeVar("Index", contravariant=True)
 Linear: TypeAlias = Callable[[Tensor, Any], Tensor]
 PrepareLinear: TypeAlias = Callable[[Matrix, Tensor | None], Any]
@@ -143,29 +145,29 @@ class Conv(Protocol[Index]):
         D]` (row W-2 newest); stores the last W-1 raw inputs at `dst` and at each save. -> `[T, D]`."""
 
 
-class Recur(Protocol[Index]):
+class Recur(Protocol[Inputs, Params, Index]):
+    def __call__(self, inputs: Inputs, params: Params, pool: Tensor, index: Index, out: Out = None) -> Tensor:
+        """Over segments, or one step for each row; `pool[P, ...]` fp32, a strided view. The answer is in `out` if that
+        is given.
+
+        A recurrence has `pool[P, HV, V, K]` and answers `[T, HV, V]`; over segments it takes chunks of 64 tokens from
+        each one's start. Mamba's selective scan has `pool[P, D, N]` and answers `[T, D]`: with
+        `s = softplus(dt + dt_bias)`, `S = e^{s A} S + (s x) b^T` and `y = (S c + skip x) silu(z)`."""
+
+
+class Recorded(Protocol[Inputs, Params, Index]):
     def __call__(
-        self, inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: Index, out: Out = None
+        self, inputs: Inputs, params: Params, pool: Tensor, index: Index, records: Records, out: Out = None
     ) -> Tensor:
-        """The recurrence over segments, in 64-token chunks from each segment's start, or one step of it per row.
+        """The same where tokens leave records.
 
-        `pool[P, HV, V, K]` fp32 strided view. -> `[T, HV, V]`, in `out` if given."""
+        recurrence_record is recurrence_decode, equal to rounding, for rows whose states are written every few tokens,
+        with drafts or without. Records of windows of up to `w` tokens: updates `[L, interval + w - 1, HV, V]` fp32, and
+        in lines `[L, interval + 2 w - 1, ...]` keys `[H, K]` as they are in `mixed`, their scales `[H]` and g `[HV]`,
+        both fp32.
 
-
-class RecurrenceRecord(Protocol):
-    def __call__(
-        self,
-        inputs: RecurrenceInputs,
-        params: RecurrenceParams,
-        pool: Tensor,
-        index: RecordIndex,
-        records: Records,
-        out: Out = None,
-    ) -> Tensor:
-        """recurrence_decode for rows whose states are written every few tokens, with drafts or without -> `[T, HV,
-        V]`, in `out` if given, equal to rounding. Records of windows of up to `w` tokens:
-        updates `[L, interval + w - 1, HV, V]` fp32, and in lines `[L, interval + 2 w - 1, ...]` keys `[H, K]` as they
-        are in `mixed`, their scales `[H]` and g `[HV]`, both fp32."""
+        scan_verify is scan_decode for rows with drafts, with the bits of as many calls of it. Records, in the inputs'
+        dtype: x and dt `[L, M, D]` in one line each, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
 
 
 class ConvRecord(Protocol):
@@ -183,27 +185,6 @@ class ConvRecord(Protocol):
     ) -> Tensor | None:
         """conv_update of what `inputs` have in `mixed`, then recurrence_record of what it makes, for rows of one token;
         None for shapes that it does not take."""
-
-
-class Scan(Protocol[Index]):
-    def __call__(self, inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Index, out: Out = None) -> Tensor:
-        """Mamba's selective scan over segments, or of one token per row, `pool[P, D, N]` fp32 strided view: with
-        `s = softplus(dt + dt_bias)`, `S = e^{s A} S + (s x) b^T` and `y = (S c + skip x) silu(z)`. -> `[T, D]`, in
-        `out` if given."""
-
-
-class ScanVerify(Protocol):
-    def __call__(
-        self,
-        inputs: ScanInputs,
-        params: ScanParams,
-        pool: Tensor,
-        index: VerifyIndex,
-        records: Records,
-        out: Out = None,
-    ) -> Tensor:
-        """scan_decode for rows with drafts, with the bits of as many calls of it. Records, in the inputs' dtype:
-        x and dt `[L, M, D]` in one line each, b `[L, M, N]`; scan_fold is given A and dt_bias behind them."""
 
 
 class Fold(Protocol):
@@ -261,14 +242,14 @@ class OpTable:
     paged_attention: PagedAttention
     conv_prefill: Conv[SegmentIndex]
     conv_update: Conv[DecodeIndex]
-    recurrence_prefill: Recur[SegmentIndex]
-    recurrence_decode: Recur[DecodeIndex]
-    recurrence_record: RecurrenceRecord
+    recurrence_prefill: Recur[RecurrenceInputs, RecurrenceParams, SegmentIndex]
+    recurrence_decode: Recur[RecurrenceInputs, RecurrenceParams, DecodeIndex]
+    recurrence_record: Recorded[RecurrenceInputs, RecurrenceParams, RecordIndex]
     # What recurrence_record does to pool, index and records before the tokens.
     recurrence_settle: Callable[[Tensor, RecordIndex, Records], None]
-    scan_prefill: Scan[SegmentIndex]
-    scan_decode: Scan[DecodeIndex]
-    scan_verify: ScanVerify
+    scan_prefill: Recur[ScanInputs, ScanParams, SegmentIndex]
+    scan_decode: Recur[ScanInputs, ScanParams, DecodeIndex]
+    scan_verify: Recorded[ScanInputs, ScanParams, VerifyIndex]
     scan_fold: Fold
     conv_verify: ConvVerify
     conv_fold: Fold

@@ -78,22 +78,9 @@ class _Call:
         }
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What kernels over keys and values are given first."""
-        scales = (None, None) if self.scales is None else (self.scales.k, self.scales.v)
-        return self.q, self.k_cache, self.v_cache, *scales, self.out, self.gate
-
-    @property
     def rows(self) -> tuple[Tensor, ...]:
         """Where rows have their keys, as all kernels are given it."""
         return self.index.kv_lens, self.index.table_rows, self.index.block_table
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        """What kernels over keys and values are given last: strides, the scale and the window."""
-        scale_block = None if self.scales is None else self.scales.k.stride(0)
-        strides = (*self.q.stride()[:2], *self.k_cache.stride()[:2], *self.v_cache.stride()[:2], scale_block)
-        return self.index.block_table.stride(0), self.gate_token, *strides, self.scale, self.window
 
     @property
     def gate_token(self) -> int:
@@ -102,6 +89,21 @@ class _Call:
     @property
     def overlap(self) -> dict[str, Any]:
         return overlap(self.q.device, self.q.shape[0])
+
+    def launch(
+        self, kernel: Any, programs: int, where: tuple[Tensor | None, ...], counts: tuple[int, ...], **options: Any
+    ) -> None:
+        """A kernel over keys and values; `where` is what it is given before the rows' tensors, `counts` what behind."""
+        scales = (None, None) if self.scales is None else (self.scales.k, self.scales.v)
+        scale_block = None if self.scales is None else self.scales.k.stride(0)
+        strides = (*self.q.stride()[:2], *self.k_cache.stride()[:2], *self.v_cache.stride()[:2], scale_block)
+        kernel[(programs,)](
+            *(self.q, self.k_cache, self.v_cache, *scales, self.out, self.gate, *where, *self.rows, *counts),
+            *(self.index.block_table.stride(0), self.gate_token, *strides, self.scale, self.window),
+            **self.sizes,
+            **self.overlap,
+            **options,
+        )
 
 
 def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
@@ -135,19 +137,19 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
     return traits_of(q.device).has_warpgroups and fits and aligned
 
 
+@dataclass(frozen=True, slots=True)
 class PagedAttention:
     """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
     into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
     room for them."""
 
-    def __init__(self, deterministic: bool) -> None:
-        self._deterministic = deterministic
+    deterministic: bool
 
     def _decode_launch(self, num_rows: int) -> tuple[int, int]:
         """Keys that a program of decode rows takes at a time, and how many loads of them are under way."""
         if num_rows <= FEW_DECODES:
             return 64, 3
-        if self._deterministic:
+        if self.deterministic:
             return 64, 2
         return 32, (3 if num_rows <= SOME_DECODES else 2)  # with 2 four programs fit on a processor
 
@@ -193,7 +195,7 @@ class PagedAttention:
         block_m = max(16, table.latent_rows, wide_heads)
         queries = min(TILE, block_m // (wide_heads if form["STRAIGHT"] else heads))
         subs, splits = triton.cdiv(TILE, queries), 1
-        if num_tiles and not self._deterministic:
+        if num_tiles and not self.deterministic:
             splits = num_splits(num_tiles * subs, traits_of(q.device).num_processors)
         shares = num_tiles * TILE * splits if splits > 1 else 0
         sums = scratch(max(num_parts, shares) * heads, rank, q.device)
@@ -242,17 +244,11 @@ class PagedAttention:
         sums = scratch(num_parts * work.folded * call.q.shape[1], sizes["DV"], call.q.device)
         if num_parts:
             most = WAVES_OF_PARTS * traits_of(call.q.device).num_processors
-            decode_kernel[(min(num_parts * sizes["HEADS"], most),)](
-                *call.tensors,
-                *sums,
-                work.parts,
-                work.part_ptr,
-                work.lead,
-                *call.rows,
-                index.num_decodes,
-                *call.numbers,
-                **sizes,
-                **call.overlap,
+            call.launch(
+                decode_kernel,
+                min(num_parts * sizes["HEADS"], most),
+                (*sums, work.parts, work.part_ptr, work.lead),
+                (index.num_decodes,),
                 FIRST=index.first_key,
                 KEYS=min(keys, sizes["BLOCK"]),
                 FOLDED=work.folded,
@@ -271,23 +267,17 @@ class PagedAttention:
         queries = min(TILE, block_m // heads_wide)
         programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # of a tile
         at_once = traits_of(call.q.device).num_processors
-        splits = 1 if self._deterministic else num_splits(num_tiles * programs, at_once)
+        splits = 1 if self.deterministic else num_splits(num_tiles * programs, at_once)
         sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
         # Two such programs share a processor: one multiplies while the other takes exponentials.
         narrow = max(sizes["D"], sizes["DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
         for tiles in turns(work.tiles, programs * splits):  # in parts only if there are no splits
-            prefill_kernel[(tiles.shape[0] * programs * splits,)](
-                *call.tensors,
-                *sums,
-                tiles,
-                call.index.cu_queries,
-                *call.rows,
-                tiles.shape[0],
-                splits,
-                *call.numbers,
-                **sizes,
-                **call.overlap,
+            call.launch(
+                prefill_kernel,
+                tiles.shape[0] * programs * splits,
+                (*sums, tiles, call.index.cu_queries),
+                (tiles.shape[0], splits),
                 **form,
                 QUERIES=queries,
                 BLOCK_M=block_m,

@@ -59,7 +59,7 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """See `table.RecurrenceRecord`. The states are taken on by all that is recorded; kernels read instead of the state
+    """See `table.Recorded`. The states are taken on by all that is recorded; kernels read instead of the state
     before a token, with `c` the sum of g since the slot's state S, `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`."""
     states, (updates, *kept) = _taken_on(pool, index, records), records
     tokens, spec, mixed = prepare(inputs, params), params.spec, inputs.mixed

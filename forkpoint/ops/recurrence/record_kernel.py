@@ -169,7 +169,7 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """See `table.RecurrenceRecord`; what tokens of no row get is zero."""
+    """See `table.Recorded`; what tokens of no row get is zero."""
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from forkpoint.config import MAX_DRAFTS
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
 
-TILE = 128  # tokens of a program
-WIDTH = 1024  # values
+TILE = tl.constexpr(128)  # tokens of a program
+WIDTH = tl.constexpr(1024)  # values
+MOST = tl.constexpr(triton.next_power_of_2(1 + MAX_DRAFTS))  # positions of a row
 COLUMNS = ("token_ids", "finite", "drafts", "rows", "starts", "sizes", "draft_at")
 FAILED = tl.constexpr(NOT_FINITE)
 
@@ -25,7 +26,7 @@ def _take_back(counts, at, inside, missed):
 def _catch_up_kernel(
     ids, rows, last_sampled, drafted, draft_at, missed, late, positions, kv_lens, slots, table_rows, table,
     BLOCK_SIZE: tl.constexpr, records_late, pending, held,
-    num_ids, num_tokens, num_records, table_stride, TILE: tl.constexpr,
+    num_ids, num_tokens, num_records, table_stride,
 ):  # fmt: skip
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     own = at < num_ids
@@ -60,12 +61,12 @@ def catch_up(ids: IdColumns, late: LateColumns | None = None) -> None:
         num_tokens, num_records, stride = late.positions.numel(), len(late.records_late), late.table.stride(0)
         assert num_records <= num_tokens and num_ids == len(late.late), "programs are for tokens"
     operands = (*ids, *(late or [None] * len(LateColumns._fields)), num_ids, num_tokens, num_records, stride)
-    _catch_up_kernel[(triton.cdiv(num_tokens, TILE),)](*operands, TILE=TILE, num_warps=4)
+    _catch_up_kernel[(triton.cdiv(num_tokens, TILE.value),)](*operands, num_warps=4)
 
 
 @triton.jit
 def _newest_kernel(
-    windows, records, slots, lines, pending, out, slot_stride, line_stride, token_stride, width, WIDTH: tl.constexpr
+    windows, records, slots, lines, pending, out, slot_stride, line_stride, token_stride, width
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside, last = at < width, tl.load(pending + row) - 1
@@ -79,15 +80,14 @@ def newest(windows: Tensor, records: Tensor, slots: Tensor, lines: Tensor, pendi
     num_rows, width = len(slots), windows.shape[1]
     out = torch.empty((num_rows, width), dtype=windows.dtype, device=windows.device)
     strides = (windows.stride(0), records.stride(0), records.stride(1), width)
-    grid = (num_rows, triton.cdiv(width, WIDTH))
-    _newest_kernel[grid](windows, records, slots, lines, pending, out, *strides, WIDTH=WIDTH, num_warps=4)
+    grid = (num_rows, triton.cdiv(width, WIDTH.value))
+    _newest_kernel[grid](windows, records, slots, lines, pending, out, *strides, num_warps=4)
     return out
 
 
 @triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=COLUMNS)
 def _accept_kernel(
-    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, told, num_positions,
-    MOST: tl.constexpr,
+    token_ids, finite, drafts, rows, starts, sizes, last_sampled, missed, drafted, draft_at, told, num_positions
 ):  # fmt: skip
     row, at = tl.program_id(0), tl.arange(0, MOST)
     size, place = tl.load(sizes + row), tl.load(starts + row) + at
@@ -111,5 +111,5 @@ def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
     num_positions, num_rows = len(columns.drafts), len(columns.rows)
     told = torch.empty(num_positions + num_rows, dtype=torch.int64, device=token_ids.device)
     operands = (token_ids, finite, *columns[:-1], told, num_positions)
-    _accept_kernel[(num_rows,)](*operands, MOST=triton.next_power_of_2(1 + MAX_DRAFTS), num_warps=1)
+    _accept_kernel[(num_rows,)](*operands, num_warps=1)
     return told
