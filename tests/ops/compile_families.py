@@ -127,7 +127,7 @@ def main() -> None:
     compiled("key_chunk", key_kernel._chunk_kernel, 8, **sizes, **flags)
     compiled("key_pairs", key_kernel._pair_kernel, 8, **sizes, **flags)
     compiled("key_inverse", key_kernel._invert_kernel, 4, **sizes, **flags)
-    sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "BESIDE": 0}
+    sizes = {"OUTPUTS": 8, "WIDTH": 128, "STAGES": 2, "SCALE_ROWS": 0, "BLOCKED": False, "scales": None, "beside": None}
     alone = {"GATED": False, "SQUARED": False, "bias": None, "ids": None}
     for mode in (True, AT_ONCE.value):
         ptx = compiled("row", linear._row_kernel, 4, **sizes, **alone, OVERLAP=mode).asm["ptx"]

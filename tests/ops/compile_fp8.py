@@ -109,12 +109,12 @@ def main() -> None:
     compiled("gate", activation._silu_mul_kernel, Tile(1, 1, 1, 4, 1))
     into, out_of = moe.PAIR_IN, moe.PAIR_OUT
     sizes = {"OUTPUTS": into.outputs, "WIDTH": into.width, "STAGES": into.num_stages}
-    compiled("pair_in", linear._row_kernel, into, **sizes, GATED=True, bias=None, BESIDE=0)
+    compiled("pair_in", linear._row_kernel, into, **sizes, GATED=True, bias=None, beside=None)
     sizes = {"OUTPUTS": out_of.outputs, "WIDTH": out_of.width}
     compiled("pair_out", moe._pair_out_kernel, out_of, **sizes, CHOICES=9, INNER=512)
     single = one_scaled_tile(4096)
     sizes = {"OUTPUTS": single.outputs, "WIDTH": single.width, "STAGES": single.num_stages}
-    compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, ids=None, BESIDE=2)
+    compiled("row", linear._row_kernel, single, **sizes, GATED=True, bias=None, ids=None)
     heads = {"HEADS": 2, "GROUP": 4, "D": 64, "DV": 64, "BLOCK": 64}
     flags = {"HAS_WINDOW": False, "GATED": True}
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4)

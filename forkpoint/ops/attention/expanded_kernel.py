@@ -126,23 +126,14 @@ def latent_prefill(
     table = index.block_table.index_select(0, index.table_rows[row : row + 1])[0]
     entries = num_queries * heads if kv_len > PIECE else 0
     sums = scratch(entries, value_dim, own.device)
-    sizes = {"HEADS": heads, "K": dim, "P": shared.shape[2], "V": value_dim}
+    sizes = {"HEADS": heads, "K": dim, "P": shared.shape[2], "V": value_dim, "BLOCK_M": block_m}
+    sizes |= {"num_warps": 8, "num_stages": 1 if is_wide else 2}
     for start in range(0, kv_len, PIECE):
         end = min(start + PIECE, kv_len)
         latent = cache.index_select(0, table[start // block : -(-end // block)]).view(-1, cache.shape[3])
         up = expand(latent[:, :rank])
         operands = (own, shared, up, latent[:, rank:], out, *sums)
         strides = (*own.stride()[:2], *shared.stride()[:2], up.stride(0), latent.stride(0))
-        _expanded_kernel[(triton.cdiv(num_queries, block_m) * heads,)](
-            *operands,
-            num_queries,
-            start,
-            kv_len - num_queries - start,
-            end - start,
-            *strides,
-            scale * LOG2_E,
-            **sizes,
-            BLOCK_M=block_m,
-            num_warps=8,
-            num_stages=1 if is_wide else 2,
-        )
+        counts = (num_queries, start, kv_len - num_queries - start, end - start)
+        programs = triton.cdiv(num_queries, block_m) * heads
+        _expanded_kernel[(programs,)](*operands, *counts, *strides, scale * LOG2_E, **sizes)

@@ -179,14 +179,7 @@ def qk_norm_rope_write(
         operands = (q, k, v, out, *weights, angles, positions, k_cache, v_cache, *factors, slot_mapping)
         strides = [stride for x in (q, k, v, k_cache, v_cache) for stride in x.stride()[:2]]
         sizes = {"HEADS": heads, "GROUP": group, "D": dim, "DV": v.shape[2], "HALF": half, "BLOCK": k_cache.shape[2]}
-        _inputs_kernel[(num_tokens * 2 * heads,)](
-            *operands,
-            0.0 if norm is None else norm.eps,
-            *strides,
-            None if scales is None else scales.k.stride(0),
-            **sizes,
-            NORM=norm is not None,
-            **overlap(q.device, num_tokens),
-            num_warps=2,
-        )
+        eps, scale_block = 0.0 if norm is None else norm.eps, None if scales is None else scales.k.stride(0)
+        options = {"NORM": norm is not None, "num_warps": 2, **overlap(q.device, num_tokens)}
+        _inputs_kernel[(num_tokens * 2 * heads,)](*operands, eps, *strides, scale_block, **sizes, **options)
     return out

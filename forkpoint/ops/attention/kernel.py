@@ -112,20 +112,10 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
     work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
     num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
     parts = (work.part_ptr, *((None, work.tiles) if splits else (work.lead, None)))
-    form = {"FOLDED": 1 if splits else work.folded, "QUERIES": queries}
+    form = {"HEADS": heads, "DV": sizes["DV"], "BLOCK": sizes["BLOCK"], "QUERIES": queries}
+    form |= {"FOLDED": 1 if splits else work.folded, "num_warps": 2}
     operands = (*sums, call.out, call.gate, *parts, index.cu_queries, index.kv_lens)
-    join_kernel[(num_queries * heads,)](
-        *operands,
-        splits,
-        call.gate_token,
-        call.window,
-        HEADS=heads,
-        DV=sizes["DV"],
-        BLOCK=sizes["BLOCK"],
-        **form,
-        **call.overlap,
-        num_warps=2,
-    )
+    join_kernel[(num_queries * heads,)](*operands, splits, call.gate_token, call.window, **form, **call.overlap)
 
 
 def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
@@ -214,23 +204,13 @@ class PagedAttention:
             elif items.shape[0]:
                 operands = (q, cache, out, *sums, items, work.part_ptr, index.cu_queries, *call.rows)
                 counts = (index.num_decodes, items.shape[0], splits)
-                latent_kernel[(items.shape[0] * (1 if decode else subs * splits),)](
-                    *operands,
-                    *counts,
-                    index.block_table.stride(0),
-                    *q.stride()[:2],
-                    cache.stride(0),
-                    call.scale,
-                    **sizes,
-                    KEYS=min(keys, cache.shape[2]),
-                    BLOCK_M=rows,
-                    DECODE=decode,
-                    SPLIT=splits > 1 and not decode,
-                    **call.overlap,
-                    # The sums of few rows fit in the registers of four warps.
-                    num_warps=8 if wide or rows > 32 else 4,
-                    num_stages=1 if wide else 2,
-                )
+                strides = (index.block_table.stride(0), *q.stride()[:2], cache.stride(0))
+                programs = items.shape[0] * (1 if decode else subs * splits)
+                form = {"BLOCK_M": rows, "DECODE": decode, "SPLIT": splits > 1 and not decode}
+                # The sums of few rows fit in the registers of four warps.
+                form |= {"num_warps": 8 if wide or rows > 32 else 4, "num_stages": 1 if wide else 2, **call.overlap}
+                form["KEYS"] = min(keys, cache.shape[2])
+                latent_kernel[(programs,)](*operands, *counts, *strides, call.scale, **sizes, **form)
             # Parts are put together before shares take their place.
             if decode and index.num_decodes:
                 _join(call, sums)

@@ -227,13 +227,6 @@ def latent_write(
         operands = (q_rope, latent, weight, angles, positions, cache, slot_mapping, out)
         strides = (*q_rope.stride()[:2], latent.stride(0), cache.stride(0))
         sizes = {"HEADS": heads, "R": rank, "P": dim, "BLOCK": cache.shape[2]}
-        _write_kernel[(tokens,)](
-            *operands,
-            eps,
-            *strides,
-            **sizes,
-            ROTATED=cos_sin is not None,
-            **overlap(latent.device, tokens),
-            num_warps=4,
-        )
+        options = {"ROTATED": cos_sin is not None, "num_warps": 4, **overlap(latent.device, tokens)}
+        _write_kernel[(tokens,)](*operands, eps, *strides, **sizes, **options)
     return out

@@ -155,16 +155,7 @@ def latent_steps(
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))
-    sizes = {"HEADS": heads, "R": rank, "P": dim - rank}
-    latent_step_kernel[(num_parts,)](
-        q,
-        *described,
-        *operands,
-        operands[-2].stride(0),
-        *q.stride()[:2],
-        scale,
-        **sizes,
-        STAGES=2 if num_parts <= traits_of(q.device).num_processors else 1,
-        **options,
-        num_warps=4,
-    )
+    held = 2 if num_parts <= traits_of(q.device).num_processors else 1
+    sizes = {"HEADS": heads, "R": rank, "P": dim - rank, "STAGES": held, "num_warps": 4}
+    steps = (operands[-2].stride(0), *q.stride()[:2])
+    latent_step_kernel[(num_parts,)](q, *described, *operands, *steps, scale, **sizes, **options)

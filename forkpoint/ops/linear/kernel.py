@@ -31,8 +31,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.unmade import Parts
 
 SPLIT_ROWS = 1024  # whose sums of splits are in memory together, at most
-BESIDE_OUTPUTS = 2
-BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(1024), tl.constexpr(2)
+BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(2), tl.constexpr(1024), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits", "group"])
@@ -194,20 +193,19 @@ def _row_kernel(
     SQUARED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     BLOCKED: tl.constexpr,
-    BESIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With `ids` a row is a pair of a token and an expert, and `group` of them have one row of x. BESIDE: of one row,
-    and behind its programs come others, of so many outputs each, for a second matrix, which has no scales."""
+    """With `ids` a row is a pair of a token and an expert, and `group` of them have one row of x. With `beside` it is
+    one row, and behind its programs come others, of BESIDE_OUTPUTS each, for a second matrix, which has no scales."""
     await_before(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // output_tiles).to(tl.int64)
-    if BESIDE:  # noqa: SIM102 (asked alone: triton-ascend compiles what stands behind `BESIDE and ..`)
+    if beside is not None:  # noqa: SIM102 (asked alone: triton-ascend compiles what stands behind `.. and`)
         if row > 0:
-            start = (pid - output_tiles) * BESIDE
+            start = (pid - output_tiles) * BESIDE_OUTPUTS
             row_tile(
                 x, beside, None, beside_out, 0, start, beside_outputs, width, None,
-                BESIDE, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
+                BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES, False, False, 0, False, OVERLAP,
             )  # fmt: skip
             return
     source, matrix = row, 0
@@ -290,24 +288,12 @@ def launch_product(
     operands = (x.rows, codes, bias, out.rows, pairs, tiles)
     shape = (num_rows, num_outputs, width, x.rows.stride(0), out.rows.stride(0), split_width, splits, group)
     scaling = (scales, x.scales, x.scale_step, out.scales, out.scale_step)
-    product_kernel[(row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits,)](
-        *operands,
-        *shape,
-        *scaling,
-        **tile.sizes,
-        ROWS=tile.rows,
-        TURNED=tile.turned,
-        GATED=gated,
-        SQUARED=squared,
-        SPLIT=splits > 1,
-        MASK_OUTPUTS=num_outputs % tile.outputs != 0,
-        MASK_WIDTH=width % tile.width != 0,
-        **scale_options(weight),
-        SHARED=shares_scales(weight, tile, gated),
-        BITS=by_bits(weight),
-        num_stages=tile.num_stages,
-        **options,
-    )
+    programs = row_tiles * triton.cdiv(num_outputs, tile.outputs) * splits
+    sizes = {**tile.sizes, "ROWS": tile.rows, "TURNED": tile.turned, "num_stages": tile.num_stages}
+    masks = {"MASK_OUTPUTS": num_outputs % tile.outputs != 0, "MASK_WIDTH": width % tile.width != 0}
+    form = {**scale_options(weight), "SHARED": shares_scales(weight, tile, gated), "BITS": by_bits(weight)}
+    form |= {"GATED": gated, "SQUARED": squared, "SPLIT": splits > 1, **options}
+    product_kernel[(programs,)](*operands, *shape, *scaling, **sizes, **masks, **form)
 
 
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -338,15 +324,6 @@ def launch_rows(
     tiles = triton.cdiv(num_outputs, tile.outputs)
     operands = (x, codes, bias, out, ids, beside, second)
     counts = (num_outputs, width, x.stride(0), tiles, 1 if ids is None else ids.shape[1], beside_outputs)
-    _row_kernel[(num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS),)](
-        *operands,
-        *counts,
-        scales,
-        **tile.sizes,
-        STAGES=tile.num_stages,
-        GATED=gated,
-        SQUARED=squared,
-        **scale_options(weight),
-        BESIDE=BESIDE_OUTPUTS if beside_outputs else 0,
-        **options,
-    )
+    programs = num_rows * tiles + triton.cdiv(beside_outputs, BESIDE_OUTPUTS.value)
+    form = {"STAGES": tile.num_stages, "GATED": gated, "SQUARED": squared, **scale_options(weight), **options}
+    _row_kernel[(programs,)](*operands, *counts, scales, **tile.sizes, **form)

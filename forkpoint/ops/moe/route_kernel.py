@@ -120,25 +120,11 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
     ids = torch.empty(num_tokens, num_choices, dtype=torch.int32, device=scores.device)
     if not num_tokens:
         return weights, ids
-    strides, counts = (scores.stride(0), part_stride), (num_experts, rule.top_k, num_choices)
+    operands, strides = (scores, bias, weights, ids), (scores.stride(0), part_stride)
+    counts = (num_experts, rule.top_k, num_choices, rule.groups, rule.top_groups)
     wide = {"GROUPS": rule.groups, "EXPERTS": num_experts, "CHOICES": num_choices}
     sizes = {name: triton.next_power_of_2(size) for name, size in wide.items()}
     form = {"SIGMOID": rule.score == "sigmoid", "NORMALISE": rule.normalise, "GATED": gated, **straight(scores.device)}
-    _route_kernel[(num_tokens,)](
-        scores,
-        bias,
-        weights,
-        ids,
-        *strides,
-        *counts,
-        rule.groups,
-        rule.top_groups,
-        rule.eps,
-        rule.scale,
-        PARTS=num_parts,
-        **sizes,
-        **form,
-        num_warps=1,
-        **overlap(scores.device, num_tokens),
-    )
+    options = {"PARTS": num_parts, "num_warps": 1, **overlap(scores.device, num_tokens)}
+    _route_kernel[(num_tokens,)](*operands, *strides, *counts, rule.eps, rule.scale, **sizes, **form, **options)
     return weights, ids

@@ -127,24 +127,10 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: 
         beside = x if other is None else other
         form |= {**dict.fromkeys(FLAGS, False), **flags, "OWN_WEIGHTS": weight.dim() == 2}
         sizes = {"D": size, "ROWS": rows, "PARTS": num_parts}
-        _norm_kernel[(programs,)](
-            x,
-            shares,
-            beside,
-            weight,
-            out,
-            *written_beside(out),
-            num_rows,
-            heads,
-            *_strides(x),
-            part_stride,
-            *_strides(beside),
-            eps,
-            **sizes,
-            **form,
-            **overlap(x.device, x.shape[0]),
-            num_warps=8 if block > 2048 else 4,
-        )
+        operands = (x, shares, beside, weight, out, *written_beside(out))
+        strides = (*_strides(x), part_stride, *_strides(beside))
+        options = {"num_warps": 8 if block > 2048 else 4, **overlap(x.device, x.shape[0])}
+        _norm_kernel[(programs,)](*operands, num_rows, heads, *strides, eps, **sizes, **form, **options)
     return out
 
 

@@ -136,7 +136,7 @@ def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Dec
 def scan_verify(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
-    """See `table.ScanVerify`; what tokens of no row get is zero."""
+    """See `table.Recorded`; what tokens of no row get is zero."""
     return _launch(inputs, params, pool, index, records, out)
 
 
