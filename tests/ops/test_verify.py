@@ -22,6 +22,7 @@ GRID = 8  # a "block boundary" every 8 tokens
 MOST = 5  # tokens of a window
 LENGTHS = {"torch": 41, "cpp": 41, "triton": 41 if ON_GPU else 10}  # tokens of each row
 NUM_ROWS = 3
+MANY, FEW_AT_ONCE, REPEATS = (256, 8, 1000) if ON_GPU else (4, 2, 2)
 SHAPES = [
     Recurrence(1, 2, 128, 32),
     Recurrence(2, 4, 64, 20),
@@ -219,6 +220,34 @@ def test_convolution(table: str, width: int) -> None:
         lambda at, index: ops.conv_verify(_inputs(x, at), ConvTaps(weight, bias, True), pool, index, records),
         lambda index: ops.conv_fold(pool, index, records),
     )
+
+
+def test_programs_of_a_row_do_not_meet_in_its_records() -> None:
+    """Some read a row's records while others write those of its new tokens, in another line. More rows than a device
+    has room for at once have the bits of few rows at a time, as often as they are asked."""
+    shape = Recurrence(16, 32, 128, 128) if ON_GPU else Recurrence(1, 2, 16, 8)
+    ops, size, case = TABLES["triton"], MOST - 1, recurrence_case((MOST - 1) * MANY, shape, dtype=torch.bfloat16)
+    given, params = (case.mixed, case.a, case.b), params_on_device(case.params)
+    keys, values = (shape.num_k_heads, shape.key_dim), (shape.num_v_heads, shape.value_dim)
+    state = torch.randn(MANY, *values, shape.key_dim, device=DEVICE)
+    recorded = [torch.randn(2 * MANY, size, *own, device=DEVICE) for own in (values, keys, values[:1])]
+
+    def run(first: int, end: int, pool: Tensor, records: list[Tensor]) -> Tensor:
+        rows, count = torch.arange(first, end, dtype=torch.int32, device=DEVICE), end - first
+        starts = torch.arange(0, size * count + 1, size, dtype=torch.int32, device=DEVICE)
+        none, all_of_them = torch.zeros_like(rows), torch.full_like(rows, size)
+        index = VerifyIndex(rows, rows, starts, all_of_them, none, none - 1, 2 * rows, 2 * rows + 1, rows)
+        tokens = (x[first * size : end * size].to(DEVICE) for x in given)
+        return ops.recurrence_verify(RecurrenceInputs(*tokens), params, pool, index, records)
+
+    pool, records = state.clone(), [x.clone() for x in recorded]
+    parts = [run(first, first + FEW_AT_ONCE, pool, records) for first in range(0, MANY, FEW_AT_ONCE)]
+    expected = [torch.cat(parts), pool, *records]
+    assert not torch.equal(pool, state)
+    for _ in range(REPEATS):
+        pool, records = state.clone(), [x.clone() for x in recorded]
+        found = [run(0, MANY, pool, records), pool, *records]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
