@@ -52,12 +52,12 @@ class KDAConfig(RecurrentConfig):
         mixed = join_projections(build, name, dict.fromkeys("qkv", rows(inner)), hidden)
         gates = join_projections(build, name, parts, hidden)
         wide = [f"{name}.{part}_b_proj" for part in "fg"] if self.narrow else []
-        widened = [read_projection(build, each, inner, dim, cut=ROWS) for each in wide]
+        wider = [read_projection(build, each, inner, dim, cut=ROWS) for each in wide]
 
         def project(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             b, decay, gate = torch.split(gates(x), widths, dim=-1)
-            if widened:
-                decay, gate = widened[0](decay), widened[1](gate)
+            if wider:
+                decay, gate = wider[0](decay), wider[1](gate)
             return mixed(x), decay, b, gate
 
         return project
