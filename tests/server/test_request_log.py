@@ -32,9 +32,14 @@ def test_a_line_for_every_request(server: RunningServer, http: httpx2.Client) ->
     [text] = [choice["text"] for choice in http.post("/v1/completions", json=body).json()["choices"]]
     http.post("/v1/completions", json={**body, "n": 2, "max_tokens": 5})
     http.post("/v1/completions", json={**body, "stop": text[3:6]})
-    with http.stream("POST", "/v1/completions", json={**body, "max_tokens": 300, "stream": True}) as reply:
-        next(reply.iter_lines())
-    found = records(log, 5, before)
+    found = records(log, 4, before)
+    for tried in range(20):  # on a busy machine an answer may have ended before its client is gone
+        with http.stream("POST", "/v1/completions", json={**body, "max_tokens": 300, "stream": True}) as reply:
+            next(reply.iter_lines())
+        left = records(log, 1, before + 4 + tried)[0]
+        if left["finish_reason"] == "abort":
+            break
+    found.append(left)
     assert [record["finish_reason"] for record in found] == ["length", "length", "length", "stop", "abort"]
     assert [record["num_prompt_tokens"] for record in found] == [len(PROMPT)] * 5  # the tokenizer's tokens are bytes
     assert [record["num_output_tokens"] for record in found[:3]] == [30, 5, 5] and found[3]["num_output_tokens"] < 30
