@@ -122,8 +122,8 @@ class VerifyIndex(_Rows):
     """`B` rows of one token or more, the first of which is certain and the others drafts.
 
     Row `b` first folds: the state in slot `src[b]` goes on by the first `pending[b]` tokens whose records are in line
-    `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. On a device the mark may be
-    beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
+    `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. Of a row planned ahead the mark
+    may be beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
     writes the state before its tokens there, and of each token a record to line `write[b]`. Records that are read by
     the program alone which writes them, such as a channel's inputs, have one line for both, `line[b]`. A padded row has
@@ -158,7 +158,7 @@ class RecordIndex(_Rows):
 
     Row `b` has the state after `written[b]` tokens in slot `src[b]`, and in line `line[b]` records of the `held[b]`
     tokens behind them. Where these come to a multiple of the interval, the state goes on to the last one and is
-    written to slot `dst[b]`, after `mark[b]` of them (0: nowhere; on a device it may be beyond) also to slot
+    written to slot `dst[b]`, after `mark[b]` of them (0: nowhere; of a row planned ahead it may be beyond) also to slot
     `mark_dst[b]`. Elsewhere it goes to `dst[b]` as it is if `src[b]` is another slot. Then come the row's tokens
     `[cu_tokens[b], cu_tokens[b + 1])`, each of which leaves a record. Records stand at their position modulo the line's
     length. A padded row has no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which the

@@ -117,7 +117,7 @@ class StepBuilder:
 
             arrays |= self._records.arrays(plan, pad, shape.num_verified > 0)
             if shape.num_verified:
-                arrays |= self._drafts(plan, shape, self._records.late(rows), recorded)
+                arrays |= self._drafts(plan, shape, self._records.late(rows))
         # To attention each token of a decode row is a row of its own, but that keys of some are read together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
@@ -125,10 +125,10 @@ class StepBuilder:
         arrays |= self._attention(lens[: plan.num_decodes], lens[chunks], kv_lens, table_rows, shape, recorded)
         return arrays
 
-    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray, recorded: bool) -> Arrays:
+    def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
         """Of rows that may have drafts: what the device knows of their last steps is `late`; where drafts are taken."""
         arrays: Arrays = {}
-        if recorded or plan.rows.ahead.any():
+        if self._splits is not None or plan.rows.ahead.any():  # on a device always: one form of its kernel
             own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
             arrays["verify_late"] = padded(own, shape.num_verified, spare)
             lens = plan.rows.num_tokens[: plan.num_decodes]

@@ -135,6 +135,7 @@ STOPS_LATE = [{"min_tokens": 30, "stop_token_ids": list(range(20, 400)), **kind}
         (False, 1, False, FREE),
         (False, 8, False, FREE),
         (True, 1, True, FREE),
+        (False, 1, True, FREE),
         (True, 1, False, PENALISED),
         (True, 1, False, STOPS_LATE),
     ],
@@ -147,7 +148,8 @@ def test_a_device_goes_ahead_of_its_results(
     whose parameters ask how many outputs there are wait for that."""
     params = [SamplingParams(seed=5, max_tokens=60, ignore_eos=True, logprobs=2, **kind) for kind in kinds]
     prompts = [[4 + (j * j + 3 * j + i) % 250 for j in range(50 + 31 * i)] for i in range(2)]
-    options = Options("qwen3_next", "torch", deterministic=deterministic, async_scheduling=True, max_num_seqs=3)
+    ops = "cpp" if host and CPP else "torch"
+    options = Options("qwen3_next", ops, deterministic=deterministic, async_scheduling=True, max_num_seqs=3)
     found, later = list[list[Any]](), list[list[Any]]()
     for num_drafts in (0, DEPTH):
         platform = RecordingPlatform() if num_drafts and not host else None

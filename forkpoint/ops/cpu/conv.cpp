@@ -83,7 +83,8 @@ void store_folded(const Conv<T>& c, const InputRecords<T>& r, const VerifyRows& 
   };
   const bool marks_source = w.mark_dst[row] == w.src[row];  // which has to be read first
   if (marks_source) window(length, w.dst[row]);
-  if (w.mark[row]) window(w.mark[row] - w.pending[row], w.mark_dst[row]);
+  // Beyond what is pending, where drafts were missed, there is nothing to be read.
+  if (w.mark[row] && w.mark[row] <= w.pending[row]) window(w.mark[row] - w.pending[row], w.mark_dst[row]);
   if (!marks_source) window(length, w.dst[row]);
 }
 
