@@ -191,10 +191,16 @@ def _python_call(node: ast.expr) -> Call:
 
 
 class _Words(ast.NodeTransformer):
-    """Makes constants of JSON's words, which models mix in."""
+    """Makes constants of JSON's words, which models mix in; names in objects are texts, as in JSON."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            raise ValueError("an object has a name that is no text")
+        self.generic_visit(node)
+        return node
 
 
 QWEN: Final = Notation(CALL, CALL_END, QWEN_HEAD, _read_qwen)

@@ -55,6 +55,7 @@ def test_calls_written_as_python(body: str, calls: list[tuple[str, str]], notati
         "[now(x=b'y')]",
         "[now(x='\\ud800')]",
         "[now(x={1, 2})]",
+        "[now(x={1: 2})]",
         "[now(x=1e999)]",
         "[]",
         "x = 1",
