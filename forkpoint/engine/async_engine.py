@@ -50,19 +50,25 @@ class OpenRequest:
 
         Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
         """
-        num_finished = 0
-        while num_finished < len(self.states):
+        running = dict(enumerate(self.states))
+        while running:
             await self._wait()
             self._news.clear()
-            num_finished = sum(state.finished for state in self.states)
-            for number, state in enumerate(self.states):
-                for completion in state.completions if state.finished or not whole else ():
+            ended = [number for number, state in running.items() if state.finished]
+            for number in ended if whole else [*running]:
+                for completion in self.states[number].completions:
                     delta = completion.take_delta()
                     if delta is not None:
                         yield number, delta
+                        self._check()  # what has failed while the reader was busy is aborted, and would tell no more
+            for number in ended:
+                del running[number]
 
     async def _wait(self) -> None:
         await self._news.wait()
+        self._check()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 

@@ -80,7 +80,7 @@ class ChatAnswer(CompletionAnswer[Turn]):
             yield self._choice(news), {}
 
     async def reply(self) -> ChatReply:
-        choices = [self._choice(news) async for news in self._talk.news()]
+        choices = [self._choice(news) async for news in self._talk.news(whole=True)]
         choices.sort(key=lambda choice: choice["index"])
         for choice in choices:
             choice["message"] = self._message(choice["delta"])

@@ -141,11 +141,11 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         if not asked.drops_output:
             entries += [(_text_of(entry), entry) for entry in delta.logprobs or ()]
         first = index not in self._offsets
+        num_top = asked.params.logprobs
         if asked.echoed is not None and first:
             text = asked.echoed[number] + text
-            entries = [*self._prompt_entries(number), *entries]
+            entries = [*self._prompt_entries(number), *entries] if num_top is not None else []
         offset = self._offsets.get(index, 0)
-        num_top = asked.params.logprobs
         self._offsets[index] = offset + sum(len(token) for token, _ in entries)  # the text may wait for a stop string
         reason = delta.finish_reason.value if delta.finish_reason is not None else None
         told: dict[str, Any] = {

@@ -128,8 +128,8 @@ class Talk:
         self._generation = generation
         self._parsers = [turn.parser() for _ in range(turn.params.n)]
 
-    async def news(self) -> AsyncIterator[News]:
-        """Until all completions have ended; what is not streamed is told of each at its end. Raises where one fails."""
+    async def news(self, *, whole: bool = False) -> AsyncIterator[News]:
+        """Until all completions have ended; `whole`: all of each at its end. Raises where one fails."""
         held = {index: News(index) for index in range(len(self._parsers))}
         try:
             async for _, delta in self._generation.deltas():
@@ -139,7 +139,7 @@ class Talk:
                 self._read(delta, news)
                 if news.reason is not None:
                     del held[delta.index]
-                elif news.pieces and self._turn.stream:
+                elif news.pieces and not whole:
                     held[delta.index] = News(delta.index)
                 else:
                     continue

@@ -78,3 +78,28 @@ def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Pa
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None:
+    """Not that the prompts behind the one that was read were aborted."""
+
+    async def run() -> None:
+        config = EngineConfig.from_flat(model=str(tiny_model), log_level="error", seed=7)
+        engine = AsyncEngine(config, Fragile())
+        try:
+            await engine.start(tokenizer_of(tiny_model))
+            request, params = OpenRequest(), SamplingParams(max_tokens=1500, ignore_eos=True)
+            for name in ("one", "two"):
+                engine.add(request, name, engine.inputs.prompt("tell me"), params)
+            await request.first_news()
+            deltas = request.deltas()
+            await anext(deltas)
+            engine._process._process.kill()  # type: ignore[union-attr]
+            await asyncio.wait_for(engine.ended(), 60)
+            with pytest.raises(EngineStoppedError, match="SIGKILL"):
+                async for _ in deltas:
+                    pass
+        finally:
+            await engine.close()
+
+    asyncio.run(run())

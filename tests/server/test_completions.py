@@ -124,6 +124,13 @@ def test_a_prompt_alone_can_be_scored(client: openai.OpenAI) -> None:
     assert longer.token_logprobs[:8] == answer.choices[0].logprobs.token_logprobs
 
 
+def test_an_echoed_prompt_has_its_scores_apart_where_no_others_are_asked_for(http: httpx2.Client) -> None:
+    body = {"prompt": "score me", "echo": True, "prompt_logprobs": 1, "max_tokens": 2, "ignore_eos": True}
+    [choice] = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"].startswith("score me") and choice["logprobs"] is None
+    assert len(choice["prompt_logprobs"]) == len("score me")
+
+
 def test_logit_bias(client: openai.OpenAI) -> None:
     forced = client.completions.create(prompt="x", logit_bias={"65": 100}, **GREEDY)
     assert forced.choices[0].text == "AAAAAAAA"

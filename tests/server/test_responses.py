@@ -145,6 +145,20 @@ def test_the_background(client: openai.OpenAI) -> None:
     assert client.responses.cancel(short.id).status == "incomplete"
 
 
+def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> None:
+    long: dict[str, Any] = {"model": "tiny", "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+    wait_s = 0.05
+    while True:
+        begun = client.responses.create(**long, input="Go on for ever", background=True)
+        time.sleep(wait_s)
+        cancelled = client.responses.cancel(begun.id)
+        if cancelled.usage is not None and cancelled.usage.output_tokens >= 30:
+            break
+        wait_s *= 2
+        assert wait_s < 120
+    assert cancelled.output_text
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
