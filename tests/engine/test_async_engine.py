@@ -97,8 +97,8 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
             engine._process._process.kill()  # type: ignore[union-attr]
             await asyncio.wait_for(engine.ended(), 60)
             with pytest.raises(EngineStoppedError, match="SIGKILL"):
-                async for _ in deltas:
-                    pass
+                async for _, delta in deltas:
+                    assert delta.finish_reason is None, "told as aborted"
         finally:
             await engine.close()
 
