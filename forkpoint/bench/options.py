@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from forkpoint.checks import option
+from forkpoint.checks import Checker, option
 from forkpoint.client.server import CHAT, COMPLETIONS, base_url
 from forkpoint.config import json_object
 from forkpoint.errors import ConfigError
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+_CHECK: Final = Checker(ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +40,16 @@ class TargetOptions:
     ready_check_timeout_sec: float = option(0.0, "wait so long for the server to become healthy")
 
     def __post_init__(self) -> None:
+        _CHECK.integer("port", self.port, 1, 65535)
+        _CHECK.require(bool(re.fullmatch(r"[^\s/]+", self.host)), "host", self.host, "a name or an address")
+        _CHECK.require(self.path.startswith("/"), "endpoint", self.endpoint, "a path that begins with /")
         base_url(self.url)
         _pairs("header", self.header)
 
     @property
     def url(self) -> str:
-        return self.base_url or f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.base_url or f"http://{host}:{self.port}"
 
     @property
     def path(self) -> str:

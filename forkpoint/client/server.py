@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from forkpoint.checks import Checker
 from forkpoint.client.protocol import Delta, EventDecoder, read_chunk, refusal
 from forkpoint.errors import BrokenAnswerError, ConfigError, ServerUnreachableError
 
@@ -20,6 +22,8 @@ DONE: Final = "[DONE]"
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Final[Endpoint] = "/v1/chat/completions"
 COMPLETIONS: Final[Endpoint] = "/v1/completions"
+
+_CHECK: Final = Checker(ConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +171,13 @@ class Server:
 
 
 def base_url(url: str) -> str:
-    """`url` without a trailing slash or /v1. Raises ConfigError for anything but http and https."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"url={url!r} must start with http:// or https://")
+    """`url` without a trailing slash or /v1. Raises ConfigError for what names no server to speak HTTP with."""
+    try:
+        parts = urlsplit(url)
+        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an address that is none
+        ok = False
+    _CHECK.require(ok, "url", url, "http://HOST or https://HOST, with :PORT from 1 to 65535 unless it is the usual one")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -143,5 +143,12 @@ def test_urls() -> None:
     for given in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"):
         assert base_url(given) == "http://h:1"
     assert base_url("https://h/prefix/v1") == "https://h/prefix"
-    with pytest.raises(ConfigError):
-        base_url("h:1")
+    assert base_url("http://[::1]:1") == "http://[::1]:1"
+
+
+@pytest.mark.parametrize(
+    "url", ["h:1", "http://", "http://:1", "http://h:99999", "http://h:x", "http://[::1", "http://::1"]
+)
+def test_urls_of_no_server_are_refused_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^url='.*' is not allowed; give http://HOST"):
+        base_url(url)
