@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from forkpoint.config import EngineConfig
 from forkpoint.engine.conversation import Message, last_text, normalised, number_calls
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
 
 FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # whose ends are looked for; each costs one rendering
 MAX_RENDERED = 200_000  # messages in all renderings for that: a few seconds; of longer conversations fewer ends are
@@ -41,8 +42,6 @@ class ChatTemplate:
         known = tokenizer.backend.token_to_id(KIMIS_CALLS) is not None
         self._numbers_calls = known or KIMIS_CALLS in self.source
         self._in_parts = content_format == "openai"
-        if self._template is not None:
-            self._check_syntax()
         if content_format == "auto" and self.source and not self._shows_probe():
             self._in_parts = True
             self._in_parts = self._shows_probe()
@@ -96,16 +95,6 @@ class ChatTemplate:
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         cuts = self._message_ends(conversation, options, text)
         return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
-
-    def _check_syntax(self) -> None:
-        from jinja2 import TemplateSyntaxError
-
-        try:
-            self._text([self._from_user("x")], {})
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"chat_template is no Jinja template: {error.message}, line {error.lineno}") from error
-        except Exception:  # it may refuse this conversation and take others
-            return
 
     def _text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str:
         apply = self._tokenizer.hf.apply_chat_template
@@ -163,9 +152,37 @@ def _common_prefix(first: str, other: str) -> int:
 
 
 def read_template(template: str | None) -> str | None:
+    """The text of a template that is given as a file, or as itself. Raises ConfigError for what is neither."""
     if template is None or "{" in template or "\n" in template:
         return template
     path = Path(template)
     if not path.is_file():
         raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template")
-    return path.read_text("utf-8")
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={template!r} is no text that can be read: {error}") from error
+
+
+def check_template(config: EngineConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError, of the model's own template ModelFolderError, with the file and the line that Jinja cannot
+    read."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = given = read_template(config.chat_template)
+    if given is None:
+        template = getattr(tokenizer.hf, "chat_template", None)
+    if not isinstance(template, str):  # none, or several by name
+        return
+    try:
+        render_jinja_template([], chat_template=template)  # for no conversations it is compiled and no more
+    except TemplateSyntaxError as error:
+        says = f"is no Jinja template: {error.message}, line {error.lineno}"
+        if given is not None:
+            file = "" if given == config.chat_template else f"={config.chat_template!r}"
+            raise ConfigError(f"chat_template{file} {says}") from error
+        folder = Path(config.tokenizer or config.model)
+        own = folder / "chat_template.jinja"
+        name = own if own.is_file() else f"chat_template in {folder / 'tokenizer_config.json'}"
+        raise ModelFolderError(f"{name} {says}; mend it, or give another with --chat-template") from error

@@ -16,7 +16,7 @@ from forkpoint.engine.arguments import (
     split_conversations,
     split_prompts,
 )
-from forkpoint.engine.chat import ChatTemplate, read_template
+from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.conversation import Message
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.hub import with_folders
@@ -45,7 +45,6 @@ class LLM:
 
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))
         self._defaults = sampling_defaults(self.config)
-        read_template(self.config.chat_template)  # before a model is loaded in vain
         self._engine = build_engine(self.config)
         self._metrics = self._engine.core.metrics
         self._shared = SharedEngine(self._engine)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from benchmarks.random_model import CHAT_TEMPLATE
 from forkpoint import LLM
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
 from tests.engine.tokenizers import byte_level, metaspace
 
 CHATML = (
@@ -137,18 +139,40 @@ def test_bad_conversations_are_refused_with_the_reason() -> None:
         render("missing.jinja", messages=MESSAGES)
 
 
-def test_a_template_that_is_not_there_is_told_before_a_model_is_loaded(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With its file and the line that is wrong."""
     monkeypatch.setattr("forkpoint.engine.build.build_worker", None)
-    with pytest.raises(ConfigError, match="neither a file nor a Jinja template"):
-        LLM(str(tiny_model), max_model_len=256, log_level="warning", chat_template="missing.jinja")
+    wrong, binary = tmp_path / "wrong.jinja", tmp_path / "binary.jinja"
+    wrong.write_text("{{ messages }}\n{{ bad")
+    binary.write_bytes(b"\xff")
+    for given, says in (
+        ("missing.jinja", "chat_template='missing.jinja' is neither a file nor a Jinja template"),
+        (str(binary), f"chat_template='{binary}' is no text"),
+        (str(wrong), f"chat_template='{wrong}' is no Jinja template: unexpected end of template.*line 2"),
+        (wrong.read_text(), "^chat_template is no Jinja template: unexpected end of template.*line 2"),
+        ("{{ messages | nonsense }}", "No filter named 'nonsense'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            LLM(str(tiny_model), max_model_len=256, log_level="warning", chat_template=given)
 
 
-def test_a_template_that_is_none_is_refused_when_it_is_given() -> None:
-    with pytest.raises(ConfigError, match=r"no Jinja template: unexpected end of template.*line 2"):
-        ChatTemplate(TOKENIZERS["byte_level"], "{{ messages }}\n{{ bad")
-    ChatTemplate(TOKENIZERS["byte_level"], USER_LAST.replace("!=", "=="))  # refuses what it is tried with
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_models_own_template_that_is_none_is_told_before_it_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    wrong = "{{ messages }}\n{% if %}"
+    text = wrong if name.endswith(".jinja") else json.dumps({**values, "chat_template": wrong})
+    (folder / name).write_text(text)
+    monkeypatch.setattr("forkpoint.engine.build.build_worker", None)
+    with pytest.raises(
+        ModelFolderError, match=f"{name} is no Jinja template: Expected an expression.*, line 2; mend it"
+    ):
+        LLM(str(folder), max_model_len=256, log_level="warning")
 
 
 def test_a_template_of_kimis_is_given_ids_of_calls_that_name_the_function() -> None:
