@@ -94,10 +94,15 @@ class SchedulerConfig:
 
 
 class JsonConfig:
-    """Options that are given together: by name, a mapping, or its JSON text. `option_name` is what all are called."""
+    """Options that are given together: an object of them, a mapping, or its JSON text. `option_name` is what all are
+    called. Raises ConfigError for values of wrong types or out of range."""
 
     __slots__ = ()
     option_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, value in checked_fields(self, Checker(ConfigError, f"{self.option_name}: ")).items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, given: Any) -> Self:
@@ -110,7 +115,7 @@ class JsonConfig:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(f"{cls.option_name}: {unknown[0]!r} is not supported here; fields are {', '.join(known)}")
-        return checked(cls(**given), Checker(ConfigError, f"{cls.option_name}: "))
+        return cls(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,24 +160,26 @@ class SpeculativeConfig(JsonConfig):
     suffix_decoding_max_spec_factor: float = bounded(0, MAX_LOOKUP, 1.0)
     suffix_decoding_min_token_prob: float = bounded(0, 1, 0.1)
 
+    def __post_init__(self) -> None:
+        super(SpeculativeConfig, self).__post_init__()  # slots make another class of this one
+        name, least, most = self.option_name, *self.lookup_range
+        _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
+        for item in fields(self) if self.method != "suffix" else ():
+            if item.name.startswith("suffix_") and getattr(self, item.name) != item.default:
+                raise ConfigError(f"{name}: {item.name!r} is a field of the method 'suffix' alone; leave it out")
+
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
         """Without a number of tokens, past outputs draft as many as fit."""
         given = {**given, "method": "mtp"} if given.get("method") in MTP_NAMES else given
-        name, of_suffix = cls.option_name, given.get("method") == "suffix"
-        for key in given:
-            if key.startswith("suffix_") and not of_suffix:
-                raise ConfigError(f"{name}: {key!r} is a field of the method 'suffix' alone; leave it out")
-        as_many_as_fit = of_suffix and given.get("num_speculative_tokens") is None
+        as_many_as_fit = given.get("method") == "suffix" and given.get("num_speculative_tokens") is None
         found = {**given, "num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else given
         for key in ("method", "num_speculative_tokens"):
             if found.get(key) is None:
-                raise ConfigError(f"{name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
-        config = super(SpeculativeConfig, cls).read(found)  # slots make another class of this one
+                raise ConfigError(f"{cls.option_name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
+        config = super(SpeculativeConfig, cls).read(found)
         if as_many_as_fit:
             config = replace(config, num_speculative_tokens=config.suffix_decoding_max_tree_depth - LEAST_MATCH)
-        least, most = config.lookup_range
-        _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
         return config
 
     @property
@@ -357,7 +364,7 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
     return dict(found)
 
 
-def checked(options: Options, check: Checker = _CHECK) -> Options:
+def checked(options: Options) -> Options:
     """The same dataclass of options with plain values of the types and bounds that its fields name. Raises
     ConfigError."""
-    return replace(options, **checked_fields(options, check))  # type: ignore[type-var]
+    return replace(options, **checked_fields(options, _CHECK))  # type: ignore[type-var]

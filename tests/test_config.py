@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -91,6 +91,9 @@ def test_the_speculative_config() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             read({**good, **changes})
+        if set(changes) <= {item.name for item in fields(SpeculativeConfig)} and None not in changes.values():
+            with pytest.raises(ConfigError, match=says):  # nor is an object
+                SpeculativeConfig(**{**good, **changes})  # type: ignore[arg-type]
     suffix = read({"method": "suffix", "suffix_decoding_max_tree_depth": 16, "suffix_decoding_max_spec_factor": 2})
     assert suffix is not None and suffix.num_speculative_tokens == 13 and suffix.lookup_range == (3, 15)
     for bad in ("{", "[]", "{}", 3):
