@@ -41,6 +41,11 @@ class PlanBuilder:
         self._decodes: list[_Work] = []
         self._prefills: list[_Work] = []
 
+    @property
+    def num_planned(self) -> int:
+        """Rows whose tokens the budget is without."""
+        return len(self._steady) + len(self._decodes) + len(self._prefills)
+
     def add_row(self, entry: Entry) -> None:
         self._added.append(entry)
 

@@ -65,7 +65,7 @@ class DraftPlanner:
         request, start = entry.request, entry.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
-        spare = builder.budget - num_running - BLOCK_SIZE
+        spare = builder.budget - (num_running - builder.num_planned) - BLOCK_SIZE
         most = min(spare, entry.last - start - 1, BLOCK_SIZE - 1)
         if start > request.num_tokens and self._cache.deterministic:
             most = min(most, BLOCK_SIZE - 1 - start % BLOCK_SIZE)
