@@ -39,7 +39,8 @@ def generate(options: argparse.Namespace) -> int:
             _print(outputs)
     for output in outputs:
         print(cache_line(output), file=sys.stderr)
-    if any(completion.finish_reason is FinishReason.ABORT for output in outputs for completion in output.outputs):
+    ends = {completion.finish_reason for output in outputs for completion in output.outputs}
+    if ends & {FinishReason.ABORT, None}:
         raise KeyboardInterrupt  # which ended the stream early
     return int(sum(_report_failures(output) for output in outputs) > 0)
 
@@ -52,13 +53,17 @@ def standard_input() -> str:
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams, show: Callable[[str], None]) -> RequestOutput:
-    """The whole output, after showing each piece of its text as it came."""
+    """The whole output, after showing each piece of its text as it came; as far as it came, after Ctrl-C."""
     shown = 0
     last: RequestOutput | None = None
-    for last in llm.stream(prompt, params):
-        text = last.outputs[0].text
-        show(text[shown:])
-        shown = len(text)
+    try:
+        for last in llm.stream(prompt, params):
+            text = last.outputs[0].text
+            show(text[shown:])
+            shown = len(text)
+    except KeyboardInterrupt:  # outside of a step, as while a piece is shown
+        if last is None:
+            raise
     assert last is not None
     return last
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -81,8 +82,6 @@ def test_output_that_the_locale_lacks_is_told_by_number(model: str, monkeypatch:
 def test_an_interrupted_stream_ends_with_130(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import signal
-
     from forkpoint.engine.core import EngineCore
 
     step, steps = EngineCore.step, itertools.count()
@@ -97,6 +96,28 @@ def test_an_interrupted_stream_ends_with_130(
     assert run(options, monkeypatch) == 130
     shown = capsys.readouterr()
     assert 2 <= len(shown.out) < 100 and "prompt tokens cached" in shown.err
+
+
+class Slow(io.StringIO):
+    """A terminal that takes longer than a small model's step: Ctrl-C comes while it shows the third character."""
+
+    def write(self, text: str) -> int:
+        before = self.tell()
+        count = super().write(text)
+        if before < 3 <= self.tell():
+            os.kill(os.getpid(), signal.SIGINT)
+        return count
+
+
+@pytest.mark.parametrize(("command", "code"), [(["chat"], 0), (["generate", "--stream"], 130)])
+def test_ctrl_c_while_an_answer_is_shown_stops_it_alone(
+    model: str, command: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", screen := Slow())
+    options = [*command, "--model", model, "--max-tokens", "99", "--ignore-eos", "--seed", "1"]
+    assert run(options, monkeypatch, "first\nsecond\n") == code
+    told = screen.getvalue() if command == ["chat"] else capsys.readouterr().err
+    assert told.count("prompt tokens cached") == (2 if command == ["chat"] else 1)
 
 
 def test_ctrl_c_is_handled_from_the_start() -> None:
