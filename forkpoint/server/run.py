@@ -136,7 +136,9 @@ class Server:
         self._service.closing = True
         limit = self._config.shutdown_timeout_s
         if self._service.num_open:
-            LOGGER.info("stopping: %d open requests have %g s to end", self._service.num_open, limit)
+            LOGGER.info(
+                "stopping: %d open requests have %g s to end; Ctrl-C again cuts them off", self._service.num_open, limit
+            )
         deadline = time.monotonic() + limit
         while self._service.num_open and time.monotonic() < deadline and self._num_signals < 2:
             await asyncio.sleep(0.05)

@@ -129,6 +129,7 @@ def test_one_interrupt_drains_and_ends(tiny_model: Path, tmp_path: Path) -> None
     assert running.process.wait(120) == 0, running.log
     assert gone(engine)
     assert running.log.splitlines()[-1].endswith("stopped") and "Traceback" not in running.log
+    assert "have 30 s to end; Ctrl-C again cuts them off" in running.log
 
 
 def test_the_engine_is_killed(tiny_model: Path, tmp_path: Path) -> None:
