@@ -208,7 +208,7 @@ def measure(model: Path, args: argparse.Namespace) -> None:
 
 
 def compare(model: Path, args: argparse.Namespace) -> None:
-    """Ids with drafts beside those of plain decoding."""
+    """Ids with drafts beside those of plain decoding. Raises SystemExit if any differs."""
     prompts = ids(np.random.default_rng(1), COMPARED)
     small = {"deterministic": True, "max_num_seqs": COMPARED, "kv_cache_memory_bytes": 6 << 30}
     with start(model, args, **small) as llm:
@@ -227,6 +227,8 @@ def compare(model: Path, args: argparse.Namespace) -> None:
         f"{plain_s:.2f} s",
         flush=True,
     )
+    if same < len(want):
+        raise SystemExit("error: ids with drafts are not those of plain decoding, so no rates are measured")
 
 
 def build_parser() -> argparse.ArgumentParser:

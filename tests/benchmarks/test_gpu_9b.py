@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_9b import lines, measures
+from benchmarks.gpu_9b import drafts, lines, measures
 from benchmarks.gpu_9b.__main__ import main
 from benchmarks.gpu_9b.copies import CopySizes, Load, loads
 from benchmarks.gpu_9b.drafts import SyntheticWindows
@@ -249,6 +252,17 @@ def test_rates_are_measured_on_this_device() -> None:
     floor = measure_floor(SHAPE, torch.device("cpu"), {1, 64}, {1})
     assert floor.copy_rate > 1e8 and floor.matrix_rate > 1e7
     assert floor.products_s[64] > 0 and floor.head_s[1] > 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ids_with_drafts_that_are_others_end_the_benchmark(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, wanted = SimpleNamespace(get_metrics=lambda: defaultdict(int)), [(1, 2)] * drafts.COMPARED
+    answers = iter([wanted, [*wanted[1:], (1, 2 if same else 3)]])
+    monkeypatch.setattr(drafts, "start", lambda *_, **__: nullcontext(llm))
+    monkeypatch.setattr(drafts, "ask", lambda *_: (1.0, next(answers)))
+    monkeypatch.setattr(drafts, "set_drafter", lambda *_: None)
+    with nullcontext() if same else pytest.raises(SystemExit, match="error"):
+        drafts.compare(Path(), drafts.build_parser().parse_args([]))
 
 
 def test_drafts_count_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
