@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -32,7 +35,11 @@ SHAPES = [
     Recurrence(2, 2, 128, 128, per_key=True),
     Recurrence(2, 2, 24, 20, double_beta=True, per_key=True, bound=-5.0),
 ]
-FEW = [Recurrence(1, 2, 16, 8), Recurrence(1, 1, 24, 8, delta=False), Recurrence(1, 1, 24, 8, per_key=True, bound=-5.0)]
+FEW = [
+    Recurrence(1, 2, 128, 8),
+    Recurrence(1, 1, 24, 8, delta=False),
+    Recurrence(1, 1, 24, 8, per_key=True, bound=-5.0),
+]
 CASES = [
     (table, shape) for table in TABLES for shape in (FEW if table == "triton" and not ON_GPU else SHAPES)
 ]  # the interpreter is slow
@@ -280,3 +287,22 @@ def test_tokens_that_pad_a_recorded_step_become_zeros() -> None:
         behind(torch.ones(2, 40, device=DEVICE), 3), ConvTaps(weight, None, True), window, index, lines
     )
     assert out[:2].all() and not out[2:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the tests above run what is compiled")
+def test_compiled_for_a_gpu_rows_with_drafts_have_the_bits_of_plain_decodes() -> None:
+    """Which product is fused with which sum is the compiler's choice in each kernel; the interpreter fuses none."""
+    cases = "triton and (recurrence or scan or convolution) and not dtype1"  # whose states hide last bits
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_the_assembler_may_fuse_or_not_is_refused() -> None:
+    from tests.ops.ptx import check_sums
+
+    product, copied = ("mul.f32", ["%r1", "%r2", "%r3"]), ("mov.b32", ["%r4", "%r1"])
+    check_sums([product, copied, ("add.f32", ["%r5", "%r2", "%r6"]), ("fma.rn.f32", ["%r5", "%r2", "%r6", "%r4"])])
+    with pytest.raises(AssertionError, match="may round"):
+        check_sums([product, copied, ("sub.f32", ["%r5", "%r6", "%r4"])])
