@@ -1,5 +1,6 @@
 // A device `npu` on the host's memory. Operators are the CPU's, on aliases of the arguments; what lies on the host and
-// is no scalar is refused among them. Counted: operators, copies between host and device, reads of scalars.
+// is no scalar is refused among them. Counted: operators, copies between host and device, those of them that the
+// host waits for, reads of scalars.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -87,7 +89,8 @@ Tensor empty_strided(
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type));
 }
 
-Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (on_npu(from) != on_npu(to) && !non_blocking) counts["blocking copy"]++;
   if (on_npu(from) && !on_npu(to)) counts["to host"]++;
   if (!on_npu(from) && on_npu(to)) counts["to device"]++;
   hosted(to).copy_(hosted(from));
@@ -206,6 +209,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", item);
   library.impl("as_strided", as_strided);
+  library.impl("unfold", at::native::unfold);
   library.impl("view", view);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("resize_", resize);

@@ -22,6 +22,7 @@ from forkpoint.params import SamplingParams, StructuredOutputsParams
 from forkpoint.platforms.npu import NpuPlatform
 from forkpoint.platforms.table import PLATFORMS, resolve_platform
 from forkpoint.runtime.step_inputs import StepShape
+from forkpoint.sched.plan import TO_DRAFT
 from tests.ascend import fake_npu
 from tests.ascend.operators import DRAFT_OPERATORS, STEP_OPERATORS
 from tests.fp8_checkpoints import put_in_fp8
@@ -145,7 +146,7 @@ def test_a_step_reads_no_scalars_and_copies_once_to_the_host(tmp_path: Path, int
     driver.runner.record_graphs()
     got = _prefill_and_decode(driver)
     counts = fake_npu.counted()
-    assert "scalar read" not in counts
+    assert "scalar read" not in counts and "blocking copy" not in counts, counts
     operators = {name for name in counts if name.startswith("aten::")}
     assert operators <= STEP_OPERATORS, operators - STEP_OPERATORS
     assert counts["to host"] == driver.step == 4
@@ -220,8 +221,47 @@ def test_steps_with_drafts_read_no_scalars_either(
     assert got[:5] == want and len(got) == 6
     counts = fake_npu.counted()
     assert "scalar read" not in counts and counts["to host"] == driver.step == 4
+    assert "blocking copy" not in counts, counts
     operators = {name for name in counts if name.startswith("aten::")}
     assert operators <= DRAFT_OPERATORS, operators - DRAFT_OPERATORS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are run by the interpreter")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_nothing_waits_for_a_step_that_is_on_its_way(
+    tmp_path: Path, interpreted: fake_npu.FakeModule, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    """Each is planned while the one before runs, with the model's own drafts: from a step's submission to its result
+    the host neither reads nor waits, but for memory that the inputs of the third step before were copied from."""
+    waits, plan_step = list[int](), 0
+    monkeypatch.setattr(fake_npu.Event, "record", lambda event, stream=None: setattr(event, "step", plan_step))
+    monkeypatch.setattr(fake_npu.Event, "synchronize", lambda event: waits.append(plan_step - event.step))
+    monkeypatch.setattr(interpreted, "synchronize", lambda device=None: waits.append(0))
+    ids, answers = tokens(5, 1), list[list[int]]()
+    for ops, device in ((triton_ops(), torch.device("npu", 0)), (torch_table(), None)):
+        model = tiny_hybrid(tmp_path, ops, 1, 1, device, mtp=True)
+        shapes = [StepShape(3, 0, 0, 1)] if recorded else []
+        options = {"max_num_drafts": 2, "shapes": shapes} | ({"platform": NpuPlatform()} if device else {})
+        driver = Driver.create(model, ops, **options)
+        driver.runner.record_graphs()
+        slot, ahead = driver.slot(), device is not None
+        driver.run([driver.chunk(0, 0, 5, -1, slot, samples=True)], [driver.added(0, ids)])
+        end, before, got = 5, None, driver.outputs[0]
+        for plan_step in range(1, 7):
+            row = Row(0, end, [-1, *[TO_DRAFT] * 2], slot, slot, num_drafts=2, decodes=True, ahead=before is not None)
+            waits.clear()
+            fake_npu.counted()
+            step = driver.runner.submit(plan_of(plan_step, [row]))
+            counts = fake_npu.counted()
+            assert not {"scalar read", "blocking copy"} & set(counts) and min(waits, default=3) >= 3
+            if before is not None:
+                got += before.result().token_ids.tolist()
+            before = step if ahead else None
+            got += [] if ahead else step.result().token_ids.tolist()
+            end = 5 + len(got) - 1 + 3 * ahead  # as if all were right of the step that runs
+        answers.append(got + (before.result().token_ids.tolist() if before else []))
+    there, here = answers
+    assert len(there) >= 7 and there[:7] == here[:7]
 
 
 def test_absent_cards_and_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
