@@ -8,7 +8,6 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import check_template
 from forkpoint.engine.core import EngineCore
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.events import EventPublisher
 from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
@@ -54,7 +53,11 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         drafter=Speculator.of(drafts) if (drafts := config.speculative_config) else None,
     )
     _log_plan(config, facts)
-    watched = scheduler.cache.watch_restorable() if config.kv_events_config.is_on else None
+    events = None
+    if config.kv_events_config.is_on:
+        from forkpoint.engine.events import EventPublisher  # a server's, with its sockets and codec
+
+        events = EventPublisher(config.kv_events_config, scheduler.cache.watch_restorable())
     core = EngineCore(
         scheduler,
         worker.runner,
@@ -62,7 +65,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
         drafts=config.speculative_config is not None,
         on_close=worker.release,
         check=worker.check,
-        events=EventPublisher(config.kv_events_config, watched) if watched else None,
+        events=events,
         log=log,
     )
     inputs = InputProcessor(
