@@ -19,7 +19,7 @@ from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.launch import AT_ONCE
 from forkpoint.ops.linear import kernel as linear
 from forkpoint.ops.recurrence import decode_kernel, heads_kernel, key_kernel, record_kernel
-from forkpoint.ops.recurrence.state_rows import Sizes
+from forkpoint.ops.recurrence.state_rows import LANES, Sizes
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
 
@@ -112,12 +112,12 @@ def main() -> None:
         names = ("updates", "keys", "decays", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
         plain = drafting | dict.fromkeys(names)
         compiled("decode", decode_kernel._step_kernel, 1, **sizes, **flags, **plain, PER_KEY=keyed)
-    drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "CHUNK": 4, "FOLDS": 4}
-    form = {"SIDE": 32, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
-    compiled("record_heads", heads_kernel._heads_kernel, 1, **sizes, **flags, **drafting, **form, W=0)
-    for parts in (record_kernel.ONE_PART, {**record_kernel.PARTS, "CHUNK": 1}):
-        known = {**sizes, **drafting, **parts, "BLOCK_K": 64, "BLOCK_V": 8}
-        known["S"] = Sizes(*(known[name] for name in Sizes._fields))
+    drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "FOUND": 16}
+    form = {"SIDE": LANES.value, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
+    known = {**sizes, **drafting, "BLOCK_K": 64, "BLOCK_V": 16}
+    compiled("record_heads", heads_kernel._heads_kernel, 1, **known, **flags, **form, W=0)
+    for most in (1, 4):
+        known |= {"S": Sizes(*(known[name] for name in Sizes._fields)), "MOST": most}
         compiled("record", record_kernel._record_kernel, 1, **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
-from forkpoint.ops.recurrence import record_kernel
 from forkpoint.ops.select import torch_table
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
@@ -125,9 +124,8 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
     assert not any(record[2].isfinite().any() for record in records), "a line of no row"
 
 
-def test_rows_with_drafts_may_be_padded_to_as_many_as_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in graphs of steps that prefill, however many rows there are."""
-    monkeypatch.setattr(record_kernel, "FEW_ROWS", 0)
+def test_rows_with_drafts_may_be_padded_to_as_many_as_there_are_tokens() -> None:
+    """As in graphs of steps that prefill."""
     shape, most, num_rows, found = FEW[0], 3, 8, []
     case = recurrence_case(num_rows, shape, "slow", torch.bfloat16)
     start = padded_pool(2, (shape.num_v_heads, shape.value_dim, shape.key_dim))

@@ -17,7 +17,7 @@ from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
-from forkpoint.ops.recurrence.state_rows import SIDE, product, state_tile
+from forkpoint.ops.recurrence.state_rows import LANES, SIDE, TOKENS, as_factor, keys_and_queries, product, state_tile
 
 MOST_REGISTERS = 128  # of a program that convolves: those of 128 rows are on the processors at once
 
@@ -34,6 +34,28 @@ def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
     total += newest.to(tl.float32) * taps[W - 1].to(tl.float32)
     tl.store(new + (W - 2) * row_stride, newest.to(new.dtype.element_ty), mask=kept)
     return silu(total).to(newest.dtype)
+
+
+@triton.jit
+def _products(others, given):
+    """`[others, given]`: each of some keys by each of others; in bfloat16 and float16 they are exact."""
+    others, given = as_factor(others), tl.trans(as_factor(given))
+    return tl.dot(others, given, input_precision="tf32x3") if given.dtype == tl.float32 else tl.dot(others, given)
+
+
+@triton.jit
+def _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, place, shared):
+    """Store the gates of token `place` of `past`: what becomes of what its key and its query find in the state, in
+    entries before it and in itself; `since` are sums of g, `[entries, heads]`."""
+    total = tl.sum(tl.where((past == place)[:, None], since, 0.0), axis=0)
+    left = tl.where((past < place)[:, None], tl.exp(total[None, :] - since), 0.0)
+    tl.store(gate_at, tl.exp(total) * k_scale, mask=shared)
+    tl.store(gate_at + 1, beta, mask=shared)
+    tl.store(gate_at + 2, by_own, mask=shared)
+    tl.store(gate_at + 3, tl.exp(total) * q_scale, mask=shared)
+    found_at = gate_at[None, :] + GATES + past[:, None]
+    tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
+    tl.store(found_at + past.shape[0], left * by_query[:, None], mask=shared[None, :])
 
 
 @triton.jit
@@ -120,9 +142,8 @@ def _heads_kernel(
     rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
     await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
     key_at, b_at = mixed + first * mixed_stride + channel, b + first * b_stride + head
-    if not STRAIGHT:
-        raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
     if W > 0:
+        raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
         raw_a = tl.load(a + first * a_stride + head, mask=shared & (length > 0), other=0.0)[None, :]
         raw = _convolved(key_at, k_old, k_taps, new + channel, row_stride, present, present & moves, W)
         q_at, new_q = key_at - H * K, new + channel - H * K
@@ -136,11 +157,11 @@ def _heads_kernel(
         others = others.to(tl.float32)
     else:
         raw_a = tl.load(a + near[:, None] * a_stride + head[None, :], mask=fresh[:, None] & shared[None, :], other=0.0)
-        if not STRAIGHT:
-            raw, raw_q = tl.load(key_at, mask=present, other=0.0), tl.load(key_at - H * K, mask=present, other=0.0)
         new_at, there = state_tile(mixed, near * mixed_stride + (H + key_head) * K, fresh, K, BLOCK_K, SIDE)
         fresh_keys = tl.load(new_at, mask=there, other=0.0)
-        others = tl.where(fresh[:, None, None], fresh_keys, others).to(tl.float32)
+        others = tl.where(fresh[:, None, None], fresh_keys, others)
+        if STRAIGHT:
+            others = others.to(tl.float32)
     g, step = decay(raw_a, rate[None, :], bias[None, :], LOW, HIGH)
     g = tl.where(fresh[:, None], g, old_g)
     since = tl.cumsum(g, axis=0)
@@ -149,41 +170,60 @@ def _heads_kernel(
         if W > 0:
             new_scale *= tl.rsqrt(tl.sum(raw.to(tl.float32) * raw.to(tl.float32), axis=0) + L2_EPS)
         else:
-            new_scale = tl.rsqrt(tl.sum(tl.sum(others * others, axis=1), axis=1) + L2_EPS)
+            squares = others.to(tl.float32) * others.to(tl.float32)
+            new_scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=1) + L2_EPS)
     scaled = tl.where(fresh, new_scale, old_scale)
     end = end_of_line(start + folded, rest, rest + length, LENGTH)
     write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
     write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
-    for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, of whose results none is read
-        if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
-            own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
-            raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
-            raw_b = tl.load(own_b, mask=shared, other=0.0)
-        key, q, k, k_scale, q_scale = raw, raw_q.to(tl.float32), raw.to(tl.float32), 1.0, 1.0
-        token, ring, is_own = first + t, own + (start + folded + rest + t) % LENGTH, (past == rest + t)[:, None]
-        if DELTA:
-            k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
-            q_scale = tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
-            q, k = q * q_scale, k * k_scale
-            beta = weight(raw_b, DOUBLE_BETA)
-        else:
-            beta = tl.sum(tl.where(is_own, step, 0.0), axis=0)
-        if not (STRAIGHT or W > 0) and t + 1 < length:  # the next token's, ahead of the stores
-            key_at, b_at = key_at + mixed_stride, b_at + b_stride
-            raw, raw_q = tl.load(key_at, mask=col < K, other=0.0), tl.load(key_at - H * K, mask=col < K, other=0.0)
-            raw_b = tl.load(b_at, mask=shared, other=0.0)
-        by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
-        total = tl.sum(tl.where(is_own, since, 0.0), axis=0)
-        left = tl.where((past < rest + t)[:, None], tl.exp(total[None, :] - since), 0.0)
-        tl.store(keys + (ring * H + key_head) * K + col, key, mask=present)
-        gate_at = gates + (token * HV + head) * (GATES + 2 * PAST)
-        tl.store(gate_at, tl.exp(total) * k_scale, mask=shared)
-        tl.store(gate_at + 1, beta, mask=shared)
-        tl.store(gate_at + 2, tl.sum(k * q, axis=0), mask=shared)
-        tl.store(gate_at + 3, tl.exp(total) * q_scale, mask=shared)
-        found_at = gate_at[None, :] + GATES + past[:, None]
-        tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
-        tl.store(found_at + PAST, left * by_query[:, None], mask=shared[None, :])
+    if W > 0 or STRAIGHT:
+        for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, of whose results none is read
+            if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
+                own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
+                raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
+                raw_b = tl.load(own_b, mask=shared, other=0.0)
+            q, k, k_scale, q_scale = raw_q.to(tl.float32), raw.to(tl.float32), 1.0, 1.0
+            ring, is_own = own + (start + folded + rest + t) % LENGTH, past == rest + t
+            if DELTA:
+                k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + L2_EPS)
+                q_scale = tl.rsqrt(tl.sum(q * q, axis=0) + L2_EPS) * scale
+                q, k = q * q_scale, k * k_scale
+                beta = weight(raw_b, DOUBLE_BETA)
+            else:
+                beta = tl.sum(tl.where(is_own[:, None], step, 0.0), axis=0)
+            tl.store(keys + (ring * H + key_head) * K + col, raw, mask=present)
+            by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
+            gate_at = gates + ((first + t) * HV + head) * (GATES + 2 * PAST)
+            by_own = tl.sum(k * q, axis=0)
+            _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared)
+    else:  # all tokens' products at once
+        both = tl.arange(0, 2 * TOKENS)
+        for begin in range(0, length, TOKENS):
+            token, count = first + begin, length - begin
+            token_at, is_token = keys_and_queries(mixed, mixed_stride, token, count, key_head, H, K, BLOCK_K)
+            given, is_query = tl.load(token_at, mask=is_token, other=0.0), both % 2 == 1
+            ring = own + (start + folded + rest + begin + both // 2) % LENGTH
+            record_at, is_key = state_tile(keys, (ring * H + key_head) * K, both % 2 == 0, K, BLOCK_K, SIDE)
+            tl.store(record_at, given, mask=is_token & is_key)
+            grown = tl.full((2 * TOKENS,), 1.0, tl.float32)
+            if DELTA:
+                lengths = tl.sum(tl.sum(given.to(tl.float32) * given.to(tl.float32), axis=1), axis=1)
+                grown = tl.rsqrt(lengths + L2_EPS) * tl.where(is_query, scale, 1.0)
+            found = _products(others, given) * scaled[:, None] * grown[None, :]
+            for j in range(tl.minimum(count, TOKENS)):
+                t = begin + j
+                is_own = past == rest + t
+                by_key = tl.sum(tl.where((both == 2 * j)[None, :], found, 0.0), axis=1)
+                by_query = tl.sum(tl.where((both == 2 * j + 1)[None, :], found, 0.0), axis=1)
+                k_scale = tl.sum(tl.where(both == 2 * j, grown, 0.0), axis=0)
+                q_scale = tl.sum(tl.where(both == 2 * j + 1, grown, 0.0), axis=0)
+                if DELTA:
+                    beta = weight(tl.load(b_at + t * b_stride, mask=shared, other=0.0), DOUBLE_BETA)
+                else:
+                    beta = tl.sum(tl.where(is_own[:, None], step, 0.0), axis=0)
+                gate_at = gates + ((first + t) * HV + head) * (GATES + 2 * PAST)
+                by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
+                _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared)
 
 
 def launch_heads(
@@ -210,7 +250,8 @@ def launch_heads(
         options |= {"tap_channel": taps.stride(0), "tap_stride": taps.stride(1)}
         options |= capped_registers(mixed.device, MOST_REGISTERS)
     options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
-    options |= {"SIDE": sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value, **form, **sizes}
+    side = sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value if convolution is not None else LANES.value
+    options |= {"SIDE": side, **form, **sizes}
     given = (mixed, taps, windows, convolved, *gated, gates, *kept, *slots)
     places = (index.cu_tokens, index.line, index.written, index.held)
     _heads_kernel[(len(index) * spec.num_k_heads,)](*given, *places, **options)
