@@ -152,3 +152,27 @@ def test_rows_with_drafts_may_be_padded_to_as_many_as_there_are_tokens() -> None
     (want, updates), (got, own_updates) = found
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(own_updates, updates, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_folded_keeps_the_bits_of_its_updates(table: str) -> None:
+    """Eight records of each row at once, as if all were done in double precision."""
+    (ops, device), shape, num_rows, interval = TABLES[table], Recurrence(1, 4, 64, 64), 8, 8
+    heads, torch_seed = shape.num_v_heads, torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=torch_seed)
+
+    pool, updates = normal(num_rows, heads, 64, 64), normal(num_rows, interval, heads, 64)
+    keys, scales = normal(num_rows, interval + 1, 1, 64).bfloat16(), normal(num_rows, interval + 1, 1).abs()
+    decays = -normal(num_rows, interval + 1, heads).abs() / 4
+    since = decays[:, :interval].double().cumsum(1)
+    share = (since[:, -1:] - since).exp() * scales[:, :interval].double()
+    want = pool.double() * since[:, -1].exp()[..., None, None]
+    want += torch.einsum("bth,bthv,btk->bhvk", share, updates.double(), keys[:, :interval, 0].double())
+    rows, none = ints(list(range(num_rows))), ints([0] * num_rows)
+    columns = (rows, rows, ints([0] * (num_rows + 1)), rows, none, none + interval, none, none - 1)
+    index = RecordIndex(interval, *(column.to(device) for column in columns))
+    pool = pool.to(device)
+    ops.recurrence_settle(pool, index, [x.to(device) for x in (updates, keys, scales, decays)])
+    torch.testing.assert_close(pool.cpu().double(), want, rtol=3e-6, atol=3e-6)

@@ -34,7 +34,7 @@ from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kern
 
 MOST_CHANNELS = 512  # of the value heads of a key head, that the first kernel convolves
 BLOCK_V = 16  # value rows of a program
-MOST_REGISTERS = 168  # of which twelve programs fit
+MOST_REGISTERS = 128  # of which sixteen programs fit
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -66,6 +66,7 @@ def _record_kernel(
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     own, position, marked = tl.load(line + row).to(tl.int64), tl.load(mark + row), tl.load(mark_dst + row).to(tl.int64)
     start, folded, rest = extent(row, written, held, S.INTERVAL)
+    AT_ONCE: tl.constexpr = S.INTERVAL <= FOLDS and S.LINE <= 2 * S.INTERVAL  # all that there may be
     place, inside = state_tile(pool + head * (S.V * S.K), at * S.K, at < S.V, S.K, S.BLOCK_K, LANES)
     slot, there = place + source * slot_stride, inside & (source >= 0)
     line_at = records[0] + (own * S.LINE * S.HV + head) * S.V
@@ -74,21 +75,19 @@ def _record_kernel(
     if folded > 0:
         position = tl.where(position <= folded, position, 0)
         middle = tl.where(position > 0, position, folded)
-        if S.LINE <= FOLDS:  # all that there may be is on its way together with the state
+        if AT_ONCE:  # what is folded is on its way together with the state
             recorded = to_fold(0, middle, start, own, head, at, records, S)
         state = tl.load(slot, mask=there, other=0.0).to(tl.float32)
-        if S.LINE <= FOLDS:
-            state = folded_in(state, recorded)
-        else:
-            state = fold(state, 0, middle, start, own, head, at, records, S)
+        state = folded_in(state, recorded) if AT_ONCE else fold(state, 0, middle, start, own, head, at, records, S)
         if position > 0:
             tl.store(place + marked * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
             state = fold(state, middle, folded, start, own, head, at, records, S)
-        if target >= 0:
-            tl.store(place + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
         await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
         if COMPUTES:
             loaded = inputs_of(first, length, rest, head, at, *read, S)
+        if target >= 0:
+            tl.store(place + target * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
+        if COMPUTES:
             answer(state, loaded, first, length, rest, head, at, read, skip, out, S, MOST)
     else:
         state = tl.load(slot, mask=there, other=0.0)

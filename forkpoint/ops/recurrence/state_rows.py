@@ -12,7 +12,7 @@ from forkpoint.ops.recurrence.lines import GATES
 SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
 LANES = tl.constexpr(16)  # of a tile that is a factor of a product
 TOKENS = tl.constexpr(4)  # of a row that read its state together
-FOLDS = tl.constexpr(16)  # records that are folded together
+FOLDS = tl.constexpr(8)  # records that are folded together
 
 
 class Sizes(NamedTuple):
@@ -110,10 +110,11 @@ def multiplied(state, keys):
 
 @triton.jit
 def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
-    """Of the records `[begin, end)` since `start`, FOLDS at most: updates of value rows `at`, keys, what is left of
-    each of them at `end`, and what of the state."""
+    """Of the records `[begin, end)` since `start`, FOLDS at most, each twice: updates of value rows `at`, keys, what is
+    left of each of them at `end`, and what of the state."""
     updates, keys, scales, decays = records
-    key_head, one = head // (S.HV // S.H), tl.arange(0, FOLDS)
+    key_head, twice = head // (S.HV // S.H), tl.arange(0, 2 * FOLDS)
+    one = twice % FOLDS
     there, place = begin + one < end, start + begin + one
     entry = own * S.LENGTH + place % S.LENGTH
     decay = tl.load(decays + entry * S.HV + head, mask=there, other=0.0)
@@ -122,8 +123,9 @@ def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
     update = tl.load(update_at[None, :] + at[:, None], mask=(at < S.V)[:, None] & there[None, :], other=0.0)
     key_at, inside = state_tile(keys, (entry * S.H + key_head) * S.K, there, S.K, S.BLOCK_K, LANES)
     key = tl.load(key_at, mask=inside, other=0.0)
-    since = tl.cumsum(decay, axis=0)
-    total = tl.sum(tl.where(one == FOLDS - 1, since, 0.0), axis=0)
+    # Of both the same to the last bit, since each has one part of an update.
+    since = tl.reshape(tl.cumsum(tl.reshape(decay, (2, FOLDS)), axis=1), (2 * FOLDS,))
+    total = tl.sum(tl.where(twice == FOLDS - 1, since, 0.0), axis=0)
     return update, key, tl.exp(total - since) * scale, tl.exp(total)
 
 
@@ -131,13 +133,13 @@ def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
 def folded_in(state, recorded):
     """The state after records as of `to_fold`."""
     update, key, share, left = recorded
-    update, key, total = update * share[None, :], as_factor(key), as_factor(state * left)
+    high, low = _split(update * share[None, :])
+    parts = tl.where((tl.arange(0, 2 * FOLDS) < FOLDS)[None, :], high, low)
+    key, total = as_factor(key), as_factor(state * left)
     if key.dtype == tl.float32:
-        total = tl.dot(update, key, total, input_precision="tf32x3")
+        total = tl.dot(parts, key, total, input_precision="tf32x3")
     else:
-        high, low = _split(update)
-        total = tl.dot(high, key.to(tl.float32), total, input_precision="tf32")
-        total = tl.dot(low, key.to(tl.float32), total, input_precision="tf32")
+        total = tl.dot(parts, key.to(tl.float32), total, input_precision="tf32")
     return _tile_of(total)
 
 
