@@ -88,7 +88,7 @@ def test_an_interrupted_stream_ends_with_130(
 
     def interrupted(core: EngineCore, *arguments: Any) -> Any:
         if next(steps) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return step(core, *arguments)
 
     monkeypatch.setattr(EngineCore, "step", interrupted)
@@ -105,7 +105,7 @@ class Slow(io.StringIO):
         before = self.tell()
         count = super().write(text)
         if before < 3 <= self.tell():
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread: another might be late to take it
         return count
 
 
