@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -41,14 +42,19 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         _CHECK.integer("port", self.port, 1, 65535)
-        _CHECK.require(bool(re.fullmatch(r"[^\s/]+", self.host)), "host", self.host, "a name or an address")
+        ok = re.fullmatch(r"[^\s/]+", self.host) and (":" not in self.host or _is_ipv6(self._bare_host))
+        _CHECK.require(bool(ok), "host", self.host, "a name or an address")
         _CHECK.require(self.path.startswith("/"), "endpoint", self.endpoint, "a path that begins with /")
         base_url(self.url)
         _pairs("header", self.header)
 
     @property
+    def _bare_host(self) -> str:
+        return re.sub(r"^\[(.*)\]$", r"\1", self.host)
+
+    @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = f"[{self._bare_host}]" if ":" in self.host else self.host
         return self.base_url or f"http://{host}:{self.port}"
 
     @property
@@ -153,6 +159,13 @@ def _pairs(name: str, texts: Sequence[str]) -> dict[str, str]:
         if "=" not in text:
             raise ConfigError(f"{name}={text!r} must be KEY=VALUE")
     return dict(text.split("=", 1) for text in texts)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return bool(IPv6Address(text))
+    except ValueError:
+        return False
 
 
 def _number(name: str, text: str) -> float:

@@ -118,6 +118,8 @@ def test_complete_reads_standard_input_and_tells_of_errors(
         (["bench", "serve", "--host", "http://h"], "host='http://h' is not allowed; give a name or an address"),
         (["bench", "serve", "--endpoint", "v1/x"], "endpoint='v1/x' is not allowed; give a path that begins with /"),
         (["bench", "serve", "--host", "::1", "--port", "1"], "nothing answers at http://[::1]:1 "),
+        (["bench", "serve", "--host", "[::1]", "--port", "1"], "nothing answers at http://[::1]:1 "),
+        (["bench", "serve", "--host", "h:80"], "host='h:80' is not allowed; give a name or an address"),
         (["bench", "serve", "--num-prompts", "-1"], "num_prompts"),
         (["bench", "serve", "--dataset-name", "best"], "invalid choice"),
     ],
