@@ -220,7 +220,7 @@ def check_sums(lines: list[tuple[str, list[str]]]) -> None:
     """No product is left that the assembler may fuse with a sum behind it, or not."""
     made = defaultdict[str, set[str]](set)
     for name, operands in lines:
-        if operands and re.match(r"(mul|mov)\b", name):
+        if operands and re.match(r"(mul|mov|neg\.f32|abs\.f32)\b", name):
             made[operands[0]] |= {name} if name == "mul.f32" else {text for text in operands[1:] if text[0] == "%"}
     for name, operands in lines:
         if re.match(r"(add|sub)\.f32", name):

@@ -304,5 +304,6 @@ def test_what_the_assembler_may_fuse_or_not_is_refused() -> None:
 
     product, copied = ("mul.f32", ["%r1", "%r2", "%r3"]), ("mov.b32", ["%r4", "%r1"])
     check_sums([product, copied, ("add.f32", ["%r5", "%r2", "%r6"]), ("fma.rn.f32", ["%r5", "%r2", "%r6", "%r4"])])
-    with pytest.raises(AssertionError, match="may round"):
-        check_sums([product, copied, ("sub.f32", ["%r5", "%r6", "%r4"])])
+    for copying in ("mov.b32", "neg.f32", "abs.f32"):
+        with pytest.raises(AssertionError, match="may round"):
+            check_sums([product, (copying, ["%r4", "%r1"]), ("sub.f32", ["%r5", "%r6", "%r4"])])
