@@ -24,6 +24,7 @@ DEFAULT_LOOKUP: Final = 5
 LEAST_MATCH: Final = 3  # tokens of a past output that have to agree before it is looked at
 MAX_LOOKUP: Final = 64
 MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older ones for 'mtp'
+SUFFIX_ALONE: Final = "is a field of the method 'suffix' alone; leave it out"
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 _CHECK: Final = Checker(ConfigError)
@@ -166,7 +167,7 @@ class SpeculativeConfig(JsonConfig):
         _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
         for item in fields(self) if self.method != "suffix" else ():
             if item.name.startswith("suffix_") and getattr(self, item.name) != item.default:
-                raise ConfigError(f"{name}: {item.name!r} is a field of the method 'suffix' alone; leave it out")
+                raise ConfigError(f"{name}: {item.name!r} {SUFFIX_ALONE}")
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -178,6 +179,8 @@ class SpeculativeConfig(JsonConfig):
             if found.get(key) is None:
                 raise ConfigError(f"{cls.option_name}={given!r} needs {key!r}, as in {EXAMPLE_OF_SPECULATION}")
         config = super(SpeculativeConfig, cls).read(found)
+        if config.method != "suffix" and (wrong := [name for name in given if name.startswith("suffix_")]):
+            raise ConfigError(f"{cls.option_name}: {wrong[0]!r} {SUFFIX_ALONE}")
         if as_many_as_fit:
             config = replace(config, num_speculative_tokens=config.suffix_decoding_max_tree_depth - LEAST_MATCH)
         return config

@@ -94,6 +94,8 @@ def test_the_speculative_config() -> None:
         if set(changes) <= {item.name for item in fields(SpeculativeConfig)} and None not in changes.values():
             with pytest.raises(ConfigError, match=says):  # nor is an object
                 SpeculativeConfig(**{**good, **changes})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="is a field of the method 'suffix'"):  # though it is what holds anyway
+        read({**good, "suffix_decoding_max_tree_depth": 24})
     suffix = read({"method": "suffix", "suffix_decoding_max_tree_depth": 16, "suffix_decoding_max_spec_factor": 2})
     assert suffix is not None and suffix.num_speculative_tokens == 13 and suffix.lookup_range == (3, 15)
     for bad in ("{", "[]", "{}", 3):
