@@ -36,8 +36,7 @@ def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     LOGGER.info("loading %s", config.model)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
-    if tokenizer is not None:
-        check_template(config, tokenizer)  # before a model is loaded in vain
+    check_template(config, tokenizer)  # before a model is loaded in vain
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
     worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts

@@ -164,14 +164,14 @@ def read_template(template: str | None) -> str | None:
         raise ConfigError(f"chat_template={template!r} is no text that can be read: {error}") from error
 
 
-def check_template(config: EngineConfig, tokenizer: Tokenizer) -> None:
+def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
     """Raises ConfigError, of the model's own template ModelFolderError, with the file and the line that Jinja cannot
     read."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = given = read_template(config.chat_template)
-    if given is None:
+    if given is None and tokenizer is not None:
         template = getattr(tokenizer.hf, "chat_template", None)
     if not isinstance(template, str):  # none, or several by name
         return

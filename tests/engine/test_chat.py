@@ -154,8 +154,9 @@ def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
         (wrong.read_text(), "^chat_template is no Jinja template: unexpected end of template.*line 2"),
         ("{{ messages | nonsense }}", "No filter named 'nonsense'"),
     ):
-        with pytest.raises(ConfigError, match=says):
-            LLM(str(tiny_model), max_model_len=256, log_level="warning", chat_template=given)
+        for without in (False, True):
+            with pytest.raises(ConfigError, match=says):
+                LLM(str(tiny_model), log_level="warning", chat_template=given, skip_tokenizer_init=without)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
