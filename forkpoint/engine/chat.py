@@ -13,7 +13,8 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.conversation import Message, last_text, normalised, number_calls
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
+from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.obs.logs import LOGGER
 
 FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # whose ends are looked for; each costs one rendering
 MAX_RENDERED = 200_000  # messages in all renderings for that: a few seconds; of longer conversations fewer ends are
@@ -89,7 +90,8 @@ class ChatTemplate:
         try:
             text = self._text(conversation, {**options, **ending})
         except Exception as error:  # a template may raise anything
-            raise InvalidPromptError(f"the chat template refused the conversation: {error}") from error
+            wrong = _own_error(self._tokenizer) if self._template is None else None
+            raise InvalidPromptError(wrong or f"the chat template refused the conversation: {error}") from error
         if check_text is not None:
             check_text(text)
         ids, offsets = self._tokenizer.encode_with_offsets(text)
@@ -165,24 +167,34 @@ def read_template(template: str | None) -> str | None:
 
 
 def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError, of the model's own template ModelFolderError, with the file and the line that Jinja cannot
-    read."""
+    """Raises ConfigError for a given template that cannot be read; warns of a model's own, which chats alone need."""
+    given = read_template(config.chat_template)
+    if given is not None and (wrong := _syntax_error(given)):
+        file = "" if given == config.chat_template else f"={config.chat_template!r}"
+        raise ConfigError(f"chat_template{file} {wrong}")
+    if given is None and tokenizer is not None and (wrong := _own_error(tokenizer)):
+        LOGGER.warning("%s; until then chats are refused", wrong)
+
+
+def _own_error(tokenizer: Tokenizer) -> str | None:
+    """The file and the line of the model's own template that Jinja cannot read."""
+    wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
+    if wrong is None:
+        return None
+    folder = Path(tokenizer.hf.name_or_path)
+    own = folder / "chat_template.jinja"
+    name = own if own.is_file() else f"chat_template in {folder / 'tokenizer_config.json'}"
+    return f"{name} {wrong}; mend it, or give another with --chat-template"
+
+
+def _syntax_error(template: object) -> str | None:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = given = read_template(config.chat_template)
-    if given is None and tokenizer is not None:
-        template = getattr(tokenizer.hf, "chat_template", None)
     if not isinstance(template, str):  # none, or several by name
-        return
+        return None
     try:
         render_jinja_template([], chat_template=template)  # for no conversations it is compiled and no more
     except TemplateSyntaxError as error:
-        says = f"is no Jinja template: {error.message}, line {error.lineno}"
-        if given is not None:
-            file = "" if given == config.chat_template else f"={config.chat_template!r}"
-            raise ConfigError(f"chat_template{file} {says}") from error
-        folder = Path(config.tokenizer or config.model)
-        own = folder / "chat_template.jinja"
-        name = own if own.is_file() else f"chat_template in {folder / 'tokenizer_config.json'}"
-        raise ModelFolderError(f"{name} {says}; mend it, or give another with --chat-template") from error
+        return f"is no Jinja template: {error.message}, line {error.lineno}"
+    return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.random_model import CHAT_TEMPLATE
-from forkpoint import LLM
+from forkpoint import LLM, SamplingParams
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
-from forkpoint.errors import ConfigError, InvalidPromptError, ModelFolderError
+from forkpoint.errors import ConfigError, InvalidPromptError
 from tests.engine.tokenizers import byte_level, metaspace
 
 CHATML = (
@@ -160,8 +161,8 @@ def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_models_own_template_that_is_none_is_told_before_it_is_loaded(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -169,11 +170,12 @@ def test_a_models_own_template_that_is_none_is_told_before_it_is_loaded(
     wrong = "{{ messages }}\n{% if %}"
     text = wrong if name.endswith(".jinja") else json.dumps({**values, "chat_template": wrong})
     (folder / name).write_text(text)
-    monkeypatch.setattr("forkpoint.engine.build.build_worker", None)
-    with pytest.raises(
-        ModelFolderError, match=f"{name} is no Jinja template: Expected an expression.*, line 2; mend it"
-    ):
-        LLM(str(folder), max_model_len=256, log_level="warning")
+    says = f"{name} is no Jinja template: Expected an expression.*, line 2; mend it"
+    with LLM(str(folder), max_model_len=256, log_level="warning") as llm:
+        assert re.search(f"WARNING.*{says}", capfd.readouterr().err)
+        assert llm.generate("the quick", SamplingParams(max_tokens=1))[0].outputs[0].token_ids
+        with pytest.raises(InvalidPromptError, match=f"{folder}.*{says}"):
+            llm.chat(MESSAGES)
 
 
 def test_a_template_of_kimis_is_given_ids_of_calls_that_name_the_function() -> None:
