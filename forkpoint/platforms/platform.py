@@ -25,6 +25,7 @@ class DeviceTraits:
     overlaps_launches: bool = False  # a launch may start while the one before ends
     has_fp8: bool = True  # kernels convert to and from float8_e4m3fn; elsewhere weights come as its bytes
     multiplies_fp8: bool = False  # the library, in blocks; and e4m3 widens faster by its bits (PTX)
+    multiplies_tf32: bool = True  # products of fp32 take the first 11 bits, or all by three of them
     has_warpgroups: bool = False  # and loads of tiles that are described, as kernels in Gluon ask of a Hopper GPU
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here

@@ -61,6 +61,7 @@ INTS += (
     "written",
     "held",
 )
+HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {
     **dict.fromkeys(HALF, "*bf16"),
     **dict.fromkeys(WIDE, "*fp32"),
@@ -72,7 +73,7 @@ POINTERS = {
 }
 
 
-def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
+def compiled(name: str, function: Any, num_warps: int, target: GPUTarget = HOPPER, **constants: Any) -> Any:
     constants = {"OVERLAP": True, "STRAIGHT": False, **constants}
     constants = {arg: value for arg, value in constants.items() if arg in function.arg_names}
     signature = {arg: "constexpr" if arg in constants else POINTERS.get(arg, "i32") for arg in function.arg_names}
@@ -80,9 +81,9 @@ def compiled(name: str, function: Any, num_warps: int, **constants: Any) -> Any:
     source = (GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource)(
         fn=function, signature=signature, constexprs={places[arg]: value for arg, value in constants.items()}
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": 1})
-    ptx = made.asm["ptx"]
-    print(name, ptx.count("wgmma.mma_async") + ptx.count("mma.sync"))
+    made = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": 1})
+    code = made.asm["ptx"] if target == HOPPER else made.asm["amdgcn"]
+    print(name, sum(code.count(word) for word in ("wgmma.mma_async", "mma.sync", "v_mfma")))
     return made
 
 
@@ -112,13 +113,16 @@ def main() -> None:
         names = ("updates", "keys", "decays", "cu_tokens", "pending", "mark", "mark_dst", "read", "write")
         plain = drafting | dict.fromkeys(names)
         compiled("decode", decode_kernel._step_kernel, 1, **sizes, **flags, **plain, PER_KEY=keyed)
-    drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "FOUND": 16}
+    drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "FOUND": 16, "TF32": True}
     form = {"SIDE": LANES.value, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
     known = {**sizes, **drafting, "BLOCK_K": 64, "BLOCK_V": 16}
     compiled("record_heads", heads_kernel._heads_kernel, 1, **known, **flags, **form, W=0)
     for most in (1, 4):
         known |= {"S": Sizes(*(known[name] for name in Sizes._fields)), "MOST": most}
         compiled("record", record_kernel._record_kernel, 1, **known)
+    known |= {"TF32": False, "OVERLAP": False}
+    known["S"] = Sizes(*(known[name] for name in Sizes._fields))
+    compiled("amd_record", record_kernel._record_kernel, 1, GPUTarget("hip", "gfx942", 64), **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)

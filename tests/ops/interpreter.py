@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
 
 def prepare_interpreter() -> None:
-    _teach_bfloat16()
+    _teach_products()
     _teach_float8()
     _hurry()
 
 
-def _teach_bfloat16() -> None:
-    """Triton 3.7's interpreter keeps bfloat16 as 16-bit integers and multiplies them as such in `tl.dot`."""
+def _teach_products() -> None:
+    """Triton 3.7's interpreter keeps bfloat16 as 16-bit integers and multiplies them as such in `tl.dot`, and fp32 with
+    all its bits where TF32 is asked for."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def widened(handle: Any) -> Any:
@@ -29,8 +31,16 @@ def _teach_bfloat16() -> None:
         wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
         return interpreter.TensorHandle(wide, tl.float32)
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(self, widened(a), widened(b), *rest)
+    def cut(handle: Any) -> Any:
+        """As tensor cores take fp32 for TF32."""
+        if handle.dtype.scalar != tl.float32:
+            return widened(handle)
+        bits = np.ascontiguousarray(handle.data).view(np.uint32) & np.uint32(0xFFFFE000)
+        return interpreter.TensorHandle(bits.view(np.float32), handle.dtype)
+
+    def create_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, *rest: Any) -> Any:
+        taken = cut if precision == ir.INPUT_PRECISION.TF32 else widened
+        return plain(self, taken(a), taken(b), total, precision, *rest)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
+from forkpoint.ops.recurrence import heads_kernel, record_kernel
 from forkpoint.ops.select import torch_table
+from forkpoint.platforms.table import traits_of
 from tests.ops.recurrence_cases import ints, padded_pool, recurrence_case
 from tests.ops.triton_cases import DEVICE, ON_GPU, copy_pool, params_on_device, triton_ops
 
 TORCH, CPU = torch_table(), torch.device("cpu")
 TABLES = {"torch": (TORCH, CPU), "triton": (triton_ops(), DEVICE)}
-INTERVAL, GRID = 4, 8  # where states may become checkpoints
+INTERVAL = 4
 MOST = 6  # tokens of a window: it may pass a checkpoint and the next write
 FIRST = (0, 5, 8)  # where the rows begin: with nothing, in the middle, and whole
 LENGTH = 41
@@ -35,22 +38,25 @@ CASES = [
 class _Rows:
     """Rows that have slots `row` and `row + 3` in turns, drafts that are right or not, and then a padded one."""
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.random, self.most, self.device = random.Random(most), most, device
+    def __init__(self, most: int, interval: int, grid: int, device: torch.device) -> None:
+        self.random, self.device = random.Random(most), device
+        self.interval, self.grid = interval, grid
         self.at, self.written = list(FIRST), list(FIRST)
         self.slots = [-1, 1, 2]
 
     def index(self, sizes: list[int]) -> tuple[RecordIndex, dict[int, tuple[int, int]]]:
         """Of a step of so many tokens a row, and what is to be found in which slot: (row, position)."""
         count = len(FIRST)
-        due = [max(written, at // INTERVAL * INTERVAL) for at, written in zip(self.at, self.written, strict=True)]
+        due = [
+            max(written, at // self.interval * self.interval) for at, written in zip(self.at, self.written, strict=True)
+        ]
         fresh = [
             (row + count if slot == row else row) if slot < 0 or self.random.random() < 0.3 else slot
             for row, slot in enumerate(self.slots)
         ]
         mark, marked, found = [0] * count, [-1] * count, {}
         for row, (at, written) in enumerate(zip(self.at, self.written, strict=True)):
-            boundary = (written // GRID + 1) * GRID
+            boundary = (written // self.grid + 1) * self.grid
             if boundary <= at:  # the row leaves a checkpoint, in its old slot where it goes on in another
                 marked[row] = self.slots[row] if boundary == at and self.slots[row] != fresh[row] else SPARE + row
                 mark[row], found[marked[row]] = boundary - written, (row, boundary)
@@ -61,7 +67,7 @@ class _Rows:
         columns = [self.slots, fresh, starts, [3, 1, 0], self.written, held, mark, marked]
         padded = [-1, -1, starts[-1], -1, 0, 0, 0, -1]
         tensors = (ints([*column, fill]).to(self.device) for column, fill in zip(columns, padded, strict=True))
-        index = RecordIndex(INTERVAL, *tensors)
+        index = RecordIndex(self.interval, *tensors)
         self.slots, self.written = fresh, due
         return index, found
 
@@ -69,8 +75,26 @@ class _Rows:
 @pytest.mark.parametrize("most", [1, MOST])
 @pytest.mark.parametrize(("table", "shape", "decay"), CASES, ids=str)
 def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str, most: int) -> None:
+    _run(table, shape, decay, most, INTERVAL)
+
+
+@pytest.mark.parametrize("most", [4, 8, 9, 10])
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_whose_drafts_all_count(table: str, most: int) -> None:
+    """States are written every eight tokens, as usual on GPUs, so that windows come to one write or to two."""
+    _run(table, FEW[0], "slow", most, 8, all_count=True)
+
+
+def test_a_device_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = replace(traits_of(DEVICE), multiplies_tf32=False)
+    for module in (record_kernel, heads_kernel):
+        monkeypatch.setattr(module, "traits_of", lambda device: traits)
+    _run("triton", FEW[0], "slow", 4, 8)
+
+
+def _run(table: str, shape: Recurrence, decay: str, most: int, interval: int, all_count: bool = False) -> None:
     ops, device = TABLES[table]
-    length = LENGTH if ON_GPU or table == "torch" else 14
+    length = LENGTH if ON_GPU or table == "torch" else 3 * most if all_count else 14
     dtype = torch.float32 if shape.delta and most == 1 else torch.bfloat16
     cases = [recurrence_case(length, shape, decay, dtype, seed=row) for row in range(3)]
     params = cases[0].params if device == CPU else params_on_device(cases[0].params)
@@ -83,13 +107,13 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
         outputs.append(TORCH.recurrence_decode(RecurrenceInputs(*token), cases[0].params, plain, index))
         states.append([plain[row].clone() for row in range(3)])
         index = DecodeIndex(ints([0, 1, 2]), ints([0, 1, 2]))
-    lines = (INTERVAL + most - 1, INTERVAL + 2 * most - 1)
+    lines = (interval + most - 1, interval + 2 * most - 1)
     shapes = ((shape.num_v_heads, shape.value_dim), (shape.num_k_heads, shape.key_dim))
     records = [
         torch.full((4, lines[i > 0], *size), torch.nan, dtype=dtype if i == 1 else torch.float32, device=device)
         for i, size in enumerate((*shapes, (shape.num_k_heads,), (shape.num_v_heads,)))
     ]
-    run = _Rows(most, device)
+    run = _Rows(most, interval, 2 * interval, device)  # where states may become checkpoints
 
     def compare(found: dict[int, tuple[int, int]]) -> None:
         for slot, (row, position) in found.items():
@@ -105,8 +129,9 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
         return torch.cat([*own, torch.full_like(values[:1].expand(2, -1), torch.nan)]).to(device)  # and padding
 
     while max(done := [at - first for at, first in zip(run.at, FIRST, strict=True)]) < length:
-        sizes = [run.random.randint(1, min(most, length - at)) for at in done]
-        right = [run.random.randint(1, size) for size in sizes]
+        longest = [min(most, length - at) for at in done]
+        sizes = longest if all_count else [run.random.randint(1, size) for size in longest]
+        right = sizes if all_count else [run.random.randint(1, size) for size in sizes]
         kept, found = run.index(sizes)
         tokens = [inputs(name, sizes, right) for name in ("mixed", "a", "b")]
         got = ops.recurrence_record(RecurrenceInputs(*tokens), params, pool, kept, records).cpu()
@@ -117,7 +142,7 @@ def test_rows_go_on_as_by_plain_steps(table: str, shape: Recurrence, decay: str,
         assert not got[sum(sizes) :].any(), "padding"
         run.at = [at + count for at, count in zip(run.at, right, strict=True)]
     for row, at in enumerate(run.at):  # they leave at a write
-        run.at[row] = max(run.written[row], at // INTERVAL * INTERVAL)
+        run.at[row] = max(run.written[row], at // interval * interval)
     kept, found = run.index([0] * 3)
     ops.recurrence_settle(pool, kept, records)
     compare(found)
@@ -176,3 +201,20 @@ def test_what_is_folded_keeps_the_bits_of_its_updates(table: str) -> None:
     pool = pool.to(device)
     ops.recurrence_settle(pool, index, [x.to(device) for x in (updates, keys, scales, decays)])
     torch.testing.assert_close(pool.cpu().double(), want, rtol=3e-6, atol=3e-6)
+
+
+def test_a_draft_that_is_not_finite_counts_for_none_before_it() -> None:
+    ops, shape, size, most, interval = TABLES["triton"][0], Recurrence(1, 2, 64, 16), 3, 4, 8
+    case, lines = recurrence_case(size, shape, dtype=torch.bfloat16), (interval + most - 1, interval + 2 * most - 1)
+    for part in range(3):  # its query, its key, its value
+        mixed = case.mixed.clone()
+        mixed[-1, 64 * part : 64 * (part + 1)] = torch.nan
+        shapes = ((2, 16), (1, 64), (1,), (2,))
+        records = [torch.zeros(1, lines[i > 0], *own, device=DEVICE) for i, own in enumerate(shapes)]
+        records[1] = records[1].bfloat16()
+        index = RecordIndex(interval, *(ints(x).to(DEVICE) for x in ([0], [0], [0, size], *[[0]] * 4, [-1])))
+        inputs = RecurrenceInputs(*(x.to(DEVICE) for x in (mixed, case.a, case.b)))
+        params = params_on_device(case.params)
+        out = ops.recurrence_record(inputs, params, torch.zeros(1, 2, 16, 64, device=DEVICE), index, records)
+        assert out[:-1].isfinite().all() and not out[-1].isfinite().any()
+        assert records[0][0, : size - 1].isfinite().all()

@@ -17,7 +17,17 @@ from forkpoint.ops.metadata import DecodeIndex, RecordIndex
 from forkpoint.ops.parameters import Records, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, decay, described, weight
 from forkpoint.ops.recurrence.lines import GATES, end_of_line, extent, places, read_line, write_line
-from forkpoint.ops.recurrence.state_rows import LANES, SIDE, TOKENS, as_factor, keys_and_queries, product, state_tile
+from forkpoint.ops.recurrence.state_rows import (
+    LANES,
+    SIDE,
+    TOKENS,
+    as_factor,
+    keys_and_queries,
+    product,
+    state_tile,
+    whole_product,
+)
+from forkpoint.platforms.table import traits_of
 
 MOST_REGISTERS = 128  # of a program that convolves: those of 128 rows are on the processors at once
 
@@ -37,10 +47,10 @@ def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
 
 
 @triton.jit
-def _products(others, given):
+def _products(others, given, TF32: tl.constexpr):
     """`[others, given]`: each of some keys by each of others; in bfloat16 and float16 they are exact."""
     others, given = as_factor(others), tl.trans(as_factor(given))
-    return tl.dot(others, given, input_precision="tf32x3") if given.dtype == tl.float32 else tl.dot(others, given)
+    return whole_product(others, given, TF32) if given.dtype == tl.float32 else tl.dot(others, given)
 
 
 @triton.jit
@@ -102,6 +112,7 @@ def _heads_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SIDE: tl.constexpr,
+    TF32: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -177,7 +188,7 @@ def _heads_kernel(
     write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
     write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
     if W > 0 or STRAIGHT:
-        for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, of whose results none is read
+        for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, which leave nothing
             if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
                 own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
                 raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
@@ -195,7 +206,9 @@ def _heads_kernel(
             by_key, by_query = scaled * product(others, k, SIDE), scaled * product(others, q, SIDE)
             gate_at = gates + ((first + t) * HV + head) * (GATES + 2 * PAST)
             by_own = tl.sum(k * q, axis=0)
-            _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared)
+            _leave(
+                gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared & (length > 0)
+            )
     else:  # all tokens' products at once
         both = tl.arange(0, 2 * TOKENS)
         for begin in range(0, length, TOKENS):
@@ -209,7 +222,7 @@ def _heads_kernel(
             if DELTA:
                 lengths = tl.sum(tl.sum(given.to(tl.float32) * given.to(tl.float32), axis=1), axis=1)
                 grown = tl.rsqrt(lengths + L2_EPS) * tl.where(is_query, scale, 1.0)
-            found = _products(others, given) * scaled[:, None] * grown[None, :]
+            found = _products(others, given, TF32) * scaled[:, None] * grown[None, :]
             for j in range(tl.minimum(count, TOKENS)):
                 t = begin + j
                 is_own = past == rest + t
@@ -251,7 +264,7 @@ def launch_heads(
         options |= capped_registers(mixed.device, MOST_REGISTERS)
     options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
     side = sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value if convolution is not None else LANES.value
-    options |= {"SIDE": side, **form, **sizes}
+    options |= {"SIDE": side, "TF32": traits_of(mixed.device).multiplies_tf32, **form, **sizes}
     given = (mixed, taps, windows, convolved, *gated, gates, *kept, *slots)
     places = (index.cu_tokens, index.line, index.written, index.held)
     _heads_kernel[(len(index) * spec.num_k_heads,)](*given, *places, **options)

@@ -31,6 +31,7 @@ from forkpoint.ops.recurrence.state_rows import (
     to_fold,
 )
 from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
+from forkpoint.platforms.table import traits_of
 
 MOST_CHANNELS = 512  # of the value heads of a key head, that the first kernel convolves
 BLOCK_V = 16  # value rows of a program
@@ -66,7 +67,7 @@ def _record_kernel(
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     own, position, marked = tl.load(line + row).to(tl.int64), tl.load(mark + row), tl.load(mark_dst + row).to(tl.int64)
     start, folded, rest = extent(row, written, held, S.INTERVAL)
-    AT_ONCE: tl.constexpr = S.INTERVAL <= FOLDS and S.LINE <= 2 * S.INTERVAL  # all that there may be
+    AT_ONCE: tl.constexpr = S.INTERVAL <= FOLDS and S.LINE < 2 * S.INTERVAL  # no two intervals
     place, inside = state_tile(pool + head * (S.V * S.K), at * S.K, at < S.V, S.K, S.BLOCK_K, LANES)
     slot, there = place + source * slot_stride, inside & (source >= 0)
     line_at = records[0] + (own * S.LINE * S.HV + head) * S.V
@@ -75,10 +76,12 @@ def _record_kernel(
     if folded > 0:
         position = tl.where(position <= folded, position, 0)
         middle = tl.where(position > 0, position, folded)
+        state = tl.load(slot, mask=there, other=0.0).to(tl.float32)
         if AT_ONCE:  # what is folded is on its way together with the state
             recorded = to_fold(0, middle, start, own, head, at, records, S)
-        state = tl.load(slot, mask=there, other=0.0).to(tl.float32)
-        state = folded_in(state, recorded) if AT_ONCE else fold(state, 0, middle, start, own, head, at, records, S)
+        state = (
+            folded_in(state, recorded, S.TF32) if AT_ONCE else fold(state, 0, middle, start, own, head, at, records, S)
+        )
         if position > 0:
             tl.store(place + marked * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
             state = fold(state, middle, folded, start, own, head, at, records, S)
@@ -171,6 +174,6 @@ def _launch(
         straight_record_kernel[grid](*given, *records, *index.columns, *counts, **own, **shapes, num_warps=1)
         return out
     own |= {"MOST": most, **options, **capped_registers(pool.device, MOST_REGISTERS)}
-    shapes["FOUND"] = max(16, shapes["PAST"])
+    shapes |= {"FOUND": max(16, shapes["PAST"]), "TF32": traits_of(pool.device).multiplies_tf32}
     _record_kernel[grid](*given, tuple(records), tuple(index.columns), *counts, **own, S=Sizes(**shapes))
     return out

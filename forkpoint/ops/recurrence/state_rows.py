@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
     LINE: int  # of updates
     DELTA: bool
     FOUND: int  # of a block of PAST in a product
+    TF32: bool  # products of fp32 by the first 11 bits
 
 
 @triton.jit
@@ -90,21 +91,26 @@ def _halves(tile):
 
 
 @triton.jit
-def multiplied(state, keys):
-    """`[value rows, keys]`: each row of a tile by each key of another, with 22 bits of the state."""
-    nothing = tl.zeros((state.shape[0], keys.shape[0]), tl.float32)
-    if keys.dtype == tl.float32:
-        found = tl.dot(as_factor(state), tl.trans(as_factor(keys)), nothing, input_precision="tf32x3")
+def whole_product(a, b, TF32: tl.constexpr):
+    """`a b` of fp32, in fp32."""
+    return tl.dot(a, b, input_precision="tf32x3" if TF32 else "ieee")
+
+
+@triton.jit
+def multiplied(state, keys, TF32: tl.constexpr):
+    """`[value rows, keys]`: each row of a tile by each key of another, with 22 bits of the state or all."""
+    if not TF32 or keys.dtype == tl.float32:
+        found = whole_product(as_factor(state), tl.trans(as_factor(keys.to(tl.float32))), TF32)
     else:  # four sums, of which none waits for all the others; keys of sixteen bits are exact
         high, low = _split(state)
         first, second = _halves(keys.to(tl.float32))
         high_first, high_second = _halves(high)
         low_first, low_second = _halves(low)
         first, second = tl.trans(as_factor(first)), tl.trans(as_factor(second))
-        a = tl.dot(as_factor(high_first), first, nothing, input_precision="tf32")
-        b = tl.dot(as_factor(high_second), second, nothing, input_precision="tf32")
-        c = tl.dot(as_factor(low_first), first, nothing, input_precision="tf32")
-        found = (a + b) + (c + tl.dot(as_factor(low_second), second, nothing, input_precision="tf32"))
+        a = tl.dot(as_factor(high_first), first, input_precision="tf32")
+        b = tl.dot(as_factor(high_second), second, input_precision="tf32")
+        c = tl.dot(as_factor(low_first), first, input_precision="tf32")
+        found = (a + b) + (c + tl.dot(as_factor(low_second), second, input_precision="tf32"))
     return found
 
 
@@ -130,24 +136,28 @@ def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
 
 
 @triton.jit
-def folded_in(state, recorded):
-    """The state after records as of `to_fold`."""
+def folded_in(state, recorded, TF32: tl.constexpr):
+    """The state after records as of `to_fold`. What they bring is added to it last: tensor cores cut off what a sum has
+    beyond 24 bits, which states that hardly decay would lose again and again."""
     update, key, share, left = recorded
-    high, low = _split(update * share[None, :])
-    parts = tl.where((tl.arange(0, 2 * FOLDS) < FOLDS)[None, :], high, low)
-    key, total = as_factor(key), as_factor(state * left)
-    if key.dtype == tl.float32:
-        total = tl.dot(parts, key, total, input_precision="tf32x3")
+    update, is_first = update * share[None, :], (tl.arange(0, 2 * FOLDS) < FOLDS)[None, :]
+    if TF32:
+        high, low = _split(update)
+        parts = tl.where(is_first, high, low)
+        if key.dtype == tl.float32:
+            brought = whole_product(parts, as_factor(key), TF32)
+        else:
+            brought = tl.dot(parts, as_factor(key.to(tl.float32)), input_precision="tf32")
     else:
-        total = tl.dot(parts, key.to(tl.float32), total, input_precision="tf32")
-    return _tile_of(total)
+        brought = whole_product(tl.where(is_first, update, 0.0), as_factor(key.to(tl.float32)), TF32)
+    return state * left + _tile_of(brought)
 
 
 @triton.jit
 def fold(state, begin, end, start, own, head, at, records, S: tl.constexpr):
     """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
     for i in range(begin, end, FOLDS):
-        state = folded_in(state, to_fold(i, end, start, own, head, at, records, S))
+        state = folded_in(state, to_fold(i, end, start, own, head, at, records, S), S.TF32)
     return state
 
 
@@ -218,15 +228,16 @@ def advance(
         others += (tl.load(other_at + S.PAST, mask=later, other=0.0),)  # type: ignore[assignment]
     kept = tl.reshape(kept, (kept.shape[0], S.FOUND))
     by = tl.trans(tl.reshape(by, (2 * TOKENS, S.FOUND)))
-    found = multiplied(state, given) * grown[None, :] + tl.dot(kept, by, input_precision="tf32x3")
+    found = multiplied(state, given, S.TF32) * grown[None, :] + whole_product(kept, by, S.TF32)
     by_key, answer = tl.split(tl.reshape(found, (at.shape[0], TOKENS, 2)))
     value = value.to(tl.float32)
     update = (value - by_key if S.DELTA else value) * beta[None, :]
     for j in tl.static_range(len(others) // 2):
-        fresh = tl.sum(tl.where((one == j)[None, :], update, 0.0), axis=1)[:, None]
+        # Not even what is not finite counts before it.
+        fresh, later = tl.sum(tl.where((one == j)[None, :], update, 0.0), axis=1)[:, None], (one > j)[None, :]
         if S.DELTA:
-            update -= fresh * (beta * others[2 * j])[None, :]
-        answer += fresh * others[2 * j + 1][None, :]
+            update -= tl.where(later, fresh * (beta * others[2 * j])[None, :], 0.0)
+        answer += tl.where(later, fresh * others[2 * j + 1][None, :], 0.0)
     answer += own[None, :] * update
     if skip is not None:
         answer += tl.load(skip + head) * value
