@@ -173,18 +173,17 @@ def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         file = "" if given == config.chat_template else f"={config.chat_template!r}"
         raise ConfigError(f"chat_template{file} {wrong}")
     if given is None and tokenizer is not None and (wrong := _own_error(tokenizer)):
-        LOGGER.warning("%s; until then chats are refused", wrong)
+        LOGGER.warning("%s: %s; until then chats are refused", config.tokenizer or config.model, wrong)
 
 
 def _own_error(tokenizer: Tokenizer) -> str | None:
-    """The file and the line of the model's own template that Jinja cannot read."""
+    """The file, without its folder, and the line of the model's own template that Jinja cannot read."""
     wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
     if wrong is None:
         return None
-    folder = Path(tokenizer.hf.name_or_path)
-    own = folder / "chat_template.jinja"
-    name = own if own.is_file() else f"chat_template in {folder / 'tokenizer_config.json'}"
-    return f"{name} {wrong}; mend it, or give another with --chat-template"
+    own = Path(tokenizer.hf.name_or_path) / "chat_template.jinja"
+    name = own.name if own.is_file() else "chat_template in tokenizer_config.json"
+    return f"the model's {name} {wrong}; mend it, or give another with --chat-template"
 
 
 def _syntax_error(template: object) -> str | None:
