@@ -33,7 +33,7 @@ class CudaPlatform(AcceleratorPlatform):
             overlaps_launches=is_nvidia and capability >= (9, 0),
             has_fp8=is_nvidia and capability >= (8, 9),
             multiplies_fp8=is_nvidia and capability == (9, 0),
-            multiplies_tf32=is_nvidia,
+            multiplies_tf32=is_nvidia and capability >= (8, 0),
             has_warpgroups=is_nvidia and capability == (9, 0),
             caps_registers=is_nvidia,
             reaches_peers=is_nvidia and all(torch.cuda.can_device_access_peer(own, other) for other in others),

@@ -119,10 +119,16 @@ def main() -> None:
     compiled("record_heads", heads_kernel._heads_kernel, 1, **known, **flags, **form, W=0)
     for most in (1, 4):
         known |= {"S": Sizes(*(known[name] for name in Sizes._fields)), "MOST": most}
-        compiled("record", record_kernel._record_kernel, 1, **known)
+        for pool in ("*fp32", "*bf16"):
+            POINTERS["pool"] = pool
+            compiled("record", record_kernel._record_kernel, 1, **known)
     known |= {"TF32": False, "OVERLAP": False}
     known["S"] = Sizes(*(known[name] for name in Sizes._fields))
-    compiled("amd_record", record_kernel._record_kernel, 1, GPUTarget("hip", "gfx942", 64), **known)
+    amd = GPUTarget("hip", "gfx942", 64)
+    for kind in ("*fp32", "*bf16"):  # of what comes in, and of the keys that are kept of it
+        POINTERS.update(pool="*fp32", mixed=kind, keys=kind)
+        compiled("amd_record_heads", heads_kernel._heads_kernel, 1, amd, **known, **flags, **form, W=0)
+    compiled("amd_record", record_kernel._record_kernel, 1, amd, **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
     made = compiled("key_scan", key_kernel._scan_kernel, 4, **sizes)

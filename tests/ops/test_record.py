@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from forkpoint.ops.metadata import DecodeIndex, RecordIndex
-from forkpoint.ops.parameters import Recurrence, RecurrenceInputs
+from forkpoint.ops.parameters import ConvTaps, Recurrence, RecurrenceInputs
 from forkpoint.ops.recurrence import heads_kernel, record_kernel
 from forkpoint.ops.select import torch_table
 from forkpoint.platforms.table import traits_of
@@ -218,3 +219,34 @@ def test_a_draft_that_is_not_finite_counts_for_none_before_it() -> None:
         out = ops.recurrence_record(inputs, params, torch.zeros(1, 2, 16, 64, device=DEVICE), index, records)
         assert out[:-1].isfinite().all() and not out[-1].isfinite().any()
         assert records[0][0, : size - 1].isfinite().all()
+
+
+def test_a_row_of_no_tokens_leaves_nothing_behind_those_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the convolution is in the launch, gates of a token behind them are not there."""
+    spec, width, interval, found = Recurrence(1, 2, 16, 8), 4, 8, []
+    plain = Tensor.new_empty
+
+    def guarded(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        made = plain(self, *size, **options)
+        if made.dim() != 3 or made.shape[-1] == spec.value_dim:
+            return made
+        found.append(torch.full((made.shape[0] + 1, *made.shape[1:]), 7.0, device=made.device))
+        return found[-1][:-1]
+
+    monkeypatch.setattr(Tensor, "new_empty", guarded)
+    sizes, lines = ((2, 8), (1, 16), (1,), (2,)), (interval, interval + 1)
+    records = [torch.zeros(2, lines[i > 0], *own, device=DEVICE) for i, own in enumerate(sizes)]
+    records[1] = records[1].bfloat16()
+    case, params = recurrence_case(1, spec, dtype=torch.bfloat16), params_on_device(recurrence_case(1, spec).params)
+    inputs = RecurrenceInputs(*(x.to(DEVICE) for x in (case.mixed, case.a, case.b)))
+    src = ints([0, -1]).to(DEVICE)
+    columns = (src, src, *(ints(x).to(DEVICE) for x in ([0, 1, 1], [0, 1], *[[0, 0]] * 3, [-1, -1])))
+    taps = ConvTaps(torch.randn(spec.mixed_dim, width, device=DEVICE).bfloat16(), None, True)
+    windows = torch.zeros(2, width - 1, spec.mixed_dim, device=DEVICE).bfloat16()
+    pool = torch.zeros(2, 2, 8, 16, device=DEVICE)
+    ops = TABLES["triton"][0]
+    assert ops.conv_record is not None
+    ops.conv_record(
+        inputs, taps, windows, DecodeIndex(src, src), params, pool, RecordIndex(interval, *columns), records
+    )
+    assert found and all((gates[-1] == 7).all() for gates in found)

@@ -93,14 +93,14 @@ def _record_kernel(
         if COMPUTES:
             answer(state, loaded, first, length, rest, head, at, read, skip, out, S, MOST)
     else:
-        state = tl.load(slot, mask=there, other=0.0)
+        kept = tl.load(slot, mask=there, other=0.0)  # in the pool's dtype
         await_inputs(OVERLAP)
         if COMPUTES:
             loaded = inputs_of(first, length, rest, head, at, *read, S)
         if (target >= 0) & (source != target):
-            tl.store(place + target * slot_stride, state, mask=inside)
+            tl.store(place + target * slot_stride, kept, mask=inside)
         if COMPUTES:
-            answer(state.to(tl.float32), loaded, first, length, rest, head, at, read, skip, out, S, MOST)
+            answer(kept.to(tl.float32), loaded, first, length, rest, head, at, read, skip, out, S, MOST)
     if COMPUTES:
         for token in range(last + row, num_tokens, num_rows):  # padding's
             nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
