@@ -3,6 +3,7 @@ are in reference.py."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +23,8 @@ from forkpoint.ops.recurrence.gates import (
     result,
     weight,
 )
+
+ROW_UNIT = 16  # what the compiler knows of strides
 
 
 @triton.jit
@@ -202,10 +205,16 @@ def _launch(
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
     own = (*records, *index.columns) if isinstance(index, VerifyIndex) else (*[None] * 3, *index.columns, *[None] * 6)
-    given, options = described(inputs, params)
+    given, options = described(inputs._replace(mixed=_aligned(inputs.mixed)), params)
     options |= {"MOST": records[0].shape[1] if records else 0, "slot_stride": pool.stride(0)}
     options |= {"BLOCK_K": key_block(spec), "BLOCK_V": block_v, "COMPUTES": num_tokens > 0}
     options |= {"PER_KEY": spec.per_key, "BOUND": spec.bound or 0.0, **overlap(pool.device, num_tokens)}
     grid = (num_rows * spec.num_v_heads * triton.cdiv(spec.value_dim, block_v),)
     _step_kernel[grid](*given, params.D, pool, out, *own, num_rows, num_tokens, **options, num_warps=1, num_stages=1)
     return out
+
+
+def _aligned(mixed: Tensor) -> Tensor:
+    """Rows that begin at a multiple of ROW_UNIT elements. Else the compiler gives lanes other elements of keys where it
+    stores them too, and sums of them would have other bits with drafts than without."""
+    return mixed if mixed.stride(0) % ROW_UNIT == 0 else F.pad(mixed, (0, -mixed.shape[1] % ROW_UNIT))
