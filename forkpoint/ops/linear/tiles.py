@@ -132,7 +132,7 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
         return Tile(32 if num_rows <= LARGEST else 64, 64, 128, 4, 4, splits=splits, turned=True, overlaps=True)
     if num_outputs <= SINGLE_OUTPUTS and num_rows <= 512:
         alone = Tile(1, 2, 1024, 2, 2, overlaps=True)
-        return alone if num_rows <= SINGLE_ROWS else Tile(16, 32, 256, 4, 6, overlaps=True)
+        return alone if num_rows <= SINGLE_ROWS else Tile(16, 16, 256, 4, 6, overlaps=True)
     return _choices(num_outputs, width).fastest(num_rows)
 
 

@@ -210,11 +210,14 @@ def _heads_kernel(
                 gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared & (length > 0)
             )
     else:  # all tokens' products at once
-        both = tl.arange(0, 2 * TOKENS)
+        one, both = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
         for begin in range(0, length, TOKENS):
             token, count = first + begin, length - begin
             token_at, is_token = keys_and_queries(mixed, mixed_stride, token, count, key_head, H, K, BLOCK_K)
             given, is_query = tl.load(token_at, mask=is_token, other=0.0), both % 2 == 1
+            is_shared = (one < count)[:, None] & shared[None, :]
+            if DELTA:
+                raw_b = tl.load(b_at[None, :] + (begin + one)[:, None] * b_stride, mask=is_shared, other=0.0)
             ring = own + (start + folded + rest + begin + both // 2) % LENGTH
             record_at, is_key = state_tile(keys, (ring * H + key_head) * K, both % 2 == 0, K, BLOCK_K, SIDE)
             tl.store(record_at, given, mask=is_token & is_key)
@@ -223,20 +226,24 @@ def _heads_kernel(
                 lengths = tl.sum(tl.sum(given.to(tl.float32) * given.to(tl.float32), axis=1), axis=1)
                 grown = tl.rsqrt(lengths + L2_EPS) * tl.where(is_query, scale, 1.0)
             found = _products(others, given, TF32) * scaled[:, None] * grown[None, :]
-            for j in range(tl.minimum(count, TOKENS)):
-                t = begin + j
-                is_own = past == rest + t
-                by_key = tl.sum(tl.where((both == 2 * j)[None, :], found, 0.0), axis=1)
-                by_query = tl.sum(tl.where((both == 2 * j + 1)[None, :], found, 0.0), axis=1)
-                k_scale = tl.sum(tl.where(both == 2 * j, grown, 0.0), axis=0)
-                q_scale = tl.sum(tl.where(both == 2 * j + 1, grown, 0.0), axis=0)
-                if DELTA:
-                    beta = weight(tl.load(b_at + t * b_stride, mask=shared, other=0.0), DOUBLE_BETA)
-                else:
-                    beta = tl.sum(tl.where(is_own[:, None], step, 0.0), axis=0)
-                gate_at = gates + ((first + t) * HV + head) * (GATES + 2 * PAST)
-                by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
-                _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared)
+            by_key, by_query = tl.split(tl.reshape(found, (PAST, TOKENS, 2)))
+            k_scale, q_scale = tl.split(tl.reshape(grown, (TOKENS, 2)))
+            is_own, before = past[:, None] == rest + begin + one[None, :], past[:, None] < rest + begin + one[None, :]
+            total = tl.sum(tl.where(is_own[:, :, None], since[:, None, :], 0.0), axis=0)
+            left = tl.where(before[:, :, None], tl.exp(total[None, :, :] - since[:, None, :]), 0.0)
+            if DELTA:
+                beta = weight(raw_b, DOUBLE_BETA)
+            else:
+                beta = tl.sum(tl.where(is_own[:, :, None], step[:, None, :], 0.0), axis=0)
+            by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
+            gate_at = gates + ((token + one)[:, None] * HV + head[None, :]) * (GATES + 2 * PAST)
+            tl.store(gate_at, tl.exp(total) * k_scale[:, None], mask=is_shared)
+            tl.store(gate_at + 1, beta, mask=is_shared)
+            tl.store(gate_at + 2, tl.broadcast_to(by_own[:, None], is_shared.shape), mask=is_shared)
+            tl.store(gate_at + 3, tl.exp(total) * q_scale[:, None], mask=is_shared)
+            found_at, is_there = gate_at[None, :, :] + GATES + past[:, None, None], is_shared[None, :, :]
+            tl.store(found_at, left * by_key[:, :, None], mask=is_there)
+            tl.store(found_at + PAST, left * by_query[:, :, None], mask=is_there)
 
 
 def launch_heads(
