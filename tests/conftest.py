@@ -4,7 +4,9 @@ Triton is imported; and no generated test fails because the machine is slow."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +16,11 @@ if not torch.cuda.is_available():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the servers that tests start need not compile us each time
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+if torch.cuda.is_available():  # several processes share a GPU
+
+    @pytest.fixture(autouse=True)
+    def give_back_memory() -> Iterator[None]:
+        """What a test's tensors had, which the allocator would keep."""
+        yield
+        torch.cuda.empty_cache()
