@@ -42,8 +42,10 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         _CHECK.integer("port", self.port, 1, 65535)
-        ok = re.fullmatch(r"[^\s/]+", self.host) and (":" not in self.host or _is_ipv6(self._bare_host))
+        ok = re.fullmatch(r"[^\s/?#@\\]+", self.host) and (":" not in self.host or _is_ipv6(self._bare_host))
         _CHECK.require(bool(ok), "host", self.host, "a name or an address")
+        timeout = self.ready_check_timeout_sec
+        _CHECK.require(timeout >= 0, "ready_check_timeout_sec", timeout, "0 or more")
         _CHECK.require(self.path.startswith("/"), "endpoint", self.endpoint, "a path that begins with /")
         base_url(self.url)
         _pairs("header", self.header)

@@ -19,7 +19,7 @@ from forkpoint.errors import RequestError, RequestFailedError, ServerError
 from forkpoint.obs.logs import wants_color
 from forkpoint.params import FinishReason
 
-HELP = "/reset starts over, Ctrl-C stops an answer, Ctrl-D ends"
+HELP = "/reset starts over, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 
 Messages: TypeAlias = list[dict[str, Any]]
 Show: TypeAlias = Callable[[Delta], None]
@@ -32,10 +32,17 @@ def chat(options: argparse.Namespace) -> int:
     with _local_model(options) if options.url is None else _server_model(options) as model:
         conversation = Conversation(model, options.system_prompt)
         for line in [options.quick] if options.quick is not None else _lines():
-            if line == "/reset":
-                conversation.reset()
-            elif line.strip():
-                conversation.ask(line)
+            match line.strip():
+                case "/reset":
+                    conversation.reset()
+                case "/help":
+                    print(f"({HELP})")
+                case "/exit":
+                    break
+                case "":
+                    pass
+                case _:
+                    conversation.ask(line)
     return int(conversation.failed)
 
 

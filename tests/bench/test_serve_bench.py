@@ -396,6 +396,7 @@ WRONG: list[dict[str, Any]] = [
     {"extra_body": "[1]"},
     {"header": ("x",)},
     {"base_url": "host:1"},
+    {"ready_check_timeout_sec": -1.0},
     {"dataset_name": "trace"},
     {"random_input_len": 0},
     {"random_range_ratio": 1.0},

@@ -26,12 +26,13 @@ def test_chat_keeps_the_conversation(
     server.script = Script(
         words=["fine", "."], reasoning=["hm "], num_prompt_tokens=4100, num_cached_tokens=3072, miss="evicted"
     )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nand?\n/reset\nagain\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/help\nand?\n/reset\nagain\n/exit\nunheard\n"))
     options = ["chat", "--url", server.url, "--system-prompt", "be brief", "--temperature", "0.5", "--stop", "X"]
     assert main(options) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "hm fine."
     assert lines[1].startswith("[3,072 of 4,100 prompt tokens cached (evicted), first token after ")
+    assert "(/reset starts over, Ctrl-C stops an answer, /exit or Ctrl-D ends)" in lines
     contents = [[message["content"] for message in body["messages"]] for body in server.requests]
     assert contents == [["be brief", "hello"], ["be brief", "hello", "fine.", "and?"], ["be brief", "again"]]
     body = server.requests[0]
@@ -119,6 +120,7 @@ def test_complete_reads_standard_input_and_tells_of_errors(
         (["bench", "serve", "--endpoint", "v1/x"], "endpoint='v1/x' is not allowed; give a path that begins with /"),
         (["bench", "serve", "--host", "::1", "--port", "1"], "nothing answers at http://[::1]:1 "),
         (["bench", "serve", "--host", "[::1]", "--port", "1"], "nothing answers at http://[::1]:1 "),
+        (["bench", "serve", "--host", "h?x"], "host='h?x' is not allowed; give a name or an address"),
         (["bench", "serve", "--host", "h:80"], "host='h:80' is not allowed; give a name or an address"),
         (["bench", "serve", "--num-prompts", "-1"], "num_prompts"),
         (["bench", "serve", "--dataset-name", "best"], "invalid choice"),
