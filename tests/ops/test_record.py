@@ -86,6 +86,13 @@ def test_rows_whose_drafts_all_count(table: str, most: int) -> None:
     _run(table, FEW[0], "slow", most, 8, all_count=True)
 
 
+@pytest.mark.parametrize("most", [0, heads_kernel.MOST_TOGETHER])
+def test_gates_of_a_window_together_or_one_after_the_other(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three value heads of a key head, which are padded."""
+    monkeypatch.setattr(heads_kernel, "MOST_TOGETHER", most)
+    _run("triton", Recurrence(1, 3, 16, 8), "slow", 6, 8)
+
+
 def test_a_device_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     traits = replace(traits_of(DEVICE), multiplies_tf32=False)
     for module in (record_kernel, heads_kernel):

@@ -29,6 +29,7 @@ from forkpoint.ops.recurrence.state_rows import (
 )
 from forkpoint.platforms.table import traits_of
 
+MOST_TOGETHER = 512  # gates of a kind of some tokens: of more, a warp has no registers
 MOST_REGISTERS = 128  # of a program that convolves: those of 128 rows are on the processors at once
 
 
@@ -66,6 +67,25 @@ def _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, pas
     found_at = gate_at[None, :] + GATES + past[:, None]
     tl.store(found_at, left * by_key[:, None], mask=shared[None, :])
     tl.store(found_at + past.shape[0], left * by_query[:, None], mask=shared[None, :])
+
+
+@triton.jit
+def _leave_together(gate_at, found, grown, beta, since, past, own_places, shared):
+    """As `_leave`, of TOKENS tokens at `own_places` of `past`; by what keys and queries in turn have found `[entries,
+    2 * TOKENS]`, and their scales. `gate_at`, `beta` and `shared` are `[TOKENS, heads]`."""
+    by_key, by_query = tl.split(tl.reshape(found, (past.shape[0], own_places.shape[0], 2)))
+    k_scale, q_scale = tl.split(tl.reshape(grown, (own_places.shape[0], 2)))
+    is_own, before = past[:, None] == own_places[None, :], past[:, None] < own_places[None, :]
+    total = tl.sum(tl.where(is_own[:, :, None], since[:, None, :], 0.0), axis=0)
+    left = tl.where(before[:, :, None], tl.exp(total[None, :, :] - since[:, None, :]), 0.0)
+    by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
+    tl.store(gate_at, tl.exp(total) * k_scale[:, None], mask=shared)
+    tl.store(gate_at + 1, beta, mask=shared)
+    tl.store(gate_at + 2, tl.broadcast_to(by_own[:, None], shared.shape), mask=shared)
+    tl.store(gate_at + 3, tl.exp(total) * q_scale[:, None], mask=shared)
+    found_at, is_there = gate_at[None, :, :] + GATES + past[:, None, None], shared[None, :, :]
+    tl.store(found_at, left * by_key[:, :, None], mask=is_there)
+    tl.store(found_at + past.shape[0], left * by_query[:, :, None], mask=is_there)
 
 
 @triton.jit
@@ -112,6 +132,7 @@ def _heads_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TF32: tl.constexpr,
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -216,7 +237,7 @@ def _heads_kernel(
             token_at, is_token = keys_and_queries(mixed, mixed_stride, token, count, key_head, H, K, BLOCK_K)
             given, is_query = tl.load(token_at, mask=is_token, other=0.0), both % 2 == 1
             is_shared = (one < count)[:, None] & shared[None, :]
-            if DELTA:
+            if DELTA and TOGETHER:
                 raw_b = tl.load(b_at[None, :] + (begin + one)[:, None] * b_stride, mask=is_shared, other=0.0)
             ring = own + (start + folded + rest + begin + both // 2) % LENGTH
             record_at, is_key = state_tile(keys, (ring * H + key_head) * K, both % 2 == 0, K, BLOCK_K, SIDE)
@@ -226,24 +247,30 @@ def _heads_kernel(
                 lengths = tl.sum(tl.sum(given.to(tl.float32) * given.to(tl.float32), axis=1), axis=1)
                 grown = tl.rsqrt(lengths + L2_EPS) * tl.where(is_query, scale, 1.0)
             found = _products(others, given, TF32) * scaled[:, None] * grown[None, :]
-            by_key, by_query = tl.split(tl.reshape(found, (PAST, TOKENS, 2)))
-            k_scale, q_scale = tl.split(tl.reshape(grown, (TOKENS, 2)))
-            is_own, before = past[:, None] == rest + begin + one[None, :], past[:, None] < rest + begin + one[None, :]
-            total = tl.sum(tl.where(is_own[:, :, None], since[:, None, :], 0.0), axis=0)
-            left = tl.where(before[:, :, None], tl.exp(total[None, :, :] - since[:, None, :]), 0.0)
-            if DELTA:
-                beta = weight(raw_b, DOUBLE_BETA)
-            else:
-                beta = tl.sum(tl.where(is_own[:, :, None], step[:, None, :], 0.0), axis=0)
-            by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
             gate_at = gates + ((token + one)[:, None] * HV + head[None, :]) * (GATES + 2 * PAST)
-            tl.store(gate_at, tl.exp(total) * k_scale[:, None], mask=is_shared)
-            tl.store(gate_at + 1, beta, mask=is_shared)
-            tl.store(gate_at + 2, tl.broadcast_to(by_own[:, None], is_shared.shape), mask=is_shared)
-            tl.store(gate_at + 3, tl.exp(total) * q_scale[:, None], mask=is_shared)
-            found_at, is_there = gate_at[None, :, :] + GATES + past[:, None, None], is_shared[None, :, :]
-            tl.store(found_at, left * by_key[:, :, None], mask=is_there)
-            tl.store(found_at + PAST, left * by_query[:, :, None], mask=is_there)
+            if TOGETHER:
+                own_places = rest + begin + one
+                if DELTA:
+                    beta = weight(raw_b, DOUBLE_BETA)
+                else:
+                    is_own = past[:, None] == own_places[None, :]
+                    beta = tl.sum(tl.where(is_own[:, :, None], step[:, None, :], 0.0), axis=0)
+                _leave_together(gate_at, found, grown, beta, since, past, own_places, is_shared)
+            else:
+                for j in range(tl.minimum(count, TOKENS)):
+                    t = begin + j
+                    is_own = past == rest + t
+                    by_key = tl.sum(tl.where((both == 2 * j)[None, :], found, 0.0), axis=1)
+                    by_query = tl.sum(tl.where((both == 2 * j + 1)[None, :], found, 0.0), axis=1)
+                    k_scale = tl.sum(tl.where(both == 2 * j, grown, 0.0), axis=0)
+                    q_scale = tl.sum(tl.where(both == 2 * j + 1, grown, 0.0), axis=0)
+                    if DELTA:
+                        beta = weight(tl.load(b_at + t * b_stride, mask=shared, other=0.0), DOUBLE_BETA)
+                    else:
+                        beta = tl.sum(tl.where(is_own[:, None], step, 0.0), axis=0)
+                    own_at = gates + ((first + t) * HV + head) * (GATES + 2 * PAST)
+                    by_own = tl.sum(tl.where(is_own, by_query, 0.0), axis=0)
+                    _leave(own_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared)
 
 
 def launch_heads(
@@ -252,10 +279,11 @@ def launch_heads(
     index: RecordIndex,
     kept: Records,
     convolution: tuple[Tensor, Tensor, DecodeIndex] | None,
+    most: int,
     sizes: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """(mixed, gates), convolved if they are to be; `kept` are the records of keys, scales and decays, `convolution` its
-    taps, windows and their rows."""
+    taps, windows and their rows, `most` tokens of a row."""
     ((mixed, *gated), options), spec, form = described(inputs, params), params.spec, straight(inputs.mixed.device)
     num_tokens, group = mixed.shape[0], spec.num_v_heads // spec.num_k_heads
     gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * sizes["PAST"])
@@ -270,6 +298,7 @@ def launch_heads(
         options |= {"tap_channel": taps.stride(0), "tap_stride": taps.stride(1)}
         options |= capped_registers(mixed.device, MOST_REGISTERS)
     options |= {"GROUP": triton.next_power_of_2(group), "CHANNELS": triton.next_power_of_2(group * spec.value_dim)}
+    options["TOGETHER"] = most > 1 and sizes["PAST"] * TOKENS.value * options["GROUP"] <= MOST_TOGETHER
     side = sizes["BLOCK_K"] if form["STRAIGHT"] else SIDE.value if convolution is not None else LANES.value
     options |= {"SIDE": side, "TF32": traits_of(mixed.device).multiplies_tf32, **form, **sizes}
     given = (mixed, taps, windows, convolved, *gated, gates, *kept, *slots)

@@ -161,7 +161,7 @@ def _launch(
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     mixed = gates = inputs.mixed
     if num_tokens:
-        mixed, gates = launch_heads(inputs, params, index, kept, convolution, {**shapes, **options})
+        mixed, gates = launch_heads(inputs, params, index, kept, convolution, most, {**shapes, **options})
     one_by_one = straight(pool.device)["STRAIGHT"]
     block_v = launch_table(pool.device).state_values if one_by_one else BLOCK_V
     block_v = min(block_v, triton.next_power_of_2(spec.value_dim))
