@@ -78,7 +78,7 @@ def _store_tiles(expert, num_experts, total, tiles, num_tiles, tile_rows, EXPERT
     return first
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_tiles", "tile_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_experts", "num_tiles", "tile_rows"])
 def _order_kernel(
     ids,
     counts,
@@ -111,7 +111,7 @@ def _order_kernel(
         _store_tiles(pid - num_blocks, num_experts, total, tiles, num_tiles, tile_rows, EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "tile_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_tiles", "tile_rows"])
 def _few_kernel(
     ids,
     pairs,

@@ -3,7 +3,6 @@ are in reference.py."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +23,7 @@ from forkpoint.ops.recurrence.gates import (
     weight,
 )
 
-ROW_UNIT = 16  # what the compiler knows of strides
+UNIT = 16  # of which the compiler knows whether it divides a stride or an address
 
 
 @triton.jit
@@ -215,6 +214,9 @@ def _launch(
 
 
 def _aligned(mixed: Tensor) -> Tensor:
-    """Rows that begin at a multiple of ROW_UNIT elements. Else the compiler gives lanes other elements of keys where it
-    stores them too, and sums of them would have other bits with drafts than without."""
-    return mixed if mixed.stride(0) % ROW_UNIT == 0 else F.pad(mixed, (0, -mixed.shape[1] % ROW_UNIT))
+    """Rows that begin at multiples of UNIT elements and bytes. Else the compiler gives lanes other elements of keys
+    where it stores them too, and sums of them would have other bits with drafts than without."""
+    if not len(mixed) or (mixed.stride(0) % UNIT == 0 and mixed.data_ptr() % UNIT == 0):
+        return mixed
+    width = mixed.shape[1]
+    return mixed.new_empty(len(mixed), triton.cdiv(width, UNIT) * UNIT)[:, :width].copy_(mixed)
