@@ -116,7 +116,8 @@ def main() -> None:
     drafting |= {"INTERVAL": 8, "GROUP": 1, "LINE": 11, "LENGTH": 15, "PAST": 16, "FOUND": 16, "TF32": True}
     form = {"SIDE": LANES.value, "STRAIGHT": False, "CHANNELS": 32, "src": None, "dst": None}
     known = {**sizes, **drafting, "BLOCK_K": 64, "BLOCK_V": 16}
-    compiled("record_heads", heads_kernel._heads_kernel, 1, **known, **flags, **form, W=0)
+    for together in (False, True):
+        compiled("record_heads", heads_kernel._heads_kernel, 1, **known, **flags, **form, W=0, TOGETHER=together)
     for most in (1, 4):
         known |= {"S": Sizes(*(known[name] for name in Sizes._fields)), "MOST": most}
         for pool in ("*fp32", "*bf16"):
@@ -127,7 +128,7 @@ def main() -> None:
     amd = GPUTarget("hip", "gfx942", 64)
     for kind in ("*fp32", "*bf16"):  # of what comes in, and of the keys that are kept of it
         POINTERS.update(pool="*fp32", mixed=kind, keys=kind)
-        compiled("amd_record_heads", heads_kernel._heads_kernel, 1, amd, **known, **flags, **form, W=0)
+        compiled("amd_record_heads", heads_kernel._heads_kernel, 1, amd, **known, **flags, **form, W=0, TOGETHER=True)
     compiled("amd_record", record_kernel._record_kernel, 1, amd, **known)
     window = {"D": 64, "W": 4, "BLOCK": 64, "PIECES": 1, "HAS_BIAS": True, "SILU": True}
     compiled("conv_verify", conv_verify._verify_kernel, 1, **window, **drafting)
