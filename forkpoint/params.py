@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json as jsonlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -74,7 +75,8 @@ class StructuredOutputsParams:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         if isinstance(self.choice, Collection) and not isinstance(self.choice, str | Mapping):
-            object.__setattr__(self, "choice", tuple(self.choice))
+            with suppress(TypeError):  # of an array without dimensions, which is refused below
+                object.__setattr__(self, "choice", tuple(self.choice))
         names = [item.name for item in fields(self) if item.name != "disable_any_whitespace"]
         given = [name for name in names if getattr(self, name) is not None]
         _CHECK.require(len(given) == 1, "structured_outputs", given, f"exactly one of {names}")

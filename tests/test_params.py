@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forkpoint.errors import InvalidParamsError
@@ -107,6 +107,7 @@ def test_any_value_of_any_field_is_taken_or_refused_by_name(values: dict[str, An
 
 
 @given(st.dictionaries(st.sampled_from(STRUCTURED_FIELDS), WILD, max_size=2))
+@example({"choice": np.array(1.0)})
 @settings(max_examples=100, deadline=None)
 def test_any_value_of_structured_outputs_is_taken_or_refused(values: dict[str, Any]) -> None:
     try:
