@@ -13,8 +13,8 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
-FEW_PAIRS = 4096  # up to here the program of an expert looks at all of them
-STORED_TILES = tl.constexpr(64)  # together
+FEW_PAIRS = 2048  # up to here each program looks at all of them
+FEW_ROWS, FEW_TILES = tl.constexpr(16), tl.constexpr(8)  # pairs and tiles of one
 MAX_BLOCKS = 512
 SUMMED_BLOCKS, SUMMED_EXPERTS = tl.constexpr(128), 16  # of which a program adds up counts together
 NUM_WARPS = 4
@@ -24,7 +24,7 @@ NUM_WARPS = 4
 class ExpertOrder:
     """`pairs[P]` int32: `token * top_k + choice` by expert, then by itself. `tiles[3, NT]` int32: the expert of a tile
     of a product, its first place in `pairs` and the end of its expert's; a tile whose first is not before its end
-    is empty. Tiles of one expert are next to each other, empty ones behind those of all."""
+    is empty. Tiles of one expert are next to each other."""
 
     pairs: Tensor
     tiles: Tensor
@@ -61,24 +61,25 @@ def _sum_kernel(counts, num_blocks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr
 
 
 @triton.jit
-def _store_tiles(expert, num_experts, total, tiles, num_tiles, tile_rows, EXPERTS: tl.constexpr):
-    """Those of one expert, where all have `total` pairs each, and behind those of the last one the empty ones. Returns
-    its first place."""
+def _store_tiles(total, tiles, block, num_tiles, tile_rows, SUB: tl.constexpr, EXPERTS: tl.constexpr):
+    """`SUB` tiles from `block * SUB` on, where experts have `total` pairs each."""
     experts = tl.arange(0, EXPERTS)
-    before, needed = experts < expert, (total + tile_rows - 1) // tile_rows
-    first, begin = tl.sum(tl.where(before, total, 0), 0), tl.sum(tl.where(before, needed, 0), 0)
-    behind = first + tl.sum(tl.where(experts == expert, total, 0), 0)
-    end = tl.where(expert < num_experts - 1, begin + (behind - first + tile_rows - 1) // tile_rows, num_tiles)
-    for start in range(begin, end, STORED_TILES):
-        tile = start + tl.arange(0, STORED_TILES)
-        inside = tile < end
-        tl.store(tiles + tile, tl.zeros_like(tile) + expert, mask=inside)
-        tl.store(tiles + num_tiles + tile, first + (tile - begin) * tile_rows, mask=inside)
-        tl.store(tiles + 2 * num_tiles + tile, tl.zeros_like(tile) + behind, mask=inside)
-    return first
+    first = tl.cumsum(total, 0) - total
+    needed = (total + tile_rows - 1) // tile_rows
+    behind = tl.cumsum(needed, 0)
+    tile = block * SUB + tl.arange(0, SUB)
+    expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
+    here = expert[:, None] == experts[None, :]
+    offset = first - (behind - needed) * tile_rows
+    begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + tile * tile_rows
+    end = tl.sum(tl.where(here, (first + total)[None, :], 0), 1)
+    inside = tile < num_tiles
+    tl.store(tiles + tile, expert, mask=inside)
+    tl.store(tiles + num_tiles + tile, begin, mask=inside)
+    tl.store(tiles + 2 * num_tiles + tile, end, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_experts", "num_tiles", "tile_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks", "num_tiles", "tile_rows"])
 def _order_kernel(
     ids,
     counts,
@@ -86,7 +87,6 @@ def _order_kernel(
     tiles,
     num_pairs,
     num_blocks,
-    num_experts,
     num_tiles,
     tile_rows,
     BLOCK: tl.constexpr,
@@ -108,31 +108,36 @@ def _order_kernel(
             tl.store(pairs + rank, at, mask=at < num_pairs)
             place += tl.sum(hit, 0)
     else:
-        _store_tiles(pid - num_blocks, num_experts, total, tiles, num_tiles, tile_rows, EXPERTS)
+        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, SUB, EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_tiles", "tile_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "tile_rows"])
 def _few_kernel(
     ids,
     pairs,
     tiles,
     num_pairs,
-    num_experts,
     num_tiles,
     tile_rows,
     PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """All in one launch: the program of an expert looks at all pairs."""
+    """Both in one launch, each program for itself: a pair's place is the number of those that come before it."""
     await_inputs(OVERLAP)
-    expert, at = tl.program_id(0), tl.arange(0, PAIRS)
-    there = at < num_pairs
-    chosen = tl.load(ids + at, mask=there, other=0)
-    total = tl.histogram(chosen, EXPERTS, mask=there)
-    first = _store_tiles(expert, num_experts, total, tiles, num_tiles, tile_rows, EXPERTS)
-    own = (there & (chosen == expert)).to(tl.int32)
-    tl.store(pairs + first + tl.cumsum(own, 0) - 1, at, mask=own > 0)
+    pid = tl.program_id(0)
+    num_blocks = tl.cdiv(num_pairs, FEW_ROWS)
+    every = tl.arange(0, PAIRS)
+    there = every < num_pairs
+    chosen = tl.load(ids + every, mask=there, other=EXPERTS)
+    if pid < num_blocks:
+        at = pid * FEW_ROWS + tl.arange(0, FEW_ROWS)
+        own = tl.load(ids + at, mask=at < num_pairs, other=EXPERTS) * PAIRS + at
+        place = tl.sum(((chosen * PAIRS + every)[None, :] < own[:, None]).to(tl.int32), 1)
+        tl.store(pairs + place, at, mask=at < num_pairs)
+    else:
+        total = tl.histogram(chosen, EXPERTS, mask=there)
+        _store_tiles(total, tiles, pid - num_blocks, num_tiles, tile_rows, FEW_TILES, EXPERTS)
 
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
@@ -144,8 +149,9 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
     sizes = {"EXPERTS": padded, "num_warps": NUM_WARPS, **overlap(ids.device, ids.shape[0])}
     if num_pairs <= FEW_PAIRS and traits_of(ids.device).masks_gathers:
-        sizes |= {"PAIRS": triton.next_power_of_2(num_pairs)}
-        _few_kernel[(num_experts,)](ids, pairs, tiles, num_pairs, num_experts, num_tiles, tile_rows, **sizes)
+        grid = (triton.cdiv(num_pairs, FEW_ROWS.value) + triton.cdiv(num_tiles, FEW_TILES.value),)
+        every = triton.next_power_of_2(num_pairs)
+        _few_kernel[grid](ids, pairs, tiles, num_pairs, num_tiles, tile_rows, PAIRS=every, **sizes)
         return ExpertOrder(pairs, tiles)
     block = sub * triton.next_power_of_2(triton.cdiv(num_pairs, sub * MAX_BLOCKS))
     num_blocks = triton.cdiv(num_pairs, block)
@@ -154,6 +160,6 @@ def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrde
     columns = min(SUMMED_EXPERTS, padded)
     _sum_kernel[(padded // columns,)](counts, num_blocks, COLUMNS=columns, **sizes)
     sizes |= {"BLOCK": block, "SUB": sub}
-    numbers = (num_pairs, num_blocks, num_experts, num_tiles, tile_rows)
-    _order_kernel[(num_blocks + num_experts,)](ids, counts, pairs, tiles, *numbers, **sizes)
+    grid = (num_blocks + triton.cdiv(num_tiles, sub),)
+    _order_kernel[grid](ids, counts, pairs, tiles, num_pairs, num_blocks, num_tiles, tile_rows, **sizes)
     return ExpertOrder(pairs, tiles)
