@@ -7,7 +7,6 @@ from torch import Tensor
 
 from forkpoint.models.cuts import padded_span
 from forkpoint.models.layers import Projection
-from forkpoint.ops.linear.scaled import narrowed
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
@@ -19,10 +18,9 @@ class OutputHead:
     def __init__(self, ops: OpTable, ranks: Ranks, weight: Tensor, vocab_size: int, guesses: bool = False) -> None:
         """`weight[padded ids of this rank, H]`; `guesses`: somebody asks for some."""
         self._own, self._ops, self._ranks, self._vocab_size = Projection(ops, weight), ops, ranks, vocab_size
-        narrow = narrowed(weight) if guesses else None
-        self._quick = self._own if narrow is None else Projection(ops, narrow)
         self._first, end = padded_span(vocab_size, ranks)
-        self._count = min(end, vocab_size) - self._first  # the rest is padding
+        self._count = max(0, min(end, vocab_size) - self._first)  # the rest is padding
+        self._shortlist = ops.shortlist(weight, self._count) if guesses and ops.shortlist else None
 
     def own(self, hidden: Tensor) -> Tensor:
         """`hidden[R, H]` -> this rank's logits, padded, in the model's dtype."""
@@ -33,9 +31,12 @@ class OutputHead:
         return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self._vocab_size].contiguous()
 
     def guess(self, hidden: Tensor) -> Tensor:
-        """The likeliest ids `[R]` of `hidden[R, H]`, by weights in FP8 where that is less to read: all of the head is
-        read for each draft of a row, and whether that is right is said by the head itself."""
-        return self.likeliest(self._quick(hidden))[0]
+        """The likeliest ids `[R]` of `hidden[R, H]`, by a shortlist where that is less to read: all of the head is read
+        for each draft of a row, and whether that is right is said by the head itself."""
+        if self._shortlist is None:
+            return self.likeliest(self.own(hidden))[0]
+        ids, tops = self._shortlist(hidden)
+        return ids if self._ranks.size == 1 else self._of_all(ids, tops)[0]
 
     def likeliest(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """What `greedy` says of the logits of all ranks."""
@@ -47,7 +48,11 @@ class OutputHead:
         else:
             ids = torch.zeros(len(own), dtype=torch.int64, device=own.device)
             tops = torch.full((len(own),), -torch.inf, device=own.device)
+        return self._of_all(ids, tops)
+
+    def _of_all(self, ids: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, from each rank's likeliest ids `[R]` among its own, and their logits `[R]` fp32."""
         told = torch.stack([tops.view(torch.int32), (ids + self._first).int()], dim=1)
-        found = self._ranks.gather(told).view(len(own), -1, 2)
+        found = self._ranks.gather(told).view(len(ids), -1, 2)
         rank, finite = self._ops.greedy(found[..., 0].contiguous().view(torch.float32))  # the first has the lowest ids
         return found[..., 1].gather(1, rank[:, None])[:, 0].long(), finite

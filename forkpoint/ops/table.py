@@ -294,6 +294,9 @@ class OpTable:
     # linear by each of two packed matrices; None where that is no faster in one
     linear_both: Callable[[Tensor, Any, Any], tuple[Tensor, Tensor] | None] | None = None
     conv_record: ConvRecord | None = None
+    # Of a head `weight[N, K]`, whose first so many rows are ids: what finds of `hidden[R, K]` the likeliest ids `[R]`
+    # int64 and their logits `[R]` fp32, nearly always, and reads less than the head; None where none is faster.
+    shortlist: Callable[[Tensor, int], Callable[[Tensor], tuple[Tensor, Tensor]] | None] | None = None
     rounding: OpTable | None = None  # the same for models in FP8 by block: what products read is rounded as it is made
     rounds: bool = False  # this is such a table
 

@@ -20,7 +20,7 @@ from forkpoint.ops.moe.device_experts import DeviceExperts
 from forkpoint.ops.norm import kernel as norm
 from forkpoint.ops.recurrence import decode_kernel, prefill_kernel, record_kernel
 from forkpoint.ops.rows import kernel as rows
-from forkpoint.ops.sampling import choose_kernel
+from forkpoint.ops.sampling import choose_kernel, shortlist_kernel
 from forkpoint.ops.sampling import kernel as sampling
 from forkpoint.ops.scan import kernel as scan
 from forkpoint.ops.scan import prefill_kernel as scan_prefill
@@ -29,7 +29,7 @@ from forkpoint.ops.table import OpTable, operator_names, operators_of
 
 _OPERATORS = (
     *(activation, inputs_kernel, latent_kernel, conv1d, conv_verify, route_kernel, norm, choose_kernel, sampling),
-    *(decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
+    *(shortlist_kernel, decode_kernel, prefill_kernel, record_kernel, scan, scan_prefill, rows),
 )
 
 

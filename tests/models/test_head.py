@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
 from forkpoint.models.cuts import padded_span
 from forkpoint.models.head import OutputHead
-from forkpoint.ops.linear import scaled
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.select import torch_table
-from forkpoint.platforms.platform import DeviceTraits
 from tests.thread_ranks import on_each
 
 VOCAB, HIDDEN = 100, 8  # with several ranks the first has 64 ids; of three the third has none
@@ -38,25 +39,32 @@ def test_the_likeliest_id_is_that_of_all_logits(size: int) -> None:
         assert torch.equal(whole.nan_to_num(), logits.nan_to_num())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_guesses_are_made_by_weights_in_fp8_where_a_device_multiplies_it(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing else is: logits stay those of the weights as loaded."""
-    vocab, weight = 4224, torch.randn(4224, 128).to(torch.bfloat16)
-    hidden = weight[torch.randperm(vocab)[:50]]  # each row's own id is the likeliest by far
-    monkeypatch.setattr(scaled, "traits_of", lambda device: DeviceTraits(multiplies_fp8=True))
-    narrow, whole = scaled.narrowed(weight), scaled.quantise(weight)
-    assert narrow is not None and torch.equal(narrow.scales, whole.scales)
-    assert torch.equal(narrow.codes.view(torch.uint8), whole.codes.view(torch.uint8))
-    assert scaled.narrowed(weight.float()) is None
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_guesses_are_made_by_a_shortlist_where_there_is_one(size: int) -> None:
+    """And nothing else is: logits stay those of the weights. Each rank names the likeliest of its own ids; a third of
+    three has none."""
+    weight, asked = torch.randn(VOCAB, HIDDEN), []
+    hidden = torch.randn(50, HIDDEN)
+
+    def shortlist(own: torch.Tensor, num_ids: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        def find(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            asked.append(num_ids)
+            if not num_ids:
+                return torch.zeros(len(rows), dtype=torch.int64), torch.full((len(rows),), -INF)
+            tops, ids = (rows @ own[:num_ids].T).max(1)
+            return ids, tops
+
+        return find
 
     def run(ranks: Ranks) -> tuple[torch.Tensor, ...]:
-        first, end = padded_span(vocab, ranks)
-        heads = [OutputHead(torch_table(), ranks, weight[first:end], vocab, guesses) for guesses in (False, True)]
-        plain, head = heads
-        assert torch.equal(head.own(hidden), plain.own(hidden)) and torch.equal(plain.guess(hidden), head.guess(hidden))
-        return head.guess(hidden), head.likeliest(head.own(hidden))[0]
+        first, end = padded_span(VOCAB, ranks)
+        own = torch.nn.functional.pad(weight, (0, 0, 0, 64 * size), value=99.0)[first:end]
+        table = replace(torch_table(), shortlist=shortlist)
+        plain, head = (OutputHead(table, ranks, own, VOCAB, guesses) for guesses in (False, True))
+        assert torch.equal(head.own(hidden), plain.own(hidden)) and not asked
+        return plain.guess(hidden), head.guess(hidden)
 
-    for guessed, ids in on_each(size, False, run):
-        assert torch.equal(guessed, ids)
+    want = (hidden @ weight.T).argmax(1)
+    for plain, guessed in on_each(size, False, run):
+        assert torch.equal(plain, want) and torch.equal(guessed, want)
+    assert sorted(asked) == sorted([[100], [64, 36], [64, 36, 0]][size - 1])

@@ -24,6 +24,7 @@ from forkpoint.ops.moe import kept_kernel
 from forkpoint.ops.moe import kernel as moe
 from forkpoint.ops.moe.device_experts import _scaled_tiles
 from forkpoint.ops.norm import kernel as norm
+from forkpoint.ops.sampling import shortlist_kernel
 
 POINTERS = {
     **dict.fromkeys(("q", "k", "v", "gate"), "*bf16"),
@@ -52,7 +53,12 @@ POINTERS = {
     "bias": "*bf16",
     "out": "*bf16",
 }
-ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size")
+OWN_POINTERS = {
+    "norm": {"weight": "*fp32"},
+    "shortlist": {"x": "*fp8e4nv", "codes": "*u8", "keys": "*i32"},
+    "choose": {"weight": "*bf16", "keys": "*i32", "token_ids": "*i64", "logits": "*fp32"},
+}
+ALIGNED = ("num_outputs", "width", "x_stride", "out_stride", "split_width", "inner", "size", "half")
 FIXED = {"SCALE_ROWS": 128, "BLOCKED": True, "BITS": True, "STRAIGHT": False, "OVERLAP": False, "SQUARED": False}
 
 
@@ -62,11 +68,12 @@ def compiled(name: str, function: Any, tile: Tile, **constants: Any) -> None:
     for rounded in ("x", "out"):
         if f"{rounded}_scales" in function.arg_names and f"{rounded}_scales" not in constants:
             pointers[rounded] = "*fp8e4nv"
-    if name == "norm":
-        pointers["weight"] = "*fp32"
+    pointers |= OWN_POINTERS.get(name, {})
     signature = {arg: "constexpr" if arg in constants else pointers.get(arg, "i32") for arg in function.arg_names}
     places = {arg: (place,) for place, arg in enumerate(function.arg_names)}
-    aligned = [places[arg] for arg, kind in signature.items() if kind.startswith("*") or arg in ALIGNED]
+    aligned = [
+        places[arg] for arg, kind in signature.items() if kind.startswith("*") or (arg in ALIGNED and kind == "i32")
+    ]
     source = ASTSource(
         fn=function,
         signature=signature,
@@ -120,6 +127,12 @@ def main() -> None:
     compiled("decode", decode_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, KEYS=64, FOLDED=4)
     sizes = {"BLOCK_M": 64, "QUERIES": 16, "SPLIT": True}
     compiled("prefill", prefill_kernel, Tile(1, 1, 1, 4, 2), **heads, **flags, **sizes)
+    for num_rows in (1, 128):
+        tile = shortlist_kernel._tile(num_rows)
+        sizes = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.num_stages}
+        compiled("shortlist", shortlist_kernel._tile_kernel, tile, **sizes)
+    sizes = {"width": 2048, "TILES": 2048, "CANDIDATES": 16, "WIDTH": 512}
+    compiled("choose", shortlist_kernel._choose_kernel, Tile(1, 1, 1, 4, 1), **sizes)
     compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, NORM=True)
 
 

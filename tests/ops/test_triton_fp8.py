@@ -164,9 +164,9 @@ def test_kernels_compile_for_hopper() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 19
+    assert len(lines) == 22
     for name, num_instructions in lines:
-        assert (int(num_instructions) > 0) == (name in ("linear", "experts", "kept", "decode", "prefill"))
+        assert (int(num_instructions) > 0) == (name in ("linear", "experts", "kept", "shortlist", "decode", "prefill"))
 
 
 def test_choices() -> None:

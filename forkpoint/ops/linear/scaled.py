@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from forkpoint.platforms.table import traits_of
-
 BLOCK: Final = 128
 CODES: Final = torch.float8_e4m3fn
 FP8_MAX: Final = 448.0  # of e4m3
@@ -153,13 +151,3 @@ def quantise(matrix: Tensor) -> ScaledMatrix:
     codes = (blocks / scales[..., :, None, :, None]).to(CODES).view(padded.shape)
     codes = codes[..., :num_rows, :width].contiguous()
     return ScaledMatrix(codes, scales, BLOCK, BLOCK, matrix.dtype)
-
-
-def narrowed(matrix: Tensor) -> ScaledMatrix | None:
-    """`[N, K]` as `quantise` makes it, a piece at a time; None where its device is not the faster for that."""
-    fits = matrix.dtype == torch.bfloat16 and matrix.shape[-1] % BLOCK == 0 and len(matrix) % 16 == 0
-    if not fits or not traits_of(matrix.device).multiplies_fp8:
-        return None
-    made = [quantise(piece) for piece in torch.split(matrix, _PIECE_ROWS)]
-    codes = torch.cat([piece.codes.view(torch.uint8) for piece in made]).view(CODES)
-    return replace(made[0], codes=codes, scales=torch.cat([piece.scales for piece in made]))

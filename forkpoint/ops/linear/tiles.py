@@ -51,7 +51,6 @@ PARTS_ROWS = 640  # up to here K is cut for as few outputs where nothing has to 
 FIXED_SPLITS, FIXED_UNIT = 4, 256  # of wide K where bits are fixed, each of whole steps of any tile
 LARGEST = 128  # rows; above, the vendor's library is faster but for few outputs
 WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
-MANY_OUTPUTS = 65536  # above, as of output heads in FP8, there are enough programs for all rows in one tile
 FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
 
 
@@ -194,9 +193,6 @@ def scaled_tile(
         return None
     if num_rows == 1 and alone and dtype == torch.bfloat16:
         return one_scaled_tile(num_outputs)
-    if num_outputs > MANY_OUTPUTS and num_rows <= 64 and narrows and not gated:
-        rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-        return Tile(rows, 128, 128, 4, 3, turned=True, narrows=True)
     if num_rows <= FEW_SCALED or not narrows:
         tile = fixed_scaled_tile(num_rows, num_outputs, gated, dtype)
         return replace(tile, splits=4) if few else tile

@@ -1,0 +1,125 @@
+"""The copy of an output head in four bits, from which drafts get their ids."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forkpoint.ops.sampling.shortlist_kernel import CANDIDATES, TILE, UNIT, Shortlist, e4m3_of, shortlist
+from forkpoint.platforms.table import traits_of
+from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, sized, triton_ops
+
+triton_ops()  # which prepares the interpreter
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+FEW = 2 * TILE.value + 40
+
+
+def head(num_ids: int, width: int, padding: int = 0) -> Tensor:
+    """Rows of about the same length; what is behind the ids is larger by far."""
+    weight = torch.randn(num_ids + padding, width) * 0.02
+    weight[num_ids:] *= 50
+    return weight.to(DEVICE, torch.bfloat16)
+
+
+@triton.jit
+def halves_kernel(codes, low, high, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    code = tl.load(codes + at)
+    tl.store(low + at, e4m3_of(code, False, BITS).to(tl.uint8, bitcast=True))
+    tl.store(high + at, e4m3_of(code, True, BITS).to(tl.uint8, bitcast=True))
+
+
+def test_both_halves_of_a_byte() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    low, high = torch.zeros_like(codes), torch.zeros_like(codes)
+    halves_kernel[(1,)](codes, low, high, BITS=traits_of(DEVICE).multiplies_fp8, num_warps=1)
+    for found, half in ((low, codes % 16), (high, codes // 16)):
+        values = found.cpu().view(torch.float8_e4m3fn).float() * 64
+        assert torch.equal(values, E2M1[half.cpu().long()])
+
+
+@pytest.mark.skipif(ON_GPU, reason="the test above runs it")
+def test_four_bytes_at_a_time() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ops.on_ptx", __file__, "-k", "both_halves"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"})
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("num_rows", sized([1, 17, 70], [16, 32, 33, 64, 128, 129, 500, 600]))
+@pytest.mark.parametrize("width", sized([UNIT], [3 * UNIT, 2048, 4096]))
+def test_ids_that_are_likelier_than_others_are_found(num_rows: int, width: int) -> None:
+    """And their logits are those of the head, not of the copy."""
+    weight, wanted = head(FEW, width, padding=24), torch.randint(0, FEW, (num_rows,))
+    hidden = (weight[wanted.to(DEVICE)].float() * 50 + torch.randn(num_rows, width).to(DEVICE) * 0.3).bfloat16()
+    hidden[:1] *= 1e-3  # only its direction counts
+    ids, logits = Shortlist(weight, FEW)(hidden)
+    exact = hidden.double() @ weight[:FEW].double().T
+    assert ids.tolist() == exact.argmax(1).tolist() == wanted.tolist()
+    assert torch.allclose(logits.double(), exact.amax(1), rtol=1e-5)
+
+
+def test_which_id_of_equals() -> None:
+    """In one tile, over tiles, and of all: the lowest, as of the head."""
+    weight = head(FEW, UNIT)
+    weight[[7, 9, 200]] = weight[20] * 2
+    weight[[130, 140]] = weight[21] * 2
+    hidden = torch.stack([weight[20], weight[21], torch.zeros_like(weight[0])])
+    assert Shortlist(weight, FEW)(hidden)[0].tolist() == [7, 130, 0]
+
+
+def test_few_ids_and_none() -> None:
+    weight, hidden = head(4, UNIT, padding=60), torch.randn(3, UNIT).to(DEVICE, torch.bfloat16)
+    ids, logits = Shortlist(weight, 4)(hidden)
+    exact = hidden.float() @ weight[:4].float().T
+    assert ((ids >= 0) & (ids < 4)).all() and torch.allclose(logits, exact.gather(1, ids[:, None])[:, 0], rtol=1e-4)
+    ids, logits = Shortlist(weight, 0)(hidden)
+    assert ids.tolist() == [0, 0, 0] and logits.tolist() == [-math.inf] * 3
+    ids, _ = Shortlist(weight, 4)(hidden[:0])
+    assert ids.shape == (0,)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_what_is_no_number_finds_an_id_all_the_same(value: float) -> None:
+    hidden = torch.full((2, UNIT), value).to(DEVICE, torch.bfloat16)
+    ids, _ = Shortlist(head(FEW, UNIT, padding=24), FEW)(hidden)
+    assert ((ids >= 0) & (ids < FEW)).all()
+    weight = head(FEW, UNIT)
+    weight[5] = value
+    ids, _ = Shortlist(weight, FEW)(torch.randn(2, UNIT).to(DEVICE, torch.bfloat16))
+    assert ((ids >= 0) & (ids < FEW)).all()
+
+
+def test_nearly_all_ids_are_those_of_the_head_where_logits_lie_close_together() -> None:
+    """Of random states; the copy alone finds few of them."""
+    num_ids = 248_320 if ON_GPU else 4 * CANDIDATES * TILE.value
+    weight, hidden = head(num_ids, UNIT), torch.randn(64, UNIT).to(DEVICE, torch.bfloat16)
+    ids, _ = Shortlist(weight, num_ids)(hidden)
+    right = (ids == (hidden.float() @ weight.float().T).argmax(1)).float().mean()
+    assert right > 0.95
+
+
+def test_where_there_is_one() -> None:
+    weight = head(FEW, UNIT)
+    assert (shortlist(weight, FEW) is None) != traits_of(DEVICE).multiplies_fp8
+    assert shortlist(weight.float(), FEW) is None and shortlist(weight[:, :128], FEW) is None
+
+
+@gpu_only
+def test_a_graph_replays_it() -> None:
+    weight, hidden = head(FEW, UNIT), torch.zeros(8, UNIT, dtype=torch.bfloat16, device=DEVICE)
+    named = Shortlist(weight, FEW)
+    named(hidden)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, _ = named(hidden)
+    hidden.copy_(weight[40:48])
+    graph.replay()
+    assert ids.tolist() == list(range(40, 48))
