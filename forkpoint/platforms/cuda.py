@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from forkpoint.platforms.accelerator import AcceleratorPlatform
@@ -13,6 +15,11 @@ class CudaPlatform(AcceleratorPlatform):
 
     kind, graph_class, allocator_variable = "cuda", "CUDAGraph", "PYTORCH_CUDA_ALLOC_CONF"
     collectives = "nccl"
+
+    def __init__(self, index: int = 0) -> None:
+        # With a workspace the library takes kernels for 512 rows and more that clear a counter first. Read once.
+        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+        super().__init__(index)
 
     @classmethod
     def num_devices(cls) -> int:

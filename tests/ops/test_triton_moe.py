@@ -110,7 +110,9 @@ def test_pairs_are_ordered_by_expert(
             assert set(flat[order.pairs[list(rows)].long()].tolist()) == {expert}
             assert end == int((flat <= expert).sum())
             covered += rows
-    assert sorted(covered) == list(range(flat.numel()))
+    assert covered == list(range(flat.numel()))
+    full = (order.tiles[1] < order.tiles[2]).tolist()
+    assert full == sorted(full, reverse=True), "empty tiles come last"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

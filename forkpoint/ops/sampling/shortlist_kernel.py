@@ -17,7 +17,7 @@ from forkpoint.ops.linear.tiles import Tile
 from forkpoint.platforms.table import traits_of
 
 TILE = tl.constexpr(128)  # ids of which one can be named
-CANDIDATES: Final = 16  # named for each row
+CANDIDATES: Final = 16  # named for each row, of every so manyth tile one
 UNIT: Final = 256  # columns, whose halves are one step of every tile
 E2M1_MAX: Final = 6.0
 E2M1_TO_E4M3: Final = 64.0  # a code of e2m1, put where e4m3 has its bits, is so much smaller
@@ -128,14 +128,11 @@ def _choose_kernel(
 ):
     await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    at, number = tl.arange(0, TILES), tl.arange(0, CANDIDATES)
+    at = tl.arange(0, TILES // CANDIDATES)[:, None] * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
     key = tl.load(keys + row * num_tiles + at, mask=at < num_tiles, other=_NONE)
-    ids = tl.full((CANDIDATES,), -1, tl.int32)
-    for i in tl.static_range(CANDIDATES):
-        best, tile = tl.max(key, axis=0, return_indices=True)
-        found = tile * TILE + ((best & (TILE - 1)) ^ (TILE - 1))
-        ids = tl.where((number == i) & (best > _NONE), found, ids)
-        key = tl.where(at == tile, _NONE, key)
+    best, place = tl.max(key, axis=0, return_indices=True)
+    tile = place * CANDIDATES + tl.arange(0, CANDIDATES)
+    ids = tl.where(best > _NONE, tile * TILE + ((best & (TILE - 1)) ^ (TILE - 1)), -1)
     columns, named = tl.arange(0, WIDTH), ids >= 0
     line = weight + ids.to(tl.int64)[:, None] * width + columns[None, :]
     acc = tl.zeros((CANDIDATES, WIDTH), tl.float32)
@@ -199,7 +196,7 @@ class Shortlist:
             **options,
             num_warps=tile.num_warps,
         )
-        tiles = triton.next_power_of_2(self._num_tiles)
+        tiles = max(CANDIDATES, triton.next_power_of_2(self._num_tiles))
         columns = UNIT * (2 if width % (2 * UNIT) == 0 else 1)
         _choose_kernel[(num_rows,)](
             *(keys, hidden, self._weight, token_ids, logits, self._num_ids, self._num_tiles, width),
