@@ -24,7 +24,8 @@ NUM_WARPS = 4
 class ExpertOrder:
     """`pairs[P]` int32: `token * top_k + choice` by expert, then by itself. `tiles[3, NT]` int32: the expert of a tile
     of a product, its first place in `pairs` and the end of its expert's; a tile whose first is not before its end
-    is empty. Tiles of one expert are next to each other."""
+    is empty. Tiles of one expert are next to each other, those of the last expert first, empty ones at the end: the
+    last may serve all tokens, and its tiles, which read the same weights, would leave memory idle if they came last."""
 
     pairs: Tensor
     tiles: Tensor
@@ -67,11 +68,12 @@ def _store_tiles(total, tiles, block, num_tiles, tile_rows, SUB: tl.constexpr, E
     first = tl.cumsum(total, 0) - total
     needed = (total + tile_rows - 1) // tile_rows
     behind = tl.cumsum(needed, 0)
-    tile = block * SUB + tl.arange(0, SUB)
-    expert = tl.sum((behind[None, :] <= tile[:, None]).to(tl.int32), 1)
+    tile, full = block * SUB + tl.arange(0, SUB), tl.sum(needed, 0)
+    number = tl.where(tile < full, full - 1 - tile, tile)
+    expert = tl.sum((behind[None, :] <= number[:, None]).to(tl.int32), 1)
     here = expert[:, None] == experts[None, :]
     offset = first - (behind - needed) * tile_rows
-    begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + tile * tile_rows
+    begin = tl.sum(tl.where(here, offset[None, :], 0), 1) + number * tile_rows
     end = tl.sum(tl.where(here, (first + total)[None, :], 0), 1)
     inside = tile < num_tiles
     tl.store(tiles + tile, expert, mask=inside)
@@ -143,7 +145,7 @@ def _few_kernel(
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
     """The order of `ids[T, top_k]` int32, contiguous, and tiles of `tile_rows` pairs: as many as any routing needs."""
     num_pairs, sub = ids.numel(), launch_table(ids.device).order_pairs
-    num_tiles = num_pairs // tile_rows + min(num_experts, num_pairs)
+    num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_rows - 1)) // tile_rows
     padded = triton.next_power_of_2(num_experts)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
