@@ -47,6 +47,7 @@ def test_names_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("name", "said"),
     [
         ("owm", r"'owm' is no test thing \(did you mean own\?\); give one of broken, own, twice, or module:name"),
+        ("ewn", r"'ewn' is no test thing; give one of broken, own, twice, or module:name"),
         ("no_such_module:X", "cannot be imported from 'no_such_module:X': No module named"),
         ("collections:X", "cannot be imported from 'collections:X'"),
         (":X", "cannot be imported from ':X'"),
