@@ -31,8 +31,8 @@ class OutputHead:
         return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self._vocab_size].contiguous()
 
     def guess(self, hidden: Tensor) -> Tensor:
-        """The likeliest ids `[R]` of `hidden[R, H]`, by a shortlist where that is less to read: all of the head is read
-        for each draft of a row, and whether that is right is said by the head itself."""
+        """The likeliest ids `[R]` of `hidden[R, H]`, by a shortlist where there is one, which reads less than
+        the head; whether they are right is said by the head itself."""
         if self._shortlist is None:
             return self.likeliest(self.own(hidden))[0]
         ids, tops = self._shortlist(hidden)

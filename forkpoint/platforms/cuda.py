@@ -17,8 +17,9 @@ class CudaPlatform(AcceleratorPlatform):
     collectives = "nccl"
 
     def __init__(self, index: int = 0) -> None:
-        # With a workspace the library takes kernels for 512 rows and more that clear a counter first. Read once.
-        os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+        # With a workspace NVIDIA's library takes kernels for 512 rows and more that clear a counter first. Read once.
+        if torch.version.cuda is not None:
+            os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
         super().__init__(index)
 
     @classmethod

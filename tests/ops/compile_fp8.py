@@ -131,8 +131,8 @@ def main() -> None:
         tile = shortlist_kernel._tile(num_rows)
         sizes = {"ROWS": tile.rows, "WIDTH": tile.width, "STAGES": tile.num_stages}
         compiled("shortlist", shortlist_kernel._tile_kernel, tile, **sizes)
-    sizes = {"width": 2048, "TILES": 2048, "CANDIDATES": 16, "WIDTH": 512}
-    compiled("choose", shortlist_kernel._choose_kernel, Tile(1, 1, 1, 4, 1), **sizes)
+    sizes = {"width": 5120, "TILES": 2048, "CANDIDATES": 16, "WIDTH": 512}
+    compiled("choose", shortlist_kernel._choose_kernel, Tile(1, 1, 1, 8, 1), **sizes)
     compiled("write", _inputs_kernel, Tile(1, 1, 1, 2, 1), **heads, HALF=16, NORM=True)
 
 

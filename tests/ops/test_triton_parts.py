@@ -26,7 +26,10 @@ def check_norm(parts: Tensor, made: Tensor, residual: Tensor, factor: Tensor) ->
     want, total = OURS.add_rmsnorm(made, residual.clone(), factor, 1e-6)
     got, ours = OURS.add_rmsnorm(parts, residual.clone(), factor, 1e-6)
     assert torch.equal(ours, total)
-    torch.testing.assert_close(got, want)  # short rows are reduced in other lanes
+    if total.shape[1] > 1024:
+        assert torch.equal(got, want)
+    else:
+        torch.testing.assert_close(got, want)  # short rows are reduced in other lanes
 
 
 @pytest.mark.parametrize(("rows", "size"), sized([(3, 40)], [(32, 4096), (128, 2048)]))

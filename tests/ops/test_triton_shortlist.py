@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forkpoint.ops.sampling.shortlist_kernel import CANDIDATES, TILE, UNIT, Shortlist, e4m3_of, shortlist
+from forkpoint.ops.sampling.shortlist_kernel import TILE, UNIT, Shortlist, e4m3_of, shortlist
 from forkpoint.platforms.table import traits_of
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, sized, triton_ops
 
@@ -75,6 +75,31 @@ def test_which_id_of_equals() -> None:
     assert Shortlist(weight, FEW)(hidden)[0].tolist() == [7, 130, 0]
 
 
+def test_logits_that_are_all_negative() -> None:
+    """What is behind the ids has larger ones."""
+    direction = torch.randn(UNIT)
+    weight = -direction * (0.1 + 0.1 * torch.rand(FEW + 24, 1)) + 0.01 * torch.randn(FEW + 24, UNIT)
+    weight[FEW:] *= -1
+    weight = weight.to(DEVICE, torch.bfloat16)
+    hidden = direction.to(DEVICE, torch.bfloat16)[None]
+    ids, logits = Shortlist(weight, FEW)(hidden)
+    exact = (hidden.double() @ weight[:FEW].double().T)[0]
+    assert logits[0] < 0 and exact[ids[0]] > exact.quantile(0.9)
+
+
+def test_the_copy_has_the_nearest_numbers() -> None:
+    """Of four bits and a row's scale, in the order of columns that a byte's halves have."""
+    weight = head(FEW, 2 * UNIT, padding=24)
+    named = Shortlist(weight, FEW)
+    codes, scales = named._codes[:FEW].cpu().long(), named._scales[:FEW].cpu() / 64
+    copied = E2M1[torch.cat([codes % 16, codes // 16], dim=1)]
+    sized = weight[:FEW].cpu().float() / scales[:, None]
+    assert torch.equal(sized.abs().amax(1).round(), torch.full((FEW,), 6.0))
+    nearest = (sized[:, :, None] - E2M1).abs().amin(2)
+    torch.testing.assert_close((sized - copied).abs(), nearest, atol=1e-6, rtol=0)
+    assert not named._codes[FEW:].any()
+
+
 def test_few_ids_and_none() -> None:
     weight, hidden = head(4, UNIT, padding=60), torch.randn(3, UNIT).to(DEVICE, torch.bfloat16)
     ids, logits = Shortlist(weight, 4)(hidden)
@@ -99,11 +124,12 @@ def test_what_is_no_number_finds_an_id_all_the_same(value: float) -> None:
 
 def test_nearly_all_ids_are_those_of_the_head_where_logits_lie_close_together() -> None:
     """Of random states; the copy alone finds few of them."""
-    num_ids = 248_320 if ON_GPU else 4 * CANDIDATES * TILE.value
-    weight, hidden = head(num_ids, UNIT), torch.randn(64, UNIT).to(DEVICE, torch.bfloat16)
+    torch.manual_seed(0)
+    num_ids = 248_320 if ON_GPU else 4 * 16 * TILE.value
+    weight, hidden = head(num_ids, UNIT), torch.randn(128, UNIT).to(DEVICE, torch.bfloat16)
     ids, _ = Shortlist(weight, num_ids)(hidden)
     right = (ids == (hidden.float() @ weight.float().T).argmax(1)).float().mean()
-    assert right > 0.85
+    assert right > (0.9 if ON_GPU else 0.97)  # of four candidates 0.94
 
 
 def test_where_there_is_one() -> None:

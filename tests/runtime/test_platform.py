@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from forkpoint.errors import ConfigError
+from forkpoint.platforms.accelerator import AcceleratorPlatform
 from forkpoint.platforms.cpu import CpuPlatform
+from forkpoint.platforms.cuda import CudaPlatform
 from forkpoint.platforms.table import resolve_platform
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    500 kB\n"
@@ -64,3 +67,18 @@ def test_unknown_and_absent_devices_are_refused(name: str) -> None:
     for num_ranks in (1, 2):
         with pytest.raises(ConfigError, match=name):
             resolve_platform(name, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(("version", "given", "left"), [("13.0", None, "0"), ("13.0", "64", "64"), (None, None, None)])
+def test_only_nvidias_library_is_told_to_do_without_a_workspace(
+    version: str | None, given: str | None, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody gives it one; builds of torch for AMD read the same variable."""
+    name = "CUBLASLT_WORKSPACE_SIZE"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(AcceleratorPlatform, "__init__", lambda self, index: None)
+    CudaPlatform()
+    assert os.environ.get(name) == left

@@ -201,7 +201,7 @@ class Shortlist:
         _choose_kernel[(num_rows,)](
             *(keys, hidden, self._weight, token_ids, logits, self._num_ids, self._num_tiles, width),
             **{"TILES": tiles, "CANDIDATES": CANDIDATES, "WIDTH": columns, **options},
-            num_warps=4,
+            num_warps=4 if width <= 4096 else 8,  # all columns are in registers
         )
         return token_ids, logits
 
