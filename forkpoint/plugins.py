@@ -58,7 +58,7 @@ class Registry(Generic[Thing]):
             return self._load(points[0].value, f"{self._kind} {name!r} of package {_package(points[0])}")
         if ":" in name:
             return self._load(name, f"{self._kind} {name!r}")
-        # Who mistypes a name rarely mistypes its first letter: a "gpu" is no "npu".
+        # Who mistypes a name rarely mistypes its first letter: gpu is no npu.
         near = get_close_matches(name, [known for known in self.names() if known[:1] == name[:1]], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         allowed = f"one of {', '.join(self.names())}, or module:name of one that can be imported"
