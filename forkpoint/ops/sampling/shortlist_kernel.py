@@ -26,50 +26,29 @@ _PIECE_ROWS: Final = 4096  # packed together
 _NONE = tl.constexpr(-(1 << 31))
 
 
+_HALF = """
+{
+.reg .b32 %%half, %%size;
+shl.b32 %%half, $1, %d;
+shr.b32 %%size, %%half, 2;
+and.b32 %%size, %%size, 0x1c1c1c1c;
+and.b32 %%half, %%half, 0x80808080;
+or.b32 $0, %%half, %%size;
+}
+"""
+_HIGHER, _LOWER = tl.constexpr(_HALF % 0), tl.constexpr(_HALF % 4)
+
+
 @triton.jit
 def e4m3_of(codes, HIGH: tl.constexpr, BITS: tl.constexpr):
     """The lower or the higher half of each byte as e4m3: sign, two bits of exponent, the first of the fraction. With
     BITS four at a time."""
     if BITS:
-        if HIGH:
-            wide = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 %size, %sign;
-                shr.b32 %size, $1, 2;
-                and.b32 %size, %size, 0x1c1c1c1c;
-                and.b32 %sign, $1, 0x80808080;
-                or.b32 $0, %sign, %size;
-                }
-                """,
-                "=r,r",
-                [codes],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            wide = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 %size, %sign;
-                shl.b32 %size, $1, 2;
-                and.b32 %size, %size, 0x1c1c1c1c;
-                shl.b32 %sign, $1, 4;
-                and.b32 %sign, %sign, 0x80808080;
-                or.b32 $0, %sign, %size;
-                }
-                """,
-                "=r,r",
-                [codes],
-                dtype=tl.uint8,
-                is_pure=True,
-                pack=4,
-            )
-    elif HIGH:
-        wide = (codes & 0x80) | ((codes >> 2) & 0x1C)
+        half: tl.constexpr = _HIGHER if HIGH else _LOWER
+        wide = tl.inline_asm_elementwise(half, "=r,r", [codes], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        wide = ((codes << 4) & 0x80) | ((codes << 2) & 0x1C)
+        wide = codes if HIGH else codes << 4
+        wide = (wide & 0x80) | ((wide >> 2) & 0x1C)
     return wide.to(tl.float8e4nv, bitcast=True)
 
 
@@ -126,6 +105,7 @@ def _choose_kernel(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Of a row: the likeliest of every so manyth tile by its number, and by the head the likeliest of these."""
     await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILES // CANDIDATES)[:, None] * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
