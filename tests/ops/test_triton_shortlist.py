@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forkpoint.ops.sampling import shortlist_kernel
 from forkpoint.ops.sampling.shortlist_kernel import TILE, UNIT, Shortlist, e4m3_of, shortlist
+from forkpoint.platforms.platform import DeviceTraits
 from forkpoint.platforms.table import traits_of
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, sized, triton_ops
 
@@ -132,10 +134,13 @@ def test_nearly_all_ids_are_those_of_the_head_where_logits_lie_close_together() 
     assert right > (0.9 if ON_GPU else 0.97)  # of four candidates 0.94
 
 
-def test_where_there_is_one() -> None:
+def test_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = head(FEW, UNIT)
-    assert (shortlist(weight, FEW) is None) != traits_of(DEVICE).multiplies_fp8
-    assert shortlist(weight.float(), FEW) is None and shortlist(weight[:, :128], FEW) is None
+    for multiplies in (True, False):
+        traits = DeviceTraits(multiplies_fp8=multiplies)
+        monkeypatch.setattr(shortlist_kernel, "traits_of", lambda device, traits=traits: traits)
+        assert (shortlist(weight, FEW) is not None) == multiplies
+        assert shortlist(weight.float(), FEW) is None and shortlist(weight[:, :128], FEW) is None
 
 
 @gpu_only
