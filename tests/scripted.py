@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def write_scripted_model(
     following: dict[int, int] = {}
     for name, script in tokens.items():
         chain = [markers[name], *script, END]
-        following |= {ids[token]: ids[successor] for token, successor in zip(chain, chain[1:], strict=False)}
+        following |= {ids[token]: ids[successor] for token, successor in pairwise(chain)}
     for character, name in (after or {}).items():
         following[ids[f"<0x{ord(character):02X}>"]] = ids[tokens[name][0]]
     _write_weights(folder, following, len(ids), num_positions, ids[END])
