@@ -78,11 +78,9 @@ class Panel:
         peers = [self.results[size, system] for system in PEERS if (size, system) in self.results]
         return max(peers, key=lambda result: result.hit_rate)
 
-    def sooner_peers(self, size: int) -> str:
-        """Peers whose 95th percentile of the time to first token is lower than the engine's."""
-        mine = self.results[size, ENGINE].ttft_p95_s
-        ahead = [(name, r.ttft_p95_s) for (s, name), r in self.results.items() if s == size and name in PEERS]
-        return ", ".join(f"{name} {p95:.2f} s" for name, p95 in ahead if p95 < mine)
+    def least_p95(self, size: int) -> float:
+        """The lowest 95th percentile of a peer's time to first token, in seconds."""
+        return min(r.ttft_p95_s for (s, name), r in self.results.items() if s == size and name in PEERS)
 
 
 def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None] | None = None) -> None:
@@ -94,7 +92,7 @@ def write_report(plan: ReportPlan, folder: Path, progress: Callable[[int], None]
     panels = [_panel(plan, shape, trace, problems[trace.name], found) for shape in plan.shapes for trace in plan.traces]
     lines = [result.as_json() for result in results]
     (folder / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
-    pages = [_panel_text(panel, plan.systems, _plot(panel, plan.systems, folder)) for panel in panels]
+    pages = [_panel_text(panel, _plot(panel, plan.systems, folder)) for panel in panels]
     head = [*_head(plan, problems), "", *_summary(panels)]
     (folder / "README.md").write_text(wrapped("\n".join(head) + "\n\n" + "\n\n".join(pages) + "\n"))
 
@@ -132,26 +130,28 @@ def _head(plan: ReportPlan, problems: dict[str, ReuseProblem]) -> list[str]:
     return [
         "# Simulated: hit rate and time to first token against memory",
         "",
-        "Written by `python -m studies.simulate --report`; `docs/simulator.md` says what is simulated, and how well",
-        "it holds.",
+        "Written by `python -m studies.simulate --report`. `docs/simulator.md` says what is simulated and how well it",
+        "holds. `results.json` has every number of every system.",
         f"Device: {plan.device.name} ({plan.device.flops / 1e12:g} TFLOP/s, {plan.device.bandwidth / 1e12:g} TB/s).",
-        f"Budget: {plan.scheduler.max_num_batched_tokens} tokens a step, {plan.scheduler.max_num_seqs} rows.",
-        "Hit rate: reused tokens over all prompt tokens; requests that a system refuses for want of room are misses.",
-        f"`{HEADINGS[CLAIRVOYANT]}`: the same engine, told all requests beforehand. `{BOUND}`: no policy whatever",
-        "exceeds it, not even one so told.",
+        f"Budget: {plan.scheduler.max_num_batched_tokens} tokens per step, {plan.scheduler.max_num_seqs} rows.",
+        "The hit rate is reused tokens over all prompt tokens. A request that a system refuses for lack of room counts",
+        f"as a miss. `{HEADINGS[CLAIRVOYANT]}` is the same engine with all requests known beforehand. `{BOUND}` is a",
+        "rate that no policy can exceed. P95 is the 95th percentile of the time to first token, in seconds. Traces",
+        "whose requests share nothing are left out of the table.",
         "",
         markdown(rows),
     ]
 
 
 def _summary(panels: Sequence[Panel]) -> list[str]:
-    head = ("model", "trace", "GiB", "best peer", ENGINE, "clairvoyant", BOUND, "lower P95 of the time to first token")
+    head = ("model", "trace", "GiB", "best peer", ENGINE, "clairvoyant", BOUND, "P95", "least P95 of a peer")
     rows: list[tuple[str, ...]] = [head]
     for panel in panels:
         for size in panel.sizes:
+            if panel.bounds[size] == 0.0:
+                continue  # nothing can be reused
             peer, mine = panel.best_peer(size), panel.results[size, ENGINE]
             foreseen = panel.results.get((size, CLAIRVOYANT))
-            sooner = panel.sooner_peers(size)
             rows.append(
                 (
                     panel.shape.name,
@@ -161,33 +161,18 @@ def _summary(panels: Sequence[Panel]) -> list[str]:
                     f"{mine.hit_rate:.1%}",
                     f"{foreseen.hit_rate:.1%}" if foreseen else "-",
                     f"{panel.bounds[size]:.1%}",
-                    f"{sooner} (ours {mine.ttft_p95_s:.2f} s)" if sooner else "-",
+                    f"{mine.ttft_p95_s:.2f}",
+                    f"{panel.least_p95(size):.2f}",
                 )
             )
     return [markdown(rows)]
 
 
-def _panel_text(panel: Panel, systems: Sequence[str], plot: str | None) -> str:
-    parts = [f"## {panel.shape.name}, {panel.trace.name}"]
-    if plot is not None:
-        parts.append(f"![{panel.shape.name} on {panel.trace.name}]({plot})")
-    names = [HEADINGS.get(system, system) for system in systems]
-    rows: list[tuple[str, ...]] = [("hit rate, memory GiB", *names, BOUND)]
-    for size in panel.sizes:
-        rates = [panel.results[size, system].hit_rate for system in systems]
-        rows.append((f"{size / GIB:g}", *(f"{rate:.1%}" for rate in (*rates, panel.bounds[size]))))
-    parts.append(markdown(rows))
-    rows = [("TTFT mean / P95 s, memory GiB", *names)]
-    for size in panel.sizes:
-        found = [panel.results[size, system] for system in systems]
-        rows.append((f"{size / GIB:g}", *(f"{r.ttft_mean_s:.2f} / {r.ttft_p95_s:.2f}" for r in found)))
-    parts.append(markdown(rows))
-    rows = [("states written GiB, refused, memory GiB", *names)]
-    for size in panel.sizes:
-        found = [panel.results[size, system] for system in systems]
-        rows.append((f"{size / GIB:g}", *(f"{r.state_written_bytes / GIB:,.0f}, {r.num_refused}" for r in found)))
-    parts.append(markdown(rows))
-    return "\n\n".join(parts)
+def _panel_text(panel: Panel, plot: str | None) -> str:
+    title = f"{panel.shape.name}, {panel.trace.name}"
+    if plot is None:
+        return f"## {title}"
+    return f"## {title}\n\n![{title}]({plot})"
 
 
 def _plot(panel: Panel, systems: Sequence[str], folder: Path) -> str | None:
