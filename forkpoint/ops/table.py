@@ -29,6 +29,7 @@ from forkpoint.ops.parameters import (
 from forkpoint.ops.rows.columns import IdColumns, LateColumns, WindowColumns
 from forkpoint.ops.rows.reference import accept, catch_up, newest
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
+from forkpoint.ops.sampling.reference import top_ids
 
 STATE_OPERATORS = (
     "conv_prefill",
@@ -283,6 +284,9 @@ class OpTable:
     # From what was sampled at all positions, as greedy says it: the ids, -1 where not finite, and behind them how many
     # positions of each row count, int64. One counts if all ids sampled before it in its row were the drafts there.
     accept: Callable[[Tensor, Tensor, WindowColumns], Tensor] = accept
+    # The order of each row of `logits[N, V]`, from the largest to the smallest, equal ones by id: the first so many ids
+    # `[N, count]` and the rank `[N]`, from 1, of `token_ids[N]`, all int64.
+    top_ids: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = top_ids
     redirects: frozenset[str] = frozenset(STATE_OPERATORS)
     deterministic: bool = False  # rows do not depend on what else is in the batch, bit for bit
     backends: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way from the device."""
+"""Log-probabilities of tokens, and their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import TokenLogprobs
 
@@ -16,16 +17,19 @@ PROMPT_TILE_ROWS = 128  # positions whose logits exist at once while prompt log-
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of `N` positions, on the host once the step is done: `ids[N, 2 + T]` int64 (the token, its rank from 1, the `T`
-    likeliest) and `logprobs[N, 1 + T]` fp32 (of the token, of the likeliest). `asked`: the number of each position for
-    those who ask, and how many of the likeliest it is to have."""
+    """Log-probabilities of `N` positions, which are on the host once the step is done.
+
+    `ids[N, 2 + T]` int64 has the position's token, its rank from 1, and the `T` likeliest tokens. `logprobs[N, 1 + T]`
+    fp32 has the log-probability of the token, then those of the likeliest. `asked` maps the number of each position to
+    the number of likeliest tokens that its request wants.
+    """
 
     asked: Mapping[int, int]
     ids: Tensor
     logprobs: Tensor
 
     def fetch(self) -> dict[int, TokenLogprobs]:
-        """By the positions' numbers; to be called once the step is done."""
+        """Return the entries by the number of their position. Call it once the step is done."""
         return {
             number: TokenLogprobs(token, logprob, rank, tuple(top_ids[:top]), tuple(top_logprobs[:top]))
             for (number, top), (token, rank, *top_ids), (logprob, *top_logprobs) in zip(
@@ -34,15 +38,15 @@ class Scores:
         }
 
 
-def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], platform: Platform) -> Scores:
-    """Log-probabilities under `logits[N, V]` of `token_ids[N]` and of the likeliest, as many as are `asked` for."""
+def score(logits: Tensor, token_ids: Tensor, asked: Mapping[int, int], ops: OpTable, platform: Platform) -> Scores:
+    """Start the copy of log-probabilities under `logits[N, V]` to the host: of `token_ids[N]`, and of the likeliest.
+
+    A row's answer does not depend on what other rows ask for: of equally likely tokens the lower id comes first.
+    """
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1, keepdim=True) + 1
-    ids, values = [token_ids[:, None], ranks], [chosen]
-    num_top = min(max(asked.values()), logprobs.shape[1])
-    if num_top:
-        top_values, top_ids = torch.topk(logprobs, num_top, dim=-1)
-        ids.append(top_ids)
-        values.append(top_values)
-    return Scores(asked, platform.to_host(torch.cat(ids, dim=1)), platform.to_host(torch.cat(values, dim=1)))
+    num_top = min(max(asked.values()), logits.shape[1])
+    top, ranks = ops.top_ids(logits, token_ids, num_top)
+    token_ids = token_ids[:, None]
+    values = logprobs.gather(1, torch.cat([token_ids, top], dim=1))
+    ids = torch.cat([token_ids, ranks[:, None], top], dim=1)
+    return Scores(asked, platform.to_host(ids), platform.to_host(values))

@@ -302,7 +302,8 @@ class ModelRunner:
             stop = min(begin + PROMPT_TILE_ROWS, last)
             logits = self._model.logits(hidden[begin + first - start : stop + first - start])
             following = self.platform.upload(added.token_ids[begin + 1 : stop + 1].astype(np.int64))
-            tiles.append(score(logits, following, dict.fromkeys(range(begin + 1, stop + 1), num_top), self.platform))
+            asked = dict.fromkeys(range(begin + 1, stop + 1), num_top)
+            tiles.append(score(logits, following, asked, self._ops, self.platform))
         return tiles
 
 

@@ -175,4 +175,4 @@ class Sampler:
         if len(asked) < len(rows):
             index = self._platform.upload(np.asarray(list(asked), np.int64))
             logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
-        return score(logits, token_ids, asked, self._platform)
+        return score(logits, token_ids, asked, self._ops, self._platform)

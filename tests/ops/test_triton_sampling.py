@@ -24,6 +24,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not ON_GPU:
         monkeypatch.setattr(kernel, "GREEDY_TILE", 128)
         monkeypatch.setattr(kernel, "ELEMENTWISE_TILE", 512)
+        monkeypatch.setattr(kernel, "RANK_TILE", 256)
         monkeypatch.setattr(choose_kernel, "TILE", 64)
         monkeypatch.setattr(choose_kernel, "FEW", 128)
         monkeypatch.setattr(choose_kernel, "WIDE", 8)
@@ -54,6 +55,30 @@ def test_greedy(dtype: torch.dtype) -> None:
     assert ids.cpu()[4] == 130
     assert ids.cpu()[5] == 0
     assert ((ids >= 0) & (ids < VOCAB)).all(), "an id that is meaningless is an id all the same"
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_order_of_equal_logits(dtype: torch.dtype, num_top: int) -> None:
+    """Against a stable sort of all logits: few values, all equal, and none equal."""
+    logits = torch.cat([logits_of(2, dtype, 3.0).round(), logits_of(2, dtype, 3.0, 1)])
+    logits[1] = 0.5
+    chosen = torch.tensor([VOCAB - 1, 300, 17, int(logits[3].argmax())])
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices
+    wanted = (order == chosen[:, None]).int().argmax(dim=1) + 1
+    for found, ranks in (
+        reference.top_ids(logits, chosen, num_top),
+        kernel.top_ids(logits.to(DEVICE), chosen.to(DEVICE), num_top),
+    ):
+        assert found.tolist() == order[:, :num_top].tolist()
+        assert ranks.tolist() == wanted.tolist()
+
+
+def test_order_of_logits_that_are_not_finite() -> None:
+    logits = logits_of(2, torch.float32, 3.0)
+    logits[0, 5:30], logits[1] = torch.nan, torch.nan
+    found, ranks = kernel.top_ids(logits.to(DEVICE), torch.tensor([7, 9]).to(DEVICE), 20)
+    assert ((found >= 0) & (found < VOCAB)).all() and ((ranks > 0) & (ranks <= VOCAB + 1)).all()
 
 
 # What the tiles' maxima settle (few candidates), what takes passes over the row, and what keeps all.

@@ -225,10 +225,25 @@ def test_prompt_logprobs_of_following_tokens() -> None:
     logits = logits_of(5)
     following = torch.tensor([3, 60, 0, 7, 7])
     expected = torch.log_softmax(logits, dim=-1)
-    for i, entry in score(logits, following, dict.fromkeys(range(5), 2), CpuPlatform()).fetch().items():
+    for i, entry in score(logits, following, dict.fromkeys(range(5), 2), torch_table(), CpuPlatform()).fetch().items():
         assert entry.logprob == pytest.approx(float(expected[i, following[i]]))
         assert entry.top_ids[0] == int(logits[i].argmax())
         assert len(entry.top_ids) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equally_likely_tokens_are_listed_by_id_whatever_others_ask_for(dtype: torch.dtype) -> None:
+    """Each row's list and rank are those of the whole vocabulary in order, cut to what the row asks for."""
+    logits = (logits_of(6) / 3).round().to(dtype)  # few values
+    logits[5] = 0.0
+    chosen = torch.tensor([7, 60, 0, 33, 12, 58])
+    for most in (1, 3, 20):
+        asked = dict(zip(range(6), (0, 1, 2, 3, most, most), strict=True))
+        found = score(logits, chosen, asked, torch_table(), CpuPlatform()).fetch()
+        for i, line in enumerate(logits.tolist()):
+            order = sorted(range(VOCAB), key=lambda token: (-line[token], token))
+            assert list(found[i].top_ids) == order[: asked[i]]
+            assert found[i].rank == order.index(int(chosen[i])) + 1
 
 
 def test_min_p_of_one_keeps_the_largest() -> None:
@@ -324,6 +339,7 @@ def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_table(),
         sample_rows=lambda logits, columns: greedy(logits),
         apply_penalties=lambda logits, counts, columns: None,
+        top_ids=lambda logits, token_ids, num_top: (torch.topk(logits, num_top).indices, token_ids),
     )
     counts = TokenCounts(64, VOCAB, CpuPlatform())
     rows = [
@@ -341,5 +357,5 @@ def test_nothing_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch.Tensor, name, refuse, raising=False)
         patch.setattr(torch, "nonzero", refuse)
         sampled = Sampler(table, CpuPlatform()).sample(logits, rows, np.zeros(len(rows), np.int32), masks)
-        scores = score(logits, sampled.token_ids, dict.fromkeys(range(len(rows)), 2), CpuPlatform())
+        scores = score(logits, sampled.token_ids, dict.fromkeys(range(len(rows)), 2), table, CpuPlatform())
     assert len(scores.fetch()) == len(rows)

@@ -12,6 +12,7 @@ from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
 ELEMENTWISE_TILE = 4096
+RANK_TILE = 4096  # ids that a program of a whole row reads at once
 
 
 @triton.jit
@@ -58,6 +59,60 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     tiles = triton.next_power_of_2(num_tiles)
     _top_kernel[(num_rows,)](tops, places, token_ids, finite, vocab, num_tiles, TILES=tiles, **options, num_warps=1)
     return token_ids, finite
+
+
+@triton.jit
+def _rank_kernel(
+    logits, token_ids, ids, ranks, stride, vocab, num_top, TOP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Put a row's `num_top` ids with the largest logits in order, and find the rank of its token.
+
+    `ids` has them by logit. Which ids have the smallest of these logits is not defined, so they are found anew.
+    """
+    row = tl.program_id(0)
+    line, own = logits + row.to(tl.int64) * stride, ids + row * num_top
+    at = tl.arange(0, TOP)
+    listed = at < num_top
+    top = tl.load(own + at, mask=listed, other=0)
+    least = tl.min(tl.load(line + top, mask=listed, other=float("inf")).to(tl.float32))
+    count = tl.sum((tl.load(line + top, mask=listed, other=float("-inf")).to(tl.float32) > least).to(tl.int32))
+    token_id = tl.load(token_ids + row)
+    logit = tl.load(line + token_id).to(tl.float32)
+    before = tl.zeros((TILE,), tl.int32)
+    for first in range(0, vocab, TILE):
+        here = first + tl.arange(0, TILE)
+        x = tl.load(line + here, mask=here < vocab, other=float("-inf")).to(tl.float32)
+        before += ((x > logit) | ((x == logit) & (here < token_id))).to(tl.int32)
+        if count < num_top:
+            equal = ((x == least) & (here < vocab)).to(tl.int32)
+            num_equal = tl.sum(equal)
+            if num_equal > 0:
+                place = count + tl.cumsum(equal, axis=0) - 1
+                tl.store(own + place, here.to(tl.int64), mask=(equal > 0) & (place < num_top))
+                count += num_equal
+    tl.store(ranks + row, tl.sum(before).to(tl.int64) + 1)
+    tl.debug_barrier()
+    top = tl.load(own + at, mask=listed, other=vocab)
+    value = tl.load(line + top, mask=listed, other=float("-inf")).to(tl.float32)
+    equal_before = (value[None, :] == value[:, None]) & (top[None, :] < top[:, None])
+    place = tl.sum(((value[None, :] > value[:, None]) | equal_before).to(tl.int32), axis=1)
+    tl.debug_barrier()
+    tl.store(own + place, top, mask=listed)
+
+
+def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Order each row of `logits[N, V]` from the largest logit to the smallest, equal ones by id.
+
+    -> (the first ids `[N, num_top]` int64; the rank `[N]` int64, from 1, of `token_ids[N]`).
+    """
+    num_rows, vocab = logits.shape
+    ids = torch.topk(logits, num_top, dim=1).indices
+    ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        top = triton.next_power_of_2(max(num_top, 2))
+        sizes = (dense_rows(logits), vocab, num_top)
+        _rank_kernel[(num_rows,)](logits, token_ids, ids, ranks, *sizes, TOP=top, TILE=RANK_TILE, num_warps=8)
+    return ids, ranks
 
 
 @triton.jit(do_not_specialize_on_alignment=("rows", "lines", "repetition", "frequency", "presence"))

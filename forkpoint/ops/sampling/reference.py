@@ -1,4 +1,4 @@
-"""Sampling in torch, for CPUs: `apply_penalties` and `sample_rows` look at their data."""
+"""Sampling in torch, for CPUs: `apply_penalties`, `sample_rows` and `top_ids` look at their data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
+SLACK = 16  # more candidates than asked for, so that logits equal to the last one are rarely cut off
 FEW = 1024  # logits put in order first; all of them only where they fall short of top_p
 
 
@@ -14,6 +15,27 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`logits[N, V]` -> (ids of the largest `[N]` int64, lowest first; `[N]` bool: it is neither NaN nor infinite)."""
     top, token_ids = logits.max(dim=-1)
     return token_ids, torch.isfinite(top)
+
+
+def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Order each row of `logits[N, V]` from the largest logit to the smallest, equal ones by id.
+
+    -> (the first ids `[N, num_top]` int64; the rank `[N]` int64, from 1, of `token_ids[N]`).
+    """
+    chosen = logits.gather(1, token_ids[:, None])
+    ranks = (logits > chosen).sum(dim=1) + 1
+    for row, token_id in enumerate(token_ids.tolist()):
+        ranks[row] += (logits[row, :token_id] == chosen[row]).sum()
+    if not num_top:
+        return token_ids.new_empty(len(logits), 0), ranks
+    count = min(num_top + SLACK, logits.shape[1])
+    values, ids = torch.topk(logits, count, dim=1)
+    if count < logits.shape[1] and (values[:, -1] == values[:, num_top - 1]).any():
+        # topk cut through equal logits, and which of them it took is not defined.
+        return torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :num_top], ranks
+    ids = torch.sort(ids, dim=1).values
+    order = torch.sort(logits.gather(1, ids), dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)[:, :num_top], ranks
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
