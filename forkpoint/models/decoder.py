@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from forkpoint.models.mtp import MTPHead
 # `residual` is None before the first layer.
 Layer: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], tuple[Tensor, Tensor]]
 
-
+HEAD: Final = "lm_head.weight"
+LOGGER: Final = logging.getLogger(__name__)
 # What Mamba's authors call weights outside of layers, and what they are called here.
 BACKBONE: Final = (
     ("backbone.embeddings.", "model.embed_tokens."),
@@ -85,15 +88,32 @@ class Model(ABC):
         self._layers = [self.build_layer(build, layer) for layer in range(len(config.layers))]
         self._norm = RMSNorm(build, "model.norm", config.hidden_size, self.centred_norms)
         self._norm.weight = self._norm.weight * config.logits_scale
-        start, end = padded_span(config.vocab_size, build.ranks)
-        cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
-        if config.tie_word_embeddings:
-            part = cut.part(shape, build.ranks)
-            head = part.of(self._embedding) if part else self._embedding
-        else:
-            head = weights.get("lm_head.weight", shape, cut=cut)
         self._drafts = MTPHead(build) if config.draft_layer else None
+        head = self._read_head(build)
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
+
+    def _read_head(self, build: Build) -> Tensor:
+        """Return this rank's rows of the output head: the checkpoint's own head if there is one, else the embeddings
+        if config.json ties the two."""
+        config, weights, ranks = build.config, build.weights, build.ranks
+        start, end = padded_span(config.vocab_size, ranks)
+        cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
+        if not config.tie_word_embeddings:
+            return weights.get(HEAD, shape, cut=cut)
+        part = cut.part(shape, ranks)
+        tied = part.of(self._embedding) if part else self._embedding
+        if not weights.stores(HEAD):
+            return tied
+        own = weights.get(HEAD, shape, cut=cut)
+        if torch.equal(own, tied):
+            return tied  # one copy in memory
+        if ranks.rank == 0:
+            LOGGER.warning(
+                "config.json has tie_word_embeddings=true, but the weights hold a %s that differs from the "
+                "embeddings; it is used",
+                HEAD,
+            )
+        return own
 
     @classmethod
     @abstractmethod

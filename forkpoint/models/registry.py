@@ -19,7 +19,7 @@ from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
-from forkpoint.models.weights import DummyWeights, FileWeights, LoadingProgress, WeightSource
+from forkpoint.models.weights import MTP_HEAD, VISION_TOWER, DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
 from forkpoint.plugins import Registry
@@ -36,6 +36,7 @@ def _own_families() -> Iterator[type[Model]]:
 FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
 NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for it"
 MTP_WEIGHT: Final = "mtp.fc.weight"
+TIES: Final = "tie_word_embeddings"
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
     "forkpoint.models",
@@ -108,12 +109,18 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
 
 
 def _read_fields(path: Path) -> Fields:
+    """A multimodal config keeps the text model's fields in an object of their own, which wins. The embeddings are tied
+    if either of the two says so."""
     outer = read_json(path)
     inner = outer.get("text_config")
-    # A multimodal config keeps the text model's fields apart; what it leaves open stands outside.
     given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
     named = outer.get("architectures") or _named_by_type(outer.get("model_type"))
-    return Fields({**outer, **given, "architectures": named}, str(path))
+    values = {**outer, **given, "architectures": named}
+    ties = [part[TIES] for part in (given, outer) if part.get(TIES) is not None]
+    if ties:
+        wrong = [value for value in ties if not isinstance(value, bool)]  # refused where the family reads it
+        values[TIES] = wrong[0] if wrong else any(ties)
+    return Fields(values, str(path))
 
 
 def _named_by_type(model_type: Any) -> list[str]:
@@ -165,26 +172,20 @@ def load_model(
     form |= {"ranks": ranks, "as_bytes": fp8_as_bytes}
     if load_format == "dummy":
         return _build(config, DummyWeights(seed=seed, **form), ops)
-    names = MODELS.find(config.architecture).weight_names
-    with closing(FileWeights(folder=Path(path), progress=progress, names=names, mtp=mtp, **form)) as weights:
+    form |= {"names": MODELS.find(config.architecture).weight_names, "unused": _unused_parts(config, mtp)}
+    with closing(FileWeights(folder=Path(path), progress=progress, **form)) as weights:
         if mtp and not weights.has(MTP_WEIGHT):
             raise UnsupportedModelError(f"{path} holds no MTP layer ({MTP_WEIGHT}) to draft with; {NO_MTP}")
         ranks.check_equal({"names and shapes of weights": weights.named_shapes()}, device)
         model = _build(config, weights, ops)
-        _check_all_used(path, config, weights)
+        weights.finish()
         return model
 
 
-def _check_all_used(path: str | Path, config: ModelConfig, weights: FileWeights) -> None:
-    """Raises ModelFolderError for weights of layers that the model does not have, but for those of a draft layer."""
-    spare = tuple(f"model.layers.{len(config.layers) + i}." for i in range(config.num_draft_layers))
-    spare += ("lm_head.weight",) if config.tie_word_embeddings else ()
-    unused = [name for name in weights.rest() if not name.startswith(spare)]
-    if unused:
-        raise ModelFolderError(
-            f"{path} holds {len(unused)} tensors that {config.architecture} with this config.json does not use, "
-            f"{unused[0]!r} first; config.json and the weights belong to different models"
-        )
+def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
+    """How the names of tensors begin that belong to parts which this model does not have, and what each part is."""
+    layers = {f"model.layers.{len(config.layers) + i}.": "layers for drafts" for i in range(config.num_draft_layers)}
+    return VISION_TOWER | layers | ({} if mtp else MTP_HEAD)
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError
 from forkpoint.models.cuts import WHOLE, Cut, Part
 from forkpoint.models.fields import canonical_name
 from forkpoint.models.quantization import Fp8Format
+from forkpoint.models.shards import Shards, some
 from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dense, quantise
 from forkpoint.ops.ranks import ALONE, Ranks
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _PIECE = 1 << 22  # elements looked at together
-# Parts of multimodal and speculative checkpoints that a text model does not use.
-IGNORED = ("model.visual.", "visual.", "model.mtp.")
-MTP = "mtp."
+# Parts of checkpoints that a text model does not use, by how their canonical names begin.
+VISION_TOWER = {"model.visual.": "the vision tower", "visual.": "the vision tower"}
+MTP_HEAD = {"mtp.": "the MTP head", "model.mtp.": "the MTP head"}
+INV_FREQ = "rotary_emb.inv_freq"  # the end of the names of rotary frequencies, which config.json gives
+LOGGER = logging.getLogger(__name__)
 
 Span: TypeAlias = tuple[float, float]
 LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
@@ -99,6 +100,10 @@ class WeightSource(ABC):
     @abstractmethod
     def has(self, name: str) -> bool:
         """Whether `get` can return this tensor."""
+
+    def stores(self, name: str) -> bool:
+        """Whether a file holds this tensor."""
+        return self.has(name) and self.shape(name) is not None
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -179,41 +184,54 @@ class FileWeights(WeightSource):
     folder: Path
     progress: LoadingProgress | None = None
     names: Sequence[tuple[str, str]] = ()  # the family's
-    mtp: bool = False  # the MTP head's tensors are there too
+    unused: Mapping[str, str] = field(default_factory=dict)  # how names of unused parts begin -> what the part is
 
     def __post_init__(self) -> None:
-        listed = _listed_tensors(self.folder)
-        self._files = {shard: _open_shard(self.folder / shard) for shard in sorted(set(listed.values()))}
-        ignored = IGNORED if self.mtp else (*IGNORED, MTP)
-        kept = {n: s for n, s in listed.items() if not n.startswith(ignored) and not n.endswith("rotary_emb.inv_freq")}
-        self._stored = {canonical_name(name, self.names): (name, shard) for name, shard in kept.items()}
-        self._check_against_shards(listed)
+        self._shards = Shards(self.folder)
+        self._stored: dict[str, str] = {}  # canonical name -> stored name
+        self._skipped: Counter[str] = Counter()  # tensors of each unused part
+        for stored in self._shards.file_of:
+            self._sort(stored)
         self._unread = set(self._stored)
-        self._num_bytes = self._sizes() if self.progress is not None else {}
+        sizes = self._shards.sizes() if self.progress is not None else {}
+        self._num_bytes = {name: sizes.get(stored, 0) for name, stored in self._stored.items()}
         self._total_bytes, self._read_bytes = sum(self._num_bytes.values()), 0
         self._tell()
 
+    def _sort(self, stored: str) -> None:
+        name = canonical_name(stored, self.names)
+        part = next((f"{part} ({start}*)" for start, part in self.unused.items() if name.startswith(start)), None)
+        if name.endswith(INV_FREQ):
+            part = f"rotary frequencies (*{INV_FREQ})"
+        if part is not None:
+            self._skipped[part] += 1
+        elif name in self._stored:
+            raise ModelFolderError(
+                f"{self.folder} holds {self._stored[name]!r} and {stored!r}, which are names of the same tensor; "
+                "delete one of the two"
+            )
+        else:
+            self._stored[name] = stored
+
     def close(self) -> None:
-        """Let go of the files."""
-        self._files.clear()
-
-    def _check_against_shards(self, listed: dict[str, str]) -> None:
-        for shard, file in self._files.items():
-            lacking = {name for name, where in listed.items() if where == shard} - set(file.keys())
-            if lacking:
-                raise ModelFolderError(
-                    f"{self.folder / shard} lacks {_some(lacking)}, which {INDEX_NAME} says it holds; "
-                    "fetch the file again"
-                )
-
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of each tensor that a model may ask for, by its canonical name."""
-        stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
-        return {name: stored[shard][inside] for name, (inside, shard) in self._stored.items()}
+        """Close the files."""
+        self._shards.close()
 
     def _tell(self) -> None:
         if self.progress is not None:
             self.progress(self._read_bytes, self._total_bytes)
+
+    def finish(self) -> None:
+        """Log the tensors of unused parts. Raises ModelFolderError for any other tensor that nobody asked for."""
+        for part, count in self._skipped.items():
+            if self.ranks.rank == 0:
+                LOGGER.info("weights not used: %d tensors of %s", count, part)
+        if self._unread:
+            unread = [self._stored[name] for name in self._unread]
+            raise ModelFolderError(
+                f"{self.folder} holds {len(unread)} tensors that the model of this config.json does not use: "
+                f"{some(unread)}; config.json and the weights belong to different models"
+            )
 
     def has(self, name: str) -> bool:
         return name in self._stored
@@ -224,10 +242,6 @@ class FileWeights(WeightSource):
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """All that a model may ask for, whole."""
         return [(name, self.shape(name)) for name in sorted(self._stored)]
-
-    def rest(self) -> list[str]:
-        """Names that nobody asked for."""
-        return sorted(self._unread)
 
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
         if self._stored_type(name) in FP8_TYPES:
@@ -258,26 +272,24 @@ class FileWeights(WeightSource):
 
     def _slice(self, name: str) -> Any:
         """What safetensors knows of it before it is read."""
-        stored, shard = self._find(name)
-        return self._files[shard].get_slice(stored)
+        return self._shards.slice(self._find(name))
 
     def _where(self, name: str) -> str:
-        stored, shard = self._find(name)
-        return f"{stored!r} in {self.folder / shard}"
+        stored = self._find(name)
+        return f"{stored!r} in {self.folder / self._shards.file_of[stored]}"
 
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
         """A copy on the device, as stored (FP8 as `codes`), of the part that has `shape`."""
-        stored, shard = self._find(name)
+        stored = self._find(name)
         found, whole = self.shape(name), tuple(part.whole if part else shape)
         if found != whole:
             raise ModelFolderError(
                 f"tensor {self._where(name)} has shape {list(found)}; config.json asks for {list(whole)}"
             )
-        file = self._files[shard]
         try:
-            tensor: Tensor = file.get_tensor(stored) if part is None else part.of(file.get_slice(stored))
+            tensor: Tensor = self._shards.tensor(stored) if part is None else part.of(self._shards.slice(stored))
         except SafetensorError as error:
-            raise ModelFolderError(f"{self.folder / shard} is broken at {stored!r}: {error}") from error
+            raise ModelFolderError(f"tensor {self._where(name)} cannot be read: {error}; fetch it again") from error
         # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
         tensor = (tensor.view(self.codes) if tensor.dtype == CODES else tensor).to(self.device, copy=True)
         if name in self._unread:
@@ -296,52 +308,13 @@ class FileWeights(WeightSource):
             )
         return tensor
 
-    def _find(self, name: str) -> tuple[str, str]:
+    def _find(self, name: str) -> str:
         if name not in self._stored:
             raise ModelFolderError(
                 f"{self.folder} holds no tensor {name!r}; config.json and the weights belong to different models, "
                 "or a shard is missing from the index"
             )
         return self._stored[name]
-
-
-def _listed_tensors(folder: Path) -> dict[str, str]:
-    """Stored name -> file name."""
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise ModelFolderError(
-                f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}; give a folder with safetensors weights, "
-                "or load_format='dummy' for random ones"
-            )
-        return dict.fromkeys(_open_shard(folder / SINGLE_NAME).keys(), SINGLE_NAME)
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-        raise ModelFolderError(f"{index} has no 'weight_map' from tensor to file name")
-    extra = {path.name for path in folder.glob("model-*-of-*.safetensors")} - set(listed.values())
-    if extra:
-        raise ModelFolderError(
-            f"{folder} holds {_some(extra)}, which {INDEX_NAME} does not name; the index or the shards are of "
-            "another version: fetch both again"
-        )
-    return listed
-
-
-def _open_shard(path: Path) -> Any:
-    if not path.is_file():
-        raise ModelFolderError(f"shard {path} is missing; fetch it again")
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelFolderError(f"shard {path} is broken or cut short: {error}; fetch it again") from error
-
-
-def _stored_bytes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor of a shard that `_open_shard` has found whole."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: end - start for name, (start, end) in spans.items()}
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -353,9 +326,3 @@ def _is_finite(tensor: Tensor) -> bool:
         if not bool(torch.isfinite(piece.sum(dtype=torch.float32))) and not bool(torch.isfinite(piece).all()):
             return False
     return True
-
-
-def _some(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    return ", ".join(repr(name) for name in first) + more

@@ -70,7 +70,7 @@ def test_all_bytes_are_told_once() -> None:
     device, told_bytes = torch.device("cpu"), lambda *bytes: told.append(bytes)
     files = FileWeights(folder=folder, dtype=torch.float32, device=device, progress=told_bytes)
     with closing(files) as weights:
-        names = weights.rest()
+        names = [name for name, _ in weights.named_shapes()]
         for name in (*names, names[0]):
             weights.get(name, weights.shape(name) or ())
     total = told[0][1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,47 @@ def test_wrong_shards(tmp_path: Path) -> None:
     for path in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
         path.unlink()
     fails(folder, "load_format='dummy'")
+
+
+def test_shards_stay_in_their_folder(tmp_path: Path) -> None:
+    """Whatever the index says, nothing outside of the folder is opened, but for the blobs of a hub's cache."""
+    repository = tmp_path / "models--someone--something"
+    folder, outside = repository / "snapshots" / "main", tmp_path / "outside"
+    write_checkpoint(folder, "qwen3", shard_size="100KB")
+    write_checkpoint(outside, "qwen3", shard_size="100KB")
+    want, path = logits(folder), folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+
+    def refused(name: str) -> str:
+        changed = {key: name if where == shard else where for key, where in index["weight_map"].items()}
+        path.write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(ModelFolderError) as caught:
+            load_model(folder, ops=torch_table())
+        return str(caught.value)
+
+    shutil.move(folder / shard, tmp_path / "kept")
+    for name in (f"../../../outside/{shard}", str(outside / shard), "/etc/passwd", "/dev/zero"):
+        assert f"shard {name!r} is not inside of" in refused(name)
+    (folder / "linked").symlink_to(outside / shard)
+    assert "shard 'linked' is not inside of" in refused("linked")
+    os.mkfifo(folder / "pipe")
+    assert "not a regular file" in refused("pipe")
+    assert "not a regular file" in refused(".")
+
+    path.write_text(json.dumps(index))
+    store = tmp_path / "blobs" / "ab"  # the cache's shared one
+    for blobs in (repository / "blobs", store):
+        blobs.mkdir(parents=True)
+    shutil.move(tmp_path / "kept", store / "abcd")
+    (repository / "blobs" / "etag").symlink_to("../../blobs/ab/abcd")
+    (folder / shard).symlink_to("../../blobs/etag")
+    assert torch.equal(logits(folder), want)
+
+
+def test_pickles_are_never_loaded(folder: Path) -> None:
+    torch.save(load_file(folder / SINGLE), folder / "pytorch_model.bin")
+    logits(folder)
+    (folder / SINGLE).unlink()
+    with pytest.raises(ModelFolderError, match=r"only 'pytorch_model.bin': pickles can run code and are never loaded"):
+        load_model(folder, ops=torch_table())

@@ -1,0 +1,156 @@
+"""The safetensors files of a model folder: which tensors it holds, and in which file each one is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+
+from forkpoint.checks import read_json
+from forkpoint.errors import ModelFolderError
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # loading one could run code, so none is ever opened
+LOGGER: Final = logging.getLogger(__name__)
+
+
+class Shards:
+    """The open safetensors files of `folder`. Call `close` when done.
+
+    `file_of` maps the stored name of each tensor to the name of its file. Raises ModelFolderError for a shard that is
+    missing, broken, outside of the folder, or does not hold what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / INDEX_NAME
+        listed = _read_index(index) if index.is_file() else {}
+        names = sorted(set(listed.values())) or [_single_file(folder)]
+        _check_other_files(folder, names)
+        self._files = {name: _open_shard(folder, name) for name in names}
+        self.file_of = self._locate(listed) if listed else dict.fromkeys(self._files[SINGLE_NAME].keys(), SINGLE_NAME)
+
+    def _locate(self, listed: Mapping[str, str]) -> dict[str, str]:
+        """Compare the index with what the shards hold. The index decides where a tensor is stored twice."""
+        located = dict(listed)
+        for shard, file in self._files.items():
+            held = set(file.keys())
+            missing = {name for name, where in listed.items() if where == shard} - held
+            if missing:
+                raise ModelFolderError(
+                    f"{self.folder / shard} lacks {some(missing)}, which {INDEX_NAME} says it holds; "
+                    "fetch the file again"
+                )
+            copies = {name for name in held if located.get(name, shard) != shard}
+            if copies:
+                LOGGER.warning("%s also holds %s, which is read from another shard", shard, patterns(copies))
+            unlisted = held - set(located)
+            if unlisted:
+                LOGGER.warning("%s does not list %s of %s; they are read too", INDEX_NAME, patterns(unlisted), shard)
+                located |= dict.fromkeys(unlisted, shard)
+        return located
+
+    def slice(self, name: str) -> Any:
+        """What safetensors knows of a tensor before it reads it."""
+        return self._files[self.file_of[name]].get_slice(name)
+
+    def tensor(self, name: str) -> Any:
+        """The whole tensor, mapped from its file. Raises SafetensorError."""
+        return self._files[self.file_of[name]].get_tensor(name)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor."""
+        stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
+        return {name: stored[shard][name] for name, shard in self.file_of.items()}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.clear()
+
+
+def patterns(names: Iterable[str]) -> str:
+    """Tensor names in short: those that differ in numbers alone are one pattern with its count."""
+    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sorted(names))
+    return ", ".join(pattern if count == 1 else f"{pattern} ({count} tensors)" for pattern, count in counts.items())
+
+
+def some(names: Collection[str]) -> str:
+    """The first three names, and how many more there are."""
+    first = sorted(names)[:3]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return ", ".join(repr(name) for name in first) + more
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
+        raise ModelFolderError(f"{index} has no 'weight_map' from tensor to file name")
+    return listed
+
+
+def _single_file(folder: Path) -> str:
+    if not os.path.lexists(folder / SINGLE_NAME):
+        pickles = {path.name for pattern in PICKLES for path in folder.glob(pattern)}
+        found = f", only {some(pickles)}: pickles can run code and are never loaded" if pickles else ""
+        raise ModelFolderError(
+            f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a folder with safetensors weights, "
+            "or load_format='dummy' for random ones"
+        )
+    return SINGLE_NAME
+
+
+def _check_other_files(folder: Path, shards: Collection[str]) -> None:
+    """Refuse shards that the index does not name, and log other safetensors files."""
+    others = {path.name for path in folder.glob("*.safetensors")} - set(shards)
+    stray = {name for name in others if name == SINGLE_NAME or re.fullmatch(r"model-.*-of-.*\.safetensors", name)}
+    if stray:
+        raise ModelFolderError(
+            f"{folder} holds {some(stray)}, which {INDEX_NAME} does not name; the index or the shards are of "
+            "another version: fetch both again"
+        )
+    if others:
+        LOGGER.info("files of %s that are not read: %s", folder, ", ".join(sorted(others)))
+
+
+def _open_shard(folder: Path, name: str) -> Any:
+    path = folder / name
+    if not os.path.lexists(path):
+        raise ModelFolderError(f"shard {path} is missing; fetch it again")
+    _check_inside(folder, name)
+    if not path.is_file():
+        raise ModelFolderError(f"shard {path} is not a regular file; fetch it again")
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(f"shard {path} is broken or cut short: {error}; fetch it again") from error
+
+
+def _check_inside(folder: Path, name: str) -> None:
+    """Refuse a shard that is not in `folder`. A link may leave it only as in huggingface_hub's cache, from a snapshot
+    to the blobs of its repository, or of the whole cache."""
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots" and home.parents[1].name.startswith("models--"):
+        allowed += [home.parents[1] / "blobs", home.parents[2] / "blobs"]
+    given = Path(name)
+    leaves = given.is_absolute() or ".." in given.parts
+    if leaves or not any((folder / name).resolve().is_relative_to(place) for place in allowed):
+        raise ModelFolderError(
+            f"shard {name!r} is not inside of {folder}; only files of a model's own folder are read: copy it there"
+        )
+
+
+def _stored_bytes(path: Path) -> dict[str, int]:
+    """Bytes of each tensor of a shard that `_open_shard` has found whole."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in spans.items()}
