@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ COMMAND = re.compile(
 )
 RUN = re.compile(r"python -m ((?:forkpoint|benchmarks|evaluation|scripts|studies|train)\b[\w.]*)")
 FILE = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+# Files of checkpoints, of other projects and of users.
+ELSEWHERE = frozenset({"config.json", "generation_config.json", "tokenizer.json", "block_table.py"})
 SUFFIXES = (".py", ".md", ".json", ".cpp", ".yaml")
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -49,10 +53,28 @@ def test_lines_are_wrapped(page: Path) -> None:
 
 @EACH_PAGE
 def test_files_that_are_named_exist(page: Path) -> None:
-    """Written from the root, from the package, or from the page's folder; results of commands are not there."""
+    """A name with a slash starts at the root, the package or the page's folder. A bare name is a file of the
+    repository or one of ELSEWHERE."""
     for name in CODE.findall(page.read_text()):
-        if FILE.fullmatch(name) and name.endswith(SUFFIXES) and "/" in name:
+        if not (FILE.fullmatch(name) and name.endswith(SUFFIXES)):
+            continue
+        if "/" in name:
             assert any(any(base.glob(name)) for base in (ROOT, ROOT / "forkpoint", page.parent)), name
+        else:
+            assert name in ELSEWHERE or name.startswith((".", "*")) or name in repository_names(), name
+
+
+@cache
+def repository_names() -> frozenset[str]:
+    """The names, without folders, of all files that git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return frozenset(Path(line).name for line in listed.stdout.splitlines())
 
 
 @EACH_PAGE
