@@ -7,7 +7,7 @@ import json as jsonlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from forkpoint.checks import Bounds, Checker, checked_fields, is_text, option
 from forkpoint.errors import InvalidParamsError
@@ -32,6 +32,10 @@ MAX_STOP_CHARS: Final = 4096  # of all stop strings together: as much text is he
 MAX_BAD_WORDS: Final = 1024
 MAX_BAD_WORD_CHARS: Final = 16384  # of all bad words together
 MAX_SALT_CHARS: Final = 1024
+
+# Whether an answer begins with thinking, which `</think>` ends: it does not; it may, with `<think>`; or the prompt has
+# opened the thinking already.
+Thinking: TypeAlias = Literal["none", "optional", "open"]
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
 CHOICES: Final = "a list of texts (valid Unicode), not all of them empty"
@@ -103,6 +107,8 @@ class SamplingParams:
     `bad_words` are texts that the output must not contain, at the start of a word or within one; of ids other than
     `allowed_token_ids` none comes. `truncate_prompt_tokens` keeps so many of the prompt's last tokens, -1 as many as
     leave room for `max_tokens`.
+    `thinking` says whether the answer begins with thinking: `open` if the prompt has opened `<think>`, `optional` if
+    the model may. Stop strings and `structured_outputs` then concern only what follows `</think>`.
     None is taken for an empty text, list or mapping, and numpy's numbers for Python's. Raises InvalidParamsError for
     values of a wrong type or out of range.
     """
@@ -144,6 +150,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None
     truncate_prompt_tokens: int | None = option(None, bounds=Bounds(-1, MAX_INT32), allowed=LAST_TOKENS)
+    thinking: Thinking = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache_salt", "" if self.cache_salt is None else self.cache_salt)

@@ -89,13 +89,18 @@ class StopStrings:
                 self._fallback[longer] = self._step(self._fallback[state], character)
         self._state = 0
         self._num_read = 0  # characters of the text that `_state` is about
+        self._start = 0
+
+    def skip(self, num_characters: int) -> None:
+        """Ignore the first `num_characters` of the text; to be called before any of the rest is read."""
+        self._start = self._num_read = num_characters
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """The first stop string that ends in the last `num_new` characters of `text`, and where that is cut."""
+        """Return the first stop string that ends in the last `num_new` characters of `text`, and where to cut there."""
         if not num_new:
             return None
-        settled = len(text) - num_new
-        places = ((text.find(stop, max(0, settled - len(stop) + 1)), stop) for stop in self._stops)
+        known = len(text) - num_new
+        places = ((text.find(stop, max(self._start, known - len(stop) + 1)), stop) for stop in self._stops)
         at, stop = min((place for place in places if place[0] >= 0), key=itemgetter(0), default=(-1, ""))
         return (stop, at + len(stop) if self._include else at) if stop else None
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from forkpoint.engine.detokenize import Detokenizer, StopStrings
 from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.thinking import ContentFinder
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ForkpointError
 from forkpoint.obs.logs import LOGGER
@@ -48,6 +49,9 @@ class Completion:
             skip = params.skip_special_tokens
             self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
         self._stops = stops
+        self._content = ContentFinder(params.thinking)
+        self._content_start: int | None = None  # where the search for stop strings begins, once that is known
+        self._num_searched = 0  # characters in which no stop string ends that would count
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
@@ -85,7 +89,7 @@ class Completion:
 
     def abort(self) -> None:
         if self.finish_reason is None:
-            self._extend(self._flushed())
+            self._extend(self._flushed(), is_last=True)
             self.finish_reason = FinishReason.ABORT
 
     def fail(self, error: Exception) -> None:
@@ -128,23 +132,36 @@ class Completion:
 
     @property
     def _num_certain(self) -> int:
-        """Characters that no stop string can take back."""
-        return len(self._text) - (0 if self.finish_reason is not None else self._stops.num_undecided(self._text))
+        """Number of characters that no stop string can remove."""
+        if self.finish_reason is not None or not self.request.params.stop:
+            return len(self._text)
+        if self._content_start is not None:
+            return len(self._text) - self._stops.num_undecided(self._text)
+        return len(self._text) if self._content.is_thinking else 0
 
-    def _extend(self, text: str) -> None:
-        """Append text and look for a stop string in it, once `min_tokens` are out."""
+    def _extend(self, text: str, *, is_last: bool = False) -> None:
+        """Append text and look for a stop string in the content, once there are `min_tokens`."""
         self._text += text
         params = self.request.params
-        if not params.stop or len(self._token_ids) < params.min_tokens:
+        if not params.stop:
             return
-        hit = self._stops.find(self._text, len(text))
+        if self._content_start is None:
+            self._content_start = self._content.find(self._text, is_whole=is_last)
+            if self._content_start is None:
+                return
+            self._stops.skip(self._content_start)
+            self._num_searched = self._content_start
+        num_new, self._num_searched = len(self._text) - self._num_searched, len(self._text)
+        if len(self._token_ids) < params.min_tokens:
+            return
+        hit = self._stops.find(self._text, num_new)
         if hit is not None:
             self._stop_reason, length = hit
             self._text = self._text[:length]
             self.finish_reason = FinishReason.STOP
 
     def _finish(self, update: RequestUpdate) -> None:
-        self._extend(self._flushed())
+        self._extend(self._flushed(), is_last=True)
         if self.finish_reason is not None:
             return
         self.finish_reason = update.finish_reason

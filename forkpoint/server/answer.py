@@ -7,9 +7,8 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from forkpoint.engine.thinking import THINK, THINK_END
 from forkpoint.server.notations import FORCED, NO_CALL, QWEN, Body, Call, Notation, Tools, is_json
-
-THINK, THINK_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.thinking import THINK, THINK_END
 from forkpoint.outputs import CompletionOutput, Logprob
-from forkpoint.params import SamplingParams
-from forkpoint.server.answer import THINK, THINK_END, AnswerParser, CallPart, Piece, Reasoning
-from forkpoint.server.chat_body import ChatBody, ToolChoice
+from forkpoint.params import SamplingParams, Thinking
+from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning
+from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import Asked, sampling_params
@@ -56,17 +57,18 @@ class Turn(Asked):
             prompt_logprobs=body.prompt_logprobs,
             structured=plan.structured,
         )
-        notation = texts.notation
-        reasoning = params.structured_outputs is None and texts.config.reasoning_parser != "none"  # a grammar has none
-        schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
-        tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * reasoning
-        if texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags)):
-            params = replace(params, skip_special_tokens=False)
         prompt = _render(texts, body, plan.shown, params)
+        thinking = _thinking(texts, body, prompt, params)
+        notation = texts.notation
+        schemas = plan.schemas if plan.forced or texts.config.tool_call_parser != "none" else None
+        tags = [notation.opening] * (schemas is not None) + [THINK, THINK_END] * (thinking != "none")
+        shows_tags = texts.tokenizer is not None and any(map(texts.tokenizer.is_special, tags))
+        skips = params.skip_special_tokens and not shows_tags
+        params = replace(params, thinking=thinking, skip_special_tokens=skips)
         parser = partial(
             AnswerParser,
-            reasoning=reasoning,
-            starts_inside=(prompt.text or "").rstrip().endswith(THINK),
+            reasoning=thinking != "none",
+            starts_inside=thinking == "open",
             tools=schemas,
             notation=notation,
             forced=plan.forced,
@@ -83,6 +85,23 @@ class Turn(Asked):
             tells_reasoning=body.include_reasoning is not False,
             **others,
         )
+
+
+def _thinking(texts: Texts, body: ChatBody, prompt: Prompt, params: SamplingParams) -> Thinking:
+    """Whether the answer begins with thinking."""
+    if texts.config.reasoning_parser == "none" or params.structured_outputs is not None:
+        return "none"
+    text = prompt.text or ""
+    if text.rstrip().endswith(THINK) or (body.continue_final_message and _ends_in_thinking(body.messages[-1])):
+        return "open"
+    return "optional"
+
+
+def _ends_in_thinking(message: ChatMessage) -> bool:
+    """Whether the last `<think>` of a message is not closed."""
+    parts = message.content if isinstance(message.content, list) else [{"text": message.content}]
+    text = "".join(str(part.get("text") or "") for part in parts)
+    return text.rfind(THINK) > text.rfind(THINK_END)
 
 
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:

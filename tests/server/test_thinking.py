@@ -1,0 +1,99 @@
+"""Thinking in the three chat APIs: what stop strings concern, and an answer that goes on within it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.scripted import SERVED_NAME, chat_body, scripted_server
+from tests.server.running import RunningServer
+
+SCRIPTS = {
+    "ponders": ["we ponder ", "END:\n\n", "again", "</think>", "\n\nAnswer: 4", " END", ": rest"],
+    "opens": ["<think>", "hm END:", "\n</think>\n", "so it ", "is END: rest"],
+    "goes on": [" so it is.", "\n</think>", "\n\nDone."],
+}
+STARTS = "#"  # ends a message that an answer goes on with
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    template = (
+        "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if not (continue_final_message and loop.last) %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>{% endif %}{{ marker }}{% endif %}"
+    )
+    folder = tmp_path_factory.mktemp("thinking")
+    with scripted_server(folder, SCRIPTS, template=template, after={STARTS: "goes on"}) as running:
+        yield running
+
+
+@pytest.fixture
+def http(scripted: RunningServer) -> Iterator[httpx2.Client]:
+    with scripted.client() as client:
+        yield client
+
+
+def ask(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_of_chat_completions_concern_the_content(http: httpx2.Client, stream: bool) -> None:
+    body = chat_body("ponders", stop=["END:", "\n\n"], stream=stream, chat_template_kwargs={"think": True})
+    if stream:
+        events = http.post("/v1/chat/completions", json=body).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        content, reasoning = ("".join(d.get(name) or "" for d in deltas) for name in ("content", "reasoning"))
+        ending = chunks[-1]["choices"][0]
+    else:
+        ending = ask(http, "/v1/chat/completions", body)["choices"][0]
+        content, reasoning = ending["message"]["content"], ending["message"]["reasoning"]
+    assert (reasoning.strip(), content.strip()) == ("we ponder END:\n\nagain", "Answer: 4")
+    assert (ending["finish_reason"], ending["stop_reason"]) == ("stop", "END:")
+
+
+def test_stop_strings_wait_for_thinking_that_the_model_opens(http: httpx2.Client) -> None:
+    message = ask(http, "/v1/chat/completions", chat_body("opens", stop=["END:", "\n"]))["choices"][0]["message"]
+    assert (message["reasoning"].strip(), message["content"].strip()) == ("hm END:", "so it is")
+
+
+def test_stop_sequences_of_messages_concern_the_text(http: httpx2.Client) -> None:
+    body = {"model": SERVED_NAME, "max_tokens": 50, "temperature": 0, "stop_sequences": ["END:"]}
+    body["messages"] = [{"role": "user", "content": "opens"}]
+    answer = ask(http, "/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": 1024}})
+    thinking, text = answer["content"]
+    assert (thinking["thinking"].strip(), text["text"].strip()) == ("hm END:", "so it is")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END:")
+
+
+def test_stop_strings_of_plain_completions_concern_the_whole_text(scripted: RunningServer, http: httpx2.Client) -> None:
+    body = {"model": SERVED_NAME, "prompt": STARTS, "max_tokens": 50, "temperature": 0, "stop": "is."}
+    assert ask(http, "/v1/completions", body)["choices"][0]["text"] == " so it "
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_answer_that_goes_on_within_thinking_is_reasoning(http: httpx2.Client, parts: bool) -> None:
+    start: Any = "<think>\nI say" + STARTS
+    if parts:
+        start = [{"type": "text", "text": start}]
+    messages = [{"role": "user", "content": "hi </think>"}, {"role": "assistant", "content": start}]
+    ending = {"add_generation_prompt": False, "continue_final_message": True}
+    body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, **ending}
+    message = ask(http, "/v1/chat/completions", body)["choices"][0]["message"]
+    assert (message["reasoning"].strip(), message["content"].strip()) == ("so it is.", "Done.")
+
+
+def test_an_answer_that_goes_on_after_thinking_is_content(http: httpx2.Client) -> None:
+    messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": "<think>a</think>b" + STARTS}]
+    ending = {"add_generation_prompt": False, "continue_final_message": True}
+    body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, **ending}
+    message = ask(http, "/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["content"].startswith(" so it is.") and message["reasoning"] is None
