@@ -35,11 +35,15 @@ class CacheReport:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token, its rank (1 is the most likely) and its text."""
+    """Log-probability of one token, its rank (1 is the most likely), its text and its bytes.
+
+    A token may be a part of a character. Its text then has U+FFFD, and its bytes say which part it is.
+    """
 
     logprob: float
     rank: int
     decoded_token: str = ""
+    token_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,5 +345,7 @@ def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int,
 
 
 def _logprob(token_id: int, value: float, rank: int, tokenizer: Tokenizer | None) -> Logprob:
-    text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else ""
-    return Logprob(value, rank, text)
+    if tokenizer is None:
+        return Logprob(value, rank)
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    return Logprob(value, rank, text, tokenizer.token_bytes(token_id))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from forkpoint.checks import first_line, read_json
+from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
 # What opens a tool call in the models' answers, each a token of its own: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
@@ -22,6 +23,10 @@ class Tokenizer:
 
     hf: Any
     backend: Any
+    _bytes: TokenBytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_bytes", TokenBytes(self.backend))
 
     @classmethod
     def load(cls, folder: str) -> Tokenizer:
@@ -78,6 +83,10 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return str(self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which need not be whole characters; empty for an id without a token."""
+        return self._bytes.of(token_id)
 
     @property
     def longest_token(self) -> int:

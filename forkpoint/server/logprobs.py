@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -52,9 +51,12 @@ def prompt_logprobs(state: RequestState) -> list[dict[int, dict[str, Any]] | Non
     if found is None:
         return None
     return [
-        {token: {**asdict(one), "logprob": _finite(one.logprob)} for token, one in entry.items()} if entry else None
-        for entry in found
+        {token: _prompt_logprob(one) for token, one in entry.items()} if entry is not None else None for entry in found
     ]
+
+
+def _prompt_logprob(one: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
 
 
 def chat_logprobs(entries: Sequence[Mapping[int, Logprob]], num_top: int) -> dict[str, Any]:
@@ -80,8 +82,7 @@ def text_logprobs(
 
 
 def _told(one: Logprob) -> dict[str, Any]:
-    token = one.decoded_token
-    return {"token": token, "logprob": _finite(one.logprob), "bytes": list(token.encode("utf-8", errors="replace"))}
+    return {"token": one.decoded_token, "logprob": _finite(one.logprob), "bytes": list(one.token_bytes)}
 
 
 def _top(entry: Mapping[int, Logprob], num_top: int) -> dict[str, float]:

@@ -1,0 +1,71 @@
+"""The bytes of single tokens, also of those that are only a part of a character."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """Knows the bytes of each token of a `tokenizers.Tokenizer`. What was looked up once is kept."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._kept = {token: added.content.encode() for token, added in backend.get_added_tokens_decoder().items()}
+        self._steps = list(_decoding_steps(backend))
+        self._is_byte_level = any(step["type"] == "ByteLevel" for step in self._steps)
+        self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in self._steps)
+        self._spaces = [mark for step in self._steps if (mark := _space_mark(step))]
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of one token; empty for an id without a token."""
+        found = self._kept.get(token_id)
+        if found is None:
+            found = self._kept[token_id] = self._read(token_id)
+        return found
+
+    def _read(self, token_id: int) -> bytes:
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            values = [BYTE_OF_CHARACTER.get(character) for character in piece]
+            return b"".join(piece[i].encode() if value is None else bytes([value]) for i, value in enumerate(values))
+        if self._has_byte_tokens and (byte := _BYTE.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        if not self._spaces:
+            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        for mark in self._spaces:
+            piece = piece.replace(mark, " ")
+        return str(piece).encode()
+
+
+def _decoding_steps(backend: Any) -> Iterator[dict[str, Any]]:
+    """Yield what the decoder does, one step after the other, as tokenizer.json describes it."""
+    if backend.decoder is None:
+        return
+    decoder = json.loads(backend.decoder.__getstate__())
+    yield from decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _space_mark(step: dict[str, Any]) -> str:
+    """Return what the step turns into spaces, an empty text for nothing."""
+    if step["type"] == "Metaspace":
+        return str(step["replacement"])
+    if step["type"] == "Replace" and step["content"] == " ":
+        return str(step["pattern"].get("String", ""))
+    return ""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's way to write bytes as visible characters: printable Latin-1 as it is, all others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
