@@ -31,8 +31,8 @@ from forkpoint.server.middleware import Gate
 from forkpoint.server.page import add_page
 from forkpoint.server.prefix import PromptReader, read_prefix
 from forkpoint.server.protocol import DoneReply, ErrorReply, ModelCard, ModelList, VersionReply
-from forkpoint.server.responses.answer import DeletedReply, ResponseReply
-from forkpoint.server.responses.body import ResponsesBody
+from forkpoint.server.responses.answer import CountedTokens, DeletedReply, ResponseReply
+from forkpoint.server.responses.body import CountBody, ResponsesBody
 from forkpoint.server.responses.endpoint import Responses, prepare_response
 from forkpoint.server.service import Service
 from forkpoint.server.texts import Prepare, served_name
@@ -124,6 +124,7 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
     add("/v1/messages", MessagesBody, partial(tell, prepare_message, MessageAnswer), MessageReply, messages)
     add("/v1/messages/count_tokens", CountTokensBody, read(count_tokens), CountReply, MESSAGES_ERRORS)
     add("/v1/responses", ResponsesBody, responses.create, ResponseReply, streams)
+    add("/v1/responses/input_tokens", CountBody, responses.count, CountedTokens, ERRORS)
     add("/tokenize", TokenizeBody, read(tokenize), TokenizeReply, ERRORS)
     add("/detokenize", DetokenizeBody, read(detokenize), DetokenizeReply, ERRORS)
     if service.engine.config.kv_events_config.is_on:
@@ -136,6 +137,7 @@ def _add_body_routes(app: FastAPI, service: Service, responses: Responses) -> No
 def _add_response_routes(app: FastAPI, responses: Responses) -> None:
     for method, path, answer, reply in (
         ("GET", "/v1/responses/{name}", responses.retrieve, ResponseReply),
+        ("POST", "/v1/responses/compact", responses.compact, ErrorReply),
         ("POST", "/v1/responses/{name}/cancel", responses.cancel, ResponseReply),
         ("DELETE", "/v1/responses/{name}", responses.delete, DeletedReply),
     ):

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
-from forkpoint.server.body import parse
 from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
@@ -60,7 +59,7 @@ class ChatReply(Reply):
 
 def prepare_chat(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    return Turn.read(texts, parse(ChatBody, data))
+    return Turn.read(texts, texts.parse(ChatBody, data))
 
 
 class ChatAnswer(CompletionAnswer[Turn]):

@@ -58,7 +58,50 @@ class ChatMessage(Body):
     tool_calls: Many[dict[str, Any]] | None = None
 
 
-class ChatBody(SamplingBody, apis=("completions", "chat")):
+class ReasoningOptions(Body):
+    """OpenAI's and OpenRouter's options. `effort` reaches the chat template. `summary` and the like are ignored."""
+
+    effort: str | None = None
+    summary: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = Field(None, description="true: reasoning is not told")
+
+
+class ThinkingOptions(Body):
+    """`disabled` and `enabled` switch thinking. Any other type leaves it to the chat template."""
+
+    type: str
+
+
+class ThinkingFields(Body):
+    """The ways in which clients of any API ask for thinking."""
+
+    enable_thinking: bool | None = Field(None, description="for the template")
+    reasoning_effort: str | None = Field(
+        None, description="for the template, as `reasoning_effort` and as `enable_thinking`: false for `none`"
+    )
+    reasoning: ReasoningOptions | None = None
+
+    def thinking_variables(self, thinking: ThinkingOptions | None = None) -> dict[str, Any]:
+        """Return the variables of the chat template that these fields and `thinking` mean.
+
+        `enable_thinking` goes before `thinking`, `reasoning.enabled` and the effort, in this order.
+        """
+        variables: dict[str, Any] = {}
+        reasoning = self.reasoning
+        effort = self.reasoning_effort or (reasoning and reasoning.effort)
+        if effort is not None:
+            variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if reasoning is not None and reasoning.enabled is not None:
+            variables["enable_thinking"] = reasoning.enabled
+        if thinking is not None and thinking.type in ("enabled", "disabled"):
+            variables["enable_thinking"] = thinking.type == "enabled"
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
+        return variables
+
+
+class ChatBody(SamplingBody, ThinkingFields, apis=("completions", "chat")):
     """Answer a conversation. The end of each message is a breakpoint of the prefix cache."""
 
     messages: Many[ChatMessage] = Field(min_length=1)
@@ -73,10 +116,13 @@ class ChatBody(SamplingBody, apis=("completions", "chat")):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Many[dict[str, Any]] | None = Field(None, description="for templates that show them")
-    reasoning_effort: str | None = Field(
-        None, description="for the template, as `reasoning_effort` and as `enable_thinking`: false for `none`"
-    )
+    thinking: ThinkingOptions | None = None
     include_reasoning: bool | None = Field(None, description="false: reasoning is not told")
+
+    @property
+    def tells_reasoning(self) -> bool:
+        excluded = self.reasoning is not None and self.reasoning.exclude
+        return not excluded if self.include_reasoning is None else self.include_reasoning
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:

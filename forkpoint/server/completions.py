@@ -10,7 +10,6 @@ from pydantic import Field
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import MAX_INT32, SamplingParams
-from forkpoint.server.body import parse
 from forkpoint.server.completion_answer import CompletionAnswer
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
 from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
@@ -67,7 +66,7 @@ class PreparedCompletion(Asked):
 
 def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    body = parse(CompletionBody, data)
+    body = texts.parse(CompletionBody, data)
     model = texts.served_name(body.model)
     params = _params(texts, body)
     special = body.add_special_tokens is not False

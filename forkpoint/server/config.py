@@ -86,6 +86,9 @@ class ServerConfig:
     default_chat_template_kwargs: Mapping[str, Any] = mapping_option(
         ': variables of the chat template, such as {"enable_thinking": false}'
     )
+    drop_billing_lines: bool = option(
+        True, "leave lines 'x-anthropic-billing-header: ...' at the head of a system prompt, as Claude Code writes, out"
+    )
     response_role: str = option("assistant", "role in the answers of chat completions")
     max_logprobs: int = option(MAX_LOGPROBS, "most alternatives that a request may ask the log-probabilities of")
     enable_force_include_usage: bool = option(False, "end every stream with its usage, asked for or not")

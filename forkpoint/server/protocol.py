@@ -1,7 +1,4 @@
-"""What bodies of requests and answers share, with OpenAI's names. The OpenAPI document is made of these types.
-
-What is not read of a request is refused, so that nobody counts on it.
-"""
+"""What bodies of requests and answers share, with OpenAI's names. The OpenAPI document is made of these types."""
 
 from __future__ import annotations
 
@@ -17,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from forkpoint.params import MAX_INT32
 from forkpoint.server.errors import HTTPError
 
-MAX_SHOWN: Final = 64  # characters of an unknown name, in an error
+MAX_SHOWN: Final = 64  # characters of an unknown name, in the log
+MAX_UNUSED: Final = 16  # unknown fields of one request that the log may name
 RULES_TEXT: Final = files("forkpoint.server").joinpath("fields.yaml").read_text("utf-8")
 RULES: Final[Mapping[str, Any]] = MappingProxyType(
     yaml.load(RULES_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # ten times as fast in C
@@ -55,41 +53,65 @@ MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
 class RequestBody(Body):
-    """The body of a request to those of fields.yaml's `apis` that are named. A field that is unknown is refused with
-    the nearest one that is known."""
+    """The body of a request, with the rules of fields.yaml's sections `apis`.
+
+    A field that is null asks for nothing. A field without a meaning here is ignored, which `unused_fields` reports. A
+    field is refused where the answer would be wrong without it.
+    """
 
     no_effect: ClassVar[frozenset[str]]
+    ignored: ClassVar[Mapping[str, str]]
     refused: ClassVar[Mapping[str, Any]]
 
     def __init_subclass__(cls, *, apis: tuple[str, ...] = (), **options: Any) -> None:
         super().__init_subclass__(**options)
         if apis:
             cls.no_effect = frozenset(" ".join(RULES[api].get("no_effect", "") for api in apis).split())
+            cls.ignored = {name: do for api in apis for name, do in RULES[api].get("ignored", {}).items()}
             cls.refused = {name: rule for api in apis for name, rule in RULES[api].get("refused", {}).items()}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, given: object) -> object:
+        """Leave out nulls, and unknown fields beyond those that the log names: pydantic's time grows quadratically."""
+        if not isinstance(given, dict):
+            return given
+        fields = {name: value for name, value in given.items() if value is not None}
+        known = cls.model_fields.keys() | cls.no_effect | cls.ignored.keys() | cls.refused.keys()
+        unknown = [name for name in fields if name not in known]
+        for name in unknown[MAX_UNUSED:]:
+            del fields[name]
+        return fields
+
     @model_validator(mode="after")
-    def _check_fields(self) -> RequestBody:
-        for name, value in (self.model_extra or {}).items():
-            if name not in self.no_effect:
-                self._check_field(name, value)
+    def _check_refused(self) -> RequestBody:
+        given = self.model_extra or {}
+        for name, rule in self.refused.items():
+            if name in given and given[name] not in rule.get("neutral", ()):
+                raise HTTPError(400, f"{name} is not supported; {rule['do']}", param=name)
         return self
 
+    def unused_fields(self) -> list[str]:
+        """Return a sentence for each field that is ignored, for the log."""
+        known = self.no_effect | self.refused.keys()
+        return [self._unused(name) for name in self.model_extra or {} if name not in known]
+
     @classmethod
-    def _check_field(cls, name: str, value: object) -> None:
-        rule = cls.refused.get(name)
-        if rule is None:
-            near = get_close_matches(name[:MAX_SHOWN], [*cls.model_fields, *cls.no_effect], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out; /docs lists those that there are"
-            raise HTTPError(400, f"there is no field {name[:MAX_SHOWN]!r}; {hint}", param=name[:MAX_SHOWN])
-        if value is not None and value not in rule.get("neutral", ()):
-            raise HTTPError(400, f"{name} is not supported; {rule['do']}", param=name)
+    def _unused(cls, name: str) -> str:
+        if name in cls.ignored:
+            return f"requests have the field {name!r}, which is ignored; {cls.ignored[name]}"
+        shown = name[:MAX_SHOWN]
+        near = get_close_matches(shown, cls.model_fields, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]!r}?" if near else "/docs lists the fields that have a meaning"
+        return f"requests have the field {shown!r}, which is unknown and ignored; {hint}"
 
     @classmethod
     def document(cls, schema: dict[str, Any]) -> None:
-        """Name in the OpenAPI document what is accepted without effect, and that nothing else is."""
-        schema["additionalProperties"] = False
+        """Name in the OpenAPI document what is accepted without effect."""
         for name in sorted(cls.no_effect - set(cls.model_fields)):
             schema["properties"][name] = {"description": "accepted; changes nothing in the answer's text"}
+        for name, do in sorted(cls.ignored.items()):
+            schema["properties"].setdefault(name, {"description": f"accepted and ignored; {do}"})
 
     model_config = ConfigDict(json_schema_extra=lambda schema, cls: cls.document(schema))
 

@@ -39,6 +39,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class UsageOptions(Body):
+    """OpenRouter's way to ask for the usage at the end of a stream."""
+
+    include: bool | None = None
+
+
 class SampledBody(RequestBody):
     """What all kinds of answers take that are not Anthropic's: OpenAI's fields and those of other engines."""
 
@@ -75,6 +81,7 @@ class SamplingBody(SampledBody):
 
     n: int | None = bounded("n")
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = Field(None, description="include: true ends a stream with its usage")
     stop_token_ids: Many[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -136,10 +143,11 @@ class Asked:
     def of(cls, body: SamplingBody, texts: Texts, **others: Any) -> Self:
         """What `body` says alike in all APIs, beside `others`."""
         options = body.stream_options
+        asks_usage = bool(options and options.include_usage) or bool(body.usage and body.usage.include)
         return cls(
             priority=body.priority or 0,
             stream=bool(body.stream),
-            include_usage=bool(options and options.include_usage) or texts.config.enable_force_include_usage,
+            include_usage=asks_usage or texts.config.enable_force_include_usage,
             continuous_usage=bool(options and options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
             request_id=body.request_id,

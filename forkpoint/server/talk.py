@@ -16,6 +16,7 @@ from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning
 from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
+from forkpoint.server.history import shown_messages
 from forkpoint.server.sampling import Asked, sampling_params
 from forkpoint.server.texts import Texts
 from forkpoint.server.tools import plan_tools
@@ -30,8 +31,7 @@ def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str,
     variables = dict(defaults)
     if body.documents is not None:
         variables["documents"] = body.documents
-    if body.reasoning_effort is not None:
-        variables |= {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+    variables |= body.thinking_variables(body.thinking)
     return variables | (body.chat_template_kwargs or {})
 
 
@@ -82,7 +82,7 @@ class Turn(Asked):
             params=params,
             parser=parser,
             names_call=isinstance(body.tool_choice, ToolChoice),
-            tells_reasoning=body.include_reasoning is not False,
+            tells_reasoning=body.tells_reasoning,
             **others,
         )
 
@@ -116,7 +116,7 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
     generate = not carry_on if body.add_generation_prompt is None else body.add_generation_prompt
     return texts.render(
-        [message.model_dump(exclude_unset=True) for message in body.messages],
+        shown_messages(body.messages, texts.notices.add, drops_billing_lines=texts.config.drop_billing_lines),
         params,
         tools=tools,
         add_generation_prompt=generate,

@@ -25,10 +25,14 @@ from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.params import SamplingParams
+from forkpoint.server.body import parse
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notations import Notation, find_notation
+from forkpoint.server.notices import Notices
+from forkpoint.server.protocol import RequestBody
 
+B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
 
 
@@ -53,6 +57,7 @@ class Texts:
         self._chat: ChatTemplate | None = None
         self._max_characters = 0
         self.sampling: Mapping[str, Any] = {}  # defaults of requests
+        self.notices = Notices()
 
     def load(self) -> tuple[str | None, frozenset[int]]:
         """Read the tokenizer and the chat template, in a process that goes on without torch.
@@ -84,6 +89,13 @@ class Texts:
             self._max_characters = length * self.tokenizer.longest_token
 
     # --- for the functions
+
+    def parse(self, model: type[B], data: bytes) -> B:
+        """Return the body as `model` and log the fields that are ignored. Raises HTTPError 400 for a wrong body."""
+        body = parse(model, data)
+        for text in body.unused_fields():
+            self.notices.add(text)
+        return body
 
     def served_name(self, asked: str | None) -> str:
         """The name to answer with. Raises HTTPError 404 for a model that is not served."""

@@ -40,8 +40,6 @@ def plan_tools(body: ChatBody) -> ToolPlan:
         choice = "auto"
     if choice is None or choice == "auto":
         return ToolPlan(shown, schemas, structured, single=body.parallel_tool_calls is False)
-    if structured is not None:
-        raise HTTPError(400, "a required tool call and response_format exclude each other", param="tool_choice")
     calls = [_call_schema(name, schemas[name]) for name in wanted]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     call = StructuredOutputsParams(json=schema, disable_any_whitespace=True)

@@ -1,21 +1,27 @@
-"""Every field of a request is read or refused, and what real clients send is taken."""
+"""Fields of requests are read, ignored with a line in the log, or refused; what real clients send is taken."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
-import openai.types.chat.completion_create_params as chat_types
-import openai.types.completion_create_params as completion_types
 import pytest
+from openai.resources.responses import InputTokens, Responses
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.obs.logs import LOGGER
 from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completions import CompletionBody
+from forkpoint.server.messages.body import MessagesBody
+from forkpoint.server.notices import MAX_NOTICES, Notices
 from forkpoint.server.protocol import RequestBody
+from forkpoint.server.responses.body import CountBody, ResponsesBody
 from tests.server.running import RunningServer, start_server
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -31,20 +37,16 @@ def ask(http: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"a_field_of_next_year": 1}, "there is no field 'a_field_of_next_year'; leave it out"),
-        ({"temprature": 1}, "did you mean 'temperature'?"),
-        ({"max_token": None}, "did you mean 'max_tokens'?"),
-        ({"x" * 10_000: 1}, "there is no field"),
         ({"use_beam_search": True}, "give n for several"),
         ({"length_penalty": 1.5}, "beam search"),
         ({"early_stopping": True}, "beam search"),
         ({"best_of": 3}, "give n"),
         ({"logprob_token_ids": [1]}, "logprobs"),
-        ({"thinking_token_budget": 5}, "max_tokens"),
         ({"guided_whitespace_pattern": " ?"}, "disable_any_whitespace"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "exclude each other"),
         ({"kv_transfer_params": {}}, "leave it out"),
+        ({"prompt_embeds": "AAAA"}, "give text or token ids"),
         ({"return_tokens_as_token_ids": True}, "return_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream: true"),
         ({"stream": True, "prompt_logprobs": 1}, "not told in streams"),
@@ -67,8 +69,6 @@ def test_what_is_not_read_is_refused(http: httpx2.Client, path: str, fields: dic
         ({"modalities": ["audio"]}, "text alone"),
         ({"audio": {"voice": "x"}}, "text alone"),
         ({"web_search_options": {"x": 1}}, "runs no tools"),
-        ({"prediction": {"type": "content"}}, "leave it out"),
-        ({"verbosity": "low"}, "verbosity is not supported"),
         ({"chat_template_kwargs": {"tokenize": True}}, "may not name 'tokenize'"),
         ({"chat_template_kwargs": {"messages": []}}, "may not name 'messages'"),
         ({"top_logprobs": 2}, "logprobs: true"),
@@ -79,15 +79,74 @@ def test_what_is_not_read_in_chat_is_refused(http: httpx2.Client, fields: dict[s
     assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
 
 
-def test_every_field_of_the_official_client_is_known() -> None:
-    """Each is read, has no effect and says so, or is refused with what to do instead."""
-    for body, params in (
-        (ChatBody, chat_types.CompletionCreateParamsBase),
-        (CompletionBody, completion_types.CompletionCreateParamsBase),
-    ):
-        assert issubclass(body, RequestBody)
-        known = {*body.model_fields, *body.no_effect, *body.refused}
-        assert set(params.__annotations__) | {"stream"} <= known
+CREATE: list[tuple[type[RequestBody], Any]] = [
+    (ChatBody, openai.resources.chat.Completions.create),
+    (CompletionBody, openai.resources.Completions.create),
+    (ResponsesBody, Responses.create),
+    (CountBody, InputTokens.count),
+    (MessagesBody, anthropic.resources.Messages.create),
+    (MessagesBody, anthropic.resources.beta.Messages.create),
+    (MessagesBody, anthropic.resources.beta.Messages.tool_runner),
+]
+# Arguments of the official clients that do not go into the body as they are.
+NOT_SENT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+NOT_SENT |= {"betas", "max_iterations", "output_format", "run_tools_eagerly"}
+
+
+def names_of(create: Any) -> set[str]:
+    return inspect.signature(create).parameters.keys() - NOT_SENT
+
+
+@pytest.mark.parametrize(("body", "create"), CREATE)
+def test_every_field_of_the_official_clients_is_known(body: type[RequestBody], create: Any) -> None:
+    """Each is read, has no effect, is ignored with a notice of its own, or is refused with what to do instead."""
+    assert names_of(create) <= {*body.model_fields, *body.no_effect, *body.ignored, *body.refused}
+
+
+NEEDED: dict[str, Any] = {"messages": MESSAGES, "prompt": "x", "input": "x", "max_tokens": 3}
+
+
+@pytest.mark.parametrize(("body", "create"), CREATE)
+def test_null_asks_for_nothing(body: type[RequestBody], create: Any) -> None:
+    needed = {name: NEEDED[name] for name, field in body.model_fields.items() if field.is_required()}
+    nulls = dict.fromkeys(names_of(create) | body.model_fields.keys() | body.refused.keys() | {"of_next_year"})
+    read = body.model_validate({**nulls, **needed})
+    assert read == body.model_validate(needed) and read.unused_fields() == []
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_what_has_no_meaning_is_ignored_and_logged_once(server: RunningServer, http: httpx2.Client, path: str) -> None:
+    name = f"of_next_year_{path[-9:-1]}"
+    for _ in range(3):
+        fields = {name: 1, "temprature": 1, "thinking_token_budget": 5, "x" * 10_000: 1, "two\nlines": 1}
+        assert ask(http, path, **fields).status_code == 200
+    assert server.log.count(f"the field '{name}', which is unknown and ignored; /docs") == 1
+    assert server.log.count("'temprature', which is unknown and ignored; did you mean 'temperature'?") == 1
+    assert server.log.count("'thinking_token_budget', which is ignored; the length of reasoning is not limited") == 1
+    assert server.log.count("x" * 64) == 1 and "x" * 65 not in server.log and "two\nlines" not in server.log
+
+
+def test_many_unknown_fields_take_no_time(http: httpx2.Client) -> None:
+    begun = time.monotonic()
+    assert ask(http, CHAT, **{f"unknown_{number}": 1 for number in range(16_000)}).status_code == 200
+    assert time.monotonic() - begun < 20  # a look for near names among all of them would take minutes
+
+
+def test_notices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(LOGGER, "warning", lambda form, *values: logged.append(form % values))
+    notices = Notices()
+    for _ in range(2):
+        for number in range(2 * MAX_NOTICES):
+            notices.add(f"notice {number}")
+    assert logged[:-1] == [f"notice {number}" for number in range(MAX_NOTICES)]
+    assert logged[-1].startswith(f"requests had {MAX_NOTICES} different notices")
+
+
+def test_usage_in_openrouters_form(http: httpx2.Client) -> None:
+    for wanted in (True, False):
+        lines = ask(http, CHAT, stream=True, usage={"include": wanted}).text.splitlines()
+        assert ('"usage":{' in "".join(lines).replace(" ", "")) is wanted
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -108,7 +167,7 @@ def test_what_clients_send_is_taken(http: httpx2.Client, path: str, fields: dict
 
 
 def test_neutral_values_of_chat_are_taken(http: httpx2.Client) -> None:
-    neutral = {"modalities": ["text"], "function_call": "none", "functions": [], "audio": None, "verbosity": "medium"}
+    neutral = {"modalities": ["text"], "function_call": "none", "functions": [], "audio": None, "verbosity": "low"}
     reply = ask(http, CHAT, **neutral, echo=False, add_special_tokens=False, parallel_tool_calls=True, top_logprobs=0)
     assert reply.status_code == 200, reply.text
 
@@ -210,6 +269,17 @@ def test_variables_of_the_template(configured: RunningServer) -> None:
     assert "effort=none thinking=False" in shown(configured, reasoning_effort="none")
     own = {"enable_thinking": "own", "style": "loud"}
     assert "effort=high thinking=own style=loud" in shown(configured, reasoning_effort="high", chat_template_kwargs=own)
+    for off in (
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+        {"thinking": {"type": "enabled"}, "enable_thinking": False},
+    ):
+        assert "effort= thinking=False" in shown(configured, **off)
+    assert "effort= thinking=True" in shown(configured, thinking={"type": "enabled", "budget_tokens": 100})
+    assert "effort= thinking= " in shown(configured, thinking={"type": "adaptive"})
+    assert "effort=low thinking=True" in shown(configured, reasoning={"effort": "low", "max_tokens": 5})
+    assert "effort=none thinking=False" in shown(configured, reasoning={"effort": "none"})
     assert "[one][two]" in shown(configured, documents=[{"text": "one"}, {"text": "two"}])
     with configured.client() as http:
         told = http.post(
@@ -233,8 +303,9 @@ def test_reasoning_has_both_names_or_none(configured: RunningServer) -> None:
     assert deltas[0].role == "model"
     assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == message.reasoning
     assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == message.reasoning
-    hidden: Any = client.chat.completions.create(**options, extra_body={"include_reasoning": False})
-    assert hidden.choices[0].message.content == "" and not hidden.choices[0].message.reasoning
+    for fields in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+        hidden: Any = client.chat.completions.create(**options, extra_body=fields)
+        assert hidden.choices[0].message.content == "" and not hidden.choices[0].message.reasoning
 
 
 def test_flags_of_the_server(configured: RunningServer) -> None:

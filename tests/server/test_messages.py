@@ -11,6 +11,10 @@ import httpx2
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.server.chat_body import ChatMessage
+from forkpoint.server.history import shown_messages
+from forkpoint.server.messages.history import chat_messages
+from forkpoint.server.notices import ignore
 from tests.server.running import RunningServer
 
 SYSTEM = "You answer briefly. " * 12
@@ -141,7 +145,8 @@ def test_a_schema_for_the_answer(client: anthropic.Anthropic) -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"max_token": 3}, "did you mean 'max_tokens'"),
+        ({"compaction": {"type": "summarize"}}, "ask for a summary"),
+        ({"thread": {"type": "continue", "previous_message_id": "m"}}, "send the whole conversation"),
         ({"mcp_servers": [{"name": "x"}]}, "runs no tools"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tool_choice": {"type": "tool", "name": "nope"}, "tools": TOOLS}, "nope"),
@@ -201,3 +206,99 @@ def test_the_key_comes_in_either_header(thinker: RunningServer) -> None:
     with pytest.raises(anthropic.AuthenticationError) as refused:
         anthropic.Anthropic(base_url=thinker.url, api_key="wrong", max_retries=0).messages.create(**ask("x"))
     assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+
+
+def test_the_tool_runner_of_the_official_client(client: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def forecast() -> str:
+        """The weather."""
+        return "sun"
+
+    runner = client.beta.messages.tool_runner(**ask("Weather?"), tools=[forecast])
+    assert runner.until_done().role == "assistant"
+
+
+def test_what_other_servers_have_is_taken(server: RunningServer, client: anthropic.Anthropic) -> None:
+    fields: dict[str, Any] = {"thread": {"type": "create"}, "billing_policy": {"type": "x"}, "max_token": 3}
+    fields |= {"fallback_credit_token": "x", "verbosity": "low", "tools": [*TOOLS, {"type": "web_search", "name": "w"}]}
+    messages = [{"role": "ctx", "content": "It rains."}, {"role": "user", "content": "hi"}]
+    for _ in range(2):
+        assert client.messages.create(**ask("x"), extra_body={**fields, "messages": messages}).usage.output_tokens
+    for text in (
+        "messages of the role 'ctx'",
+        "did you mean 'max_tokens'?",
+        "tools of the type 'web_search', which are",
+    ):
+        assert server.log.count(text) == 1
+
+
+def prompt_of(http: httpx2.Client, messages: list[Any], **fields: Any) -> int:
+    return int(http.post("/v1/messages/count_tokens", json={"messages": messages, **fields}).json()["input_tokens"])
+
+
+def test_thinking_is_asked_for_in_any_way(thinker: RunningServer) -> None:
+    client = anthropic.Anthropic(base_url=thinker.url, api_key="one", max_retries=0)
+    for fields in ({"enable_thinking": True}, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}):
+        [block] = client.messages.create(**ask("Think"), extra_body=fields).content
+        assert block.type == "thinking", fields
+    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}):
+        [block] = client.messages.create(**ask("Think"), extra_body=fields).content
+        assert block.type == "text", fields
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=cli;"
+
+
+def test_a_billing_line_is_no_part_of_the_prompt(client: anthropic.Anthropic, http: httpx2.Client) -> None:
+    rivers = [{"type": "text", "text": "Rivers and bridges. " * 12}]
+    asked = ask("How long?")["messages"]
+    plain = prompt_of(http, asked, system=rivers)
+    for head in ([BILLING.format(1)], [BILLING.format(1), BILLING.format("two")]):
+        system = [*({"type": "text", "text": line} for line in head), *rivers]
+        assert prompt_of(http, asked, system=system) == plain
+    assert prompt_of(http, asked, system=BILLING.format(1)) == prompt_of(http, asked)
+    assert prompt_of(http, asked, system=[*rivers, {"type": "text", "text": BILLING.format(1)}]) > plain
+    usage = []
+    for mark in ("1c0", "9f3"):
+        system = [{"type": "text", "text": BILLING.format(mark)}, *rivers]
+        usage.append(client.messages.create(**ask("How long?", system=system)).usage)
+    assert usage[1].cache_read_input_tokens and usage[1].cache_read_input_tokens > plain // 2
+    first = {"role": "system", "content": f"{BILLING.format(1)}\nRivers"}
+    for content in (first["content"], [{"type": "text", "text": first["content"]}]):
+        told = [{"role": "system", "content": content}, *asked]
+        reply = http.post("/v1/chat/completions", json={"messages": told, "max_tokens": 1}).json()
+        assert reply["usage"]["prompt_tokens"] == prompt_of(http, asked, system="Rivers")
+
+
+def test_a_billing_line_can_be_kept() -> None:
+    message = ChatMessage(role="system", content=BILLING)
+    assert shown_messages([message], ignore, drops_billing_lines=False) == [{"role": "system", "content": BILLING}]
+    assert shown_messages([message], ignore, drops_billing_lines=True) == []
+
+
+RESULTS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"type": "tool_reference", "tool_name": "Read"}], "The tool Read is available."),
+    ([{"type": "image", "source": {}}], "[The tool returned a part of the type image, which cannot be shown here.]"),
+    ([{"type": "document", "source": {"type": "text", "data": "Dear"}}], "Dear"),
+    ([{"type": "search_result", "title": "T", "source": "u", "content": [{"type": "text", "text": "c"}]}], "T\nu\nc"),
+]
+
+
+@pytest.mark.parametrize(("blocks", "shown"), RESULTS)
+def test_blocks_in_results_are_texts(blocks: list[Any], shown: str) -> None:
+    text, notes = {"type": "text", "text": "a.png"}, list[str]()
+    block = {"type": "tool_result", "tool_use_id": "t", "content": [text, *blocks]}
+    [message] = chat_messages("user", [block], ignore)
+    [told] = shown_messages([ChatMessage.model_validate(message)], notes.append, drops_billing_lines=True)
+    content = told["content"]
+    joined = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    assert joined == f"a.png\n{shown}" and len(notes) == (blocks[0]["type"] == "image")
+
+
+def test_a_result_with_an_image_does_not_end_a_session(client: anthropic.Anthropic) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "Read", "input": {"p": "a"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": [{"type": "image", "source": {}}]}
+    records = [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]
+    messages = [*ask("hi")["messages"], {"role": "assistant", "content": [*records, call]}]
+    messages += [{"role": "user", "content": [result]}]
+    assert client.messages.create(**ask("") | {"messages": messages}).usage.output_tokens

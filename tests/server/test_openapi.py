@@ -44,6 +44,8 @@ OPERATIONS = {
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
+    "POST /v1/responses/compact",
     "GET /v1/responses/{name}",
     "DELETE /v1/responses/{name}",
     "POST /v1/responses/{name}/cancel",

@@ -14,7 +14,11 @@ import pydantic
 import pytest
 
 from forkpoint import LLM, SamplingParams
+from forkpoint.server.body import validated
+from forkpoint.server.responses.body import ResponsesBody
+from forkpoint.server.responses.items import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
+from forkpoint.server.responses.tools import chat_tools
 from tests.server.conftest import MAX_MODEL_LEN
 from tests.server.running import RunningServer
 from tests.server.test_tool_calls import nested
@@ -163,12 +167,13 @@ def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> No
     ("fields", "said"),
     [
         ({"input": []}, "input is empty"),
-        ({"input": [{"type": "web_search_call"}]}, "'web_search_call' are not understood"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text parts"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"input": "x", "truncation": "auto"}, "truncation is not supported"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "there is no item 'msg_1'; send the item itself"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "needs its call_id"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools, and web_search are all"),
+        ({"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
+        ({"input": "x", "tools": [TOOLS[0], TOOLS[0]]}, "two tools are named 'forecast'"),
         ({"input": "x", "conversation": "c"}, "previous_response_id"),
-        ({"input": "x", "max_tokens": 3}, "there is no field 'max_tokens'"),
         ({"input": "x", "top_logprobs": 3}, "/v1/chat/completions"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"input": "x", "background": True, "stream": True}, "background"),
@@ -281,3 +286,133 @@ def test_the_store_is_bounded() -> None:
     store.put(keys[0], Stored(b"x" * 80, b"", True))
     assert [store.get(key) is not None for key in keys] == [True, False, False, True, False]
     assert store.get(Key(b"you", "0")) is None
+
+
+def test_the_tokens_of_a_request_are_counted(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "instructions": INSTRUCTIONS, "tools": TOOLS[:1]}
+    answer = client.responses.create(**fields, input="How long?", max_output_tokens=4)
+    counted = client.responses.input_tokens.count(**fields, input="How long?")
+    assert answer.usage is not None and counted.input_tokens == answer.usage.input_tokens
+    longer = client.responses.input_tokens.count(**fields, input="And?", previous_response_id=answer.id)
+    assert longer.input_tokens > counted.input_tokens + len(answer.output_text.encode()) // 4
+    assert client.responses.input_tokens.count(**fields, input="x" * 5000).input_tokens > MAX_MODEL_LEN
+
+
+def test_compaction_is_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not compact conversations; ask for a summary"):
+        client.responses.compact(model="tiny", input="x")
+
+
+NAMESPACE: Any = {"type": "namespace", "name": "agents", "description": "Others.", "tools": TOOLS[1:]}
+PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "Change files."}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_in_a_namespace_is_called(client: openai.OpenAI, stream: bool) -> None:
+    choice: Any = {"type": "function", "name": "history", "namespace": "agents"}
+    fields: dict[str, Any] = {"model": "tiny", "tools": [NAMESPACE], "tool_choice": choice}
+    fields |= {"input": "Weather?", "max_output_tokens": 80}
+    if stream:
+        events = list(client.responses.create(**fields, stream=True))
+        [item] = [event.item for event in events if event.type == "response.output_item.done"]
+    else:
+        [item] = client.responses.create(**fields).output
+    assert item.type == "function_call" and (item.namespace, item.name) == ("agents", "history")
+    assert json.loads(item.arguments)["days"] in (1, 2, 3)
+    told = {"role": "user", "content": "Weather?"}
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "sun"}
+    items: Any = [told, item.model_dump(exclude_none=True), result]
+    assert client.responses.create(**GREEDY, input=items).output_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_takes_free_text(client: openai.OpenAI, stream: bool) -> None:
+    options = {
+        "max_output_tokens": 300,
+        "extra_body": {"logit_bias": {str(ord('"')): 30}},
+    }  # a random text would not end
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "tools": [PATCH],
+        "tool_choice": {"type": "custom", "name": PATCH["name"]},
+    }
+    if stream:
+        events = list(client.responses.create(**fields, **options, input="Patch", stream=True))
+        kinds = [event.type for event in events]
+        assert kinds[3:5] == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        [item] = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [event.input for event in events if event.type == kinds[4]] == [item.input]  # type: ignore[union-attr]
+    else:
+        [item] = client.responses.create(**fields, **options, input="Patch").output
+    assert item.type == "custom_tool_call" and item.name == "apply_patch" and isinstance(item.input, str)
+    result = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
+    items: Any = [{"role": "user", "content": "Patch"}, item.model_dump(exclude_none=True), result]
+    assert client.responses.create(**GREEDY, input=items, tools=[PATCH]).output_text
+
+
+def test_tools_that_the_server_would_run_are_left_out_and_logged_once(
+    server: RunningServer, http: httpx2.Client
+) -> None:
+    kinds = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "of_next_year")
+    for _ in range(2):
+        tools = [TOOLS[0], *({"type": kind} for kind in kinds)]
+        reply = http.post("/v1/responses", json={**GREEDY, "input": "x", "tools": tools, "text": {"verbosity": "low"}})
+        assert reply.status_code == 200 and reply.json()["tools"][1:] == tools[1:]
+    for kind in kinds:
+        assert server.log.count(f"tools of the type {kind!r}, which are left out") == 1
+    assert server.log.count("requests have text.verbosity, which is ignored") == 1
+
+
+def test_a_grammar_is_shown_and_said_not_to_be_enforced() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    tools = validated(ResponsesBody, {"input": "x", "tools": [{**PATCH, "format": grammar}]}).tools
+    notes: list[str] = []
+    [function] = chat_tools(tools or (), notes.append).functions
+    assert function["function"]["description"] == 'Change files.\n\ninput follows this lark grammar:\nstart: "x"'
+    assert len(notes) == 1 and "apply_patch" in notes[0]
+
+
+def test_items_of_other_tools_are_calls_or_left_out() -> None:
+    call, result = {"call_id": "c", "id": "x", "status": "completed"}, {"call_id": "c", "output": "ok"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    notes: list[str] = []
+    items: list[dict[str, Any]] = [
+        {"type": "web_search_call", "id": "w", "action": {"type": "search", "query": "x"}},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "encrypted_content": "AA"},
+        {"type": "local_shell_call", **call, "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", **result},
+        {"type": "custom_tool_call", **call, "name": "patch", "namespace": "files", "input": "+a"},
+        {"type": "custom_tool_call_output", **result},
+        {"type": "function_call", **call, "name": "spawn", "namespace": "mcp__agents__", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [image]},
+        {"type": "compaction", "encrypted_content": "AA"},
+    ]
+    messages = messages_of(items, notes.append)
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert functions == [
+        {"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}},
+        {"name": "files__patch", "arguments": '{"input": "+a"}'},
+        {"name": "mcp__agents__spawn", "arguments": "{}"},
+    ]
+    assert messages[0]["reasoning_content"] == "Hm"
+    assert [message["role"] for message in messages] == ["assistant", "tool"] * 3
+    assert messages[-1]["content"] == [image]
+    assert len(notes) == 2 and "'web_search_call'" in notes[0] and "'compaction'" in notes[1]
+
+
+def test_a_forced_call_goes_before_a_format(http: httpx2.Client) -> None:
+    """OpenAI holds texts alone to the format, and instructor gives both."""
+    form = {"type": "json_schema", "name": "pet", "schema": {"type": "object", "additionalProperties": False}}
+    fields = {"input": "x", "max_output_tokens": 80, "tools": TOOLS, "text": {"format": form}}
+    answer = http.post("/v1/responses", json={**fields, "tool_choice": {"type": "function", "name": "history"}}).json()
+    assert [(item["type"], item.get("name")) for item in answer["output"]] == [("function_call", "history")]
+
+
+def test_an_image_in_a_result_does_not_end_a_conversation(server: RunningServer, http: httpx2.Client) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "view", "arguments": "{}"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}, image]}
+    for _ in range(2):
+        reply = http.post("/v1/responses", json={**GREEDY, "input": [{"role": "user", "content": "x"}, call, result]})
+        assert reply.status_code == 200, reply.text
+    assert server.log.count("results of tools have parts of the type 'image'") == 1

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
-from forkpoint.server.body import parse, validated
+from forkpoint.server.body import validated
 from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError
@@ -59,13 +59,15 @@ STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls":
 
 def prepare_message(texts: Texts, data: bytes) -> Turn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    return Turn.read(texts, validated(ChatBody, chat_fields(parse(MessagesBody, data))))
+    body = texts.parse(MessagesBody, data)
+    return Turn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
     """Runs in a reader's process."""
-    body = validated(ChatBody, chat_fields(parse(CountTokensBody, data)))
-    return CountReply(input_tokens=len(prompt_of(texts, body).token_ids))
+    body = texts.parse(CountTokensBody, data)
+    chat = validated(ChatBody, chat_fields(body, texts.notices.add))
+    return CountReply(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
 class MessageAnswer(Answer[Turn]):

@@ -12,15 +12,17 @@ from pydantic import ConfigDict
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
 from forkpoint.server.completion_answer import Answer
 from forkpoint.server.errors import HTTPError, to_http
+from forkpoint.server.notices import ignore
 from forkpoint.server.protocol import Reply
-from forkpoint.server.responses.body import messages_of
+from forkpoint.server.responses.items import messages_of
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
+from forkpoint.server.responses.tools import CalledTool, custom_input
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, Talk, Turn
 
 
 class ResponseReply(Reply):
-    """`output` has message, reasoning and function_call items; what the request asked for is repeated."""
+    """`output` has items: message, reasoning, function_call, custom_tool_call. The request's fields are repeated."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,6 +35,11 @@ class ResponseReply(Reply):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     usage: dict[str, Any] | None
+
+
+class CountedTokens(Reply):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DeletedReply(Reply):
@@ -55,9 +62,10 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedResponse(Turn):
     """`echo`: what the response repeats of its request. `conversation`: the messages so far, as a list in JSON; None
-    where nothing is to be stored."""
+    where nothing is to be stored. `called`: tools whose calls the client names in another way than the model."""
 
     background: bool
+    called: Mapping[str, CalledTool]
     echo: dict[str, Any]
     conversation: bytes | None
 
@@ -136,14 +144,15 @@ class ResponseAnswer(Answer[PreparedResponse]):
         """Have the items as `change` leaves them; yields the events that tell it, without their numbers."""
         match change, piece:
             case "begins", CallPart(index, name):
-                call = {"name": name, "arguments": "", "call_id": f"call_{self.name[-12:]}_{index}"}
-                yield self._begin("fc", "function_call", call)
+                yield self._begin_call(index, name or "")
             case "begins", Reasoning():
                 yield self._begin("rs", "reasoning", {"summary": [], "content": []})
                 yield self._begin_part({"type": "reasoning_text", "text": ""})
             case "begins", Content():
                 yield self._begin("msg", "message", {"role": "assistant", "content": []})
                 yield self._begin_part({"type": "output_text", "text": "", "annotations": []})
+            case "grows", CallPart(arguments=text) if "input" in self._items[-1]:
+                self._items[-1]["input"] += text  # arguments that are read when they are whole
             case "grows", CallPart(arguments=text):
                 self._items[-1]["arguments"] += text
                 yield self._of_item("function_call_arguments.delta", delta=text)
@@ -153,7 +162,11 @@ class ResponseAnswer(Answer[PreparedResponse]):
             case status, _:
                 item = self._items[-1]
                 item["status"] = status
-                if isinstance(piece, CallPart):
+                if isinstance(piece, CallPart) and "input" in item:
+                    item["input"] = text = custom_input(item["input"])
+                    yield self._of_item("custom_tool_call_input.delta", delta=text)
+                    yield self._of_item("custom_tool_call_input.done", input=text)
+                elif isinstance(piece, CallPart):
                     call = {"name": item["name"], "arguments": item["arguments"]}
                     yield self._of_item("function_call_arguments.done", **call)
                 else:
@@ -167,6 +180,16 @@ class ResponseAnswer(Answer[PreparedResponse]):
         name = f"{prefix}_{self.name[-12:]}_{number}"
         self._items.append({"id": name, "type": kind, "status": "in_progress", **fields})
         return {"type": "response.output_item.added", "output_index": number, "item": self._items[-1]}
+
+    def _begin_call(self, index: int, name: str) -> dict[str, Any]:
+        """Begin the item of a call, under the name that the client knows."""
+        tool = self.asked.called.get(name, CalledTool(name))
+        call = {"name": tool.name, "call_id": f"call_{self.name[-12:]}_{index}"}
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if tool.is_custom:
+            return self._begin("ctc", "custom_tool_call", {**call, "input": ""})
+        return self._begin("fc", "function_call", {**call, "arguments": ""})
 
     def _begin_part(self, part: dict[str, Any]) -> dict[str, Any]:
         self._items[-1]["content"].append(part)
@@ -191,7 +214,7 @@ class ResponseAnswer(Answer[PreparedResponse]):
 
     def _keep(self) -> None:
         if self.asked.conversation is not None:
-            messages = self.asked.conversation + b"\n" + encode(messages_of(self._items))
+            messages = self.asked.conversation + b"\n" + encode(messages_of(self._items, ignore))
             whole = self._reply["status"] in ("completed", "incomplete")
             self.store.put(self.key, Stored(encode(self._reply), messages, whole))
 

@@ -1,0 +1,65 @@
+"""What the chat template is given of a request's messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from forkpoint.server.chat_body import ChatMessage
+from forkpoint.server.notices import Note
+
+# Claude Code begins its system prompt with a line for its maker's bills, which differs from request to request.
+BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|\Z))+")
+TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
+
+
+def shown_messages(messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool) -> list[dict[str, Any]]:
+    """Return `messages` as dicts, in the form that a text model can be shown.
+
+    Parts of a tool's result that are not text become a text that says so, since the client cannot take back what its
+    tool returned. With `drops_billing_lines`, billing lines at the head of the system prompt are left out: they would
+    keep everything after them from being found in the prefix cache.
+    """
+    shown = [message.model_dump(exclude_unset=True) for message in messages]
+    if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
+        content = _without_billing_lines(shown[0].get("content"))
+        if content:
+            shown[0]["content"] = content
+        elif shown[0].get("content"):
+            del shown[0]
+    for message in shown:
+        if message["role"] == "tool" and isinstance(message.get("content"), list):
+            message["content"] = [_result_part(part, note) for part in message["content"]]
+    return shown
+
+
+def _without_billing_lines(content: Any) -> Any:
+    """Return the text, or the text parts, that follow the billing lines."""
+    if isinstance(content, str):
+        return BILLING_LINES.sub("", content)
+    if not isinstance(content, list) or not content or not isinstance(text := content[0].get("text"), str):
+        return content
+    rest = BILLING_LINES.sub("", text)
+    if rest == text:
+        return content
+    return [{**content[0], "text": rest}, *content[1:]] if rest else content[1:]
+
+
+def _result_part(part: dict[str, Any], note: Note) -> dict[str, Any]:
+    """Return a part of a tool's result as a text part."""
+    kind = part.get("type")
+    if kind in TEXT_TYPES:
+        return part
+    if kind == "tool_reference":
+        return _text_part(f"The tool {part.get('tool_name')} is available.")
+    text = part.get("text")
+    if isinstance(text, str):
+        return _text_part(text)
+    name = str(kind).removeprefix("input_").removesuffix("_url")[:40]
+    note(f"results of tools have parts of the type {name!r}, in place of which the model reads that they were left out")
+    return _text_part(f"[The tool returned a part of the type {name}, which cannot be shown here.]")
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

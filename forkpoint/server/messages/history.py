@@ -1,0 +1,117 @@
+"""Messages of Anthropic's API, translated to those of chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.notices import Note
+from forkpoint.server.protocol import MAX_SHOWN
+
+
+def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: Note) -> list[dict[str, Any]]:
+    """Return one message as chat templates know it: results of tools come before the text that follows them.
+
+    Raises HTTPError for a block that the user sends and that cannot be shown. Blocks that only Anthropic's servers
+    write are left out of the assistant's messages.
+    """
+    if role not in ("user", "assistant", "system"):
+        note(f"requests have messages of the role {role[:MAX_SHOWN]!r}, which are read as the user's")
+        role = "user"
+    if content is None or isinstance(content, str):
+        return [{"role": role, "content": content or ""}]
+    told: dict[str, Any] = {"role": role}
+    texts: list[str] = []
+    results: list[dict[str, Any]] = []
+    for block in content:
+        kind = block.get("type")
+        match role, kind:
+            case _, "text":
+                texts.append(string(block, "text"))
+            case _, "document" if (text := _document(block)) is not None:
+                texts.append(text)
+            case "user", "tool_result":
+                results.append(_result(block))
+            case "assistant", "tool_use":
+                told.setdefault("tool_calls", []).append(_call(block))
+            case "assistant", "thinking":
+                told["reasoning_content"] = told.get("reasoning_content", "") + string(block, "thinking")
+            case "assistant", "redacted_thinking":
+                pass  # nobody but who wrote it can read it
+            case "user", _:
+                raise not_understood(f"{kind!r} blocks in messages of the role {role!r}", "messages")
+            case _:
+                shown = str(kind)[:MAX_SHOWN]
+                note(f"requests have blocks of the type {shown!r} in messages of the role {role!r}; they are left out")
+    if texts or not results:
+        results.append({**told, "content": "\n".join(texts)})
+    return results
+
+
+def text_of(content: Any, name: str) -> str:
+    """Return a text, or text blocks joined. Raises HTTPError for other blocks; `name` is the field they are in."""
+    if isinstance(content, str):
+        return content
+    for block in _blocks(content, name):
+        if block.get("type") != "text":
+            raise not_understood(f"{block.get('type')!r} blocks here", name)
+    return "\n".join(string(block, "text") for block in content)
+
+
+def string(block: dict[str, Any], name: str) -> str:
+    """Return a member of a block that has to be a text. Raises HTTPError."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise HTTPError(400, f"a {block.get('type')} block needs {name}, a text", param="messages")
+    return value
+
+
+def not_understood(what: str, name: str) -> HTTPError:
+    return HTTPError(400, f"{what} are not understood; this server reads text and runs no tools", param=name)
+
+
+def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise HTTPError(400, f"{name} holds a text or a list of blocks", param=name)
+    return content
+
+
+def _result(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the message of a tool's result. Blocks that are not text stay as they are; see `shown_messages`."""
+    content: Any = block.get("content") or ""
+    if not isinstance(content, str):
+        content = [_result_part(part) for part in _blocks(content, "messages")]
+        if all(part["type"] == "text" for part in content):
+            content = "\n".join(part["text"] for part in content)
+    if block.get("is_error"):
+        error = {"type": "text", "text": "Error:"}
+        content = f"Error: {content}" if isinstance(content, str) else [error, *content]
+    return {"role": "tool", "tool_call_id": string(block, "tool_use_id"), "content": content}
+
+
+def _result_part(block: dict[str, Any]) -> dict[str, Any]:
+    match block.get("type"):
+        case "text":
+            return {"type": "text", "text": string(block, "text")}
+        case "document" if (text := _document(block)) is not None:
+            return {"type": "text", "text": text}
+        case "search_result":
+            head = [str(block[name]) for name in ("title", "source") if block.get(name)]
+            return {"type": "text", "text": "\n".join([*head, text_of(block.get("content") or "", "messages")])}
+        case kind:
+            return {**block, "type": str(kind)}
+
+
+def _document(block: dict[str, Any]) -> str | None:
+    """Return the text of a document that is one; None for PDF files and the like."""
+    source = block.get("source")
+    text = source.get("data") if isinstance(source, dict) and source.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise HTTPError(400, "a tool_use block needs its input, an object", param="messages")
+    function = {"name": string(block, "name"), "arguments": arguments}
+    return {"id": string(block, "id"), "type": "function", "function": function}

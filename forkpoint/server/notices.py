@@ -1,0 +1,51 @@
+"""Log lines about what requests send and the server does not use."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+from forkpoint.obs.logs import LOGGER
+
+Note: TypeAlias = Callable[[str], None]  # takes the text of a notice
+
+MAX_NOTICES: Final = 256  # different texts; clients choose some of the words, so their number has to be bounded
+HASH_BYTES: Final = 8
+
+
+class Notices:
+    """Logs each text once, whichever process it comes from.
+
+    Readers are forks that come and go, so the hashes of logged texts are in memory that all forks share. Two readers
+    that log at the same moment can overwrite each other's hash; the lost text is then logged once more.
+    """
+
+    def __init__(self) -> None:
+        """Create the table. The processes that share it have to be forked later."""
+        self._hashes = mmap.mmap(-1, MAX_NOTICES * HASH_BYTES)
+
+    def add(self, text: str) -> None:
+        """Log `text` as a warning, unless it or `MAX_NOTICES` others have been logged."""
+        own = blake2b(text.encode(errors="replace"), digest_size=HASH_BYTES).digest()
+        logged = self._hashes[:]
+        starts = range(0, len(logged), HASH_BYTES)
+        free = None
+        for start in starts:
+            known = logged[start : start + HASH_BYTES]
+            if known == own:
+                return
+            if not any(known):
+                free = start
+                break
+        if free is None:
+            return
+        self._hashes[free : free + HASH_BYTES] = own
+        LOGGER.warning("%s", text)
+        if free == starts[-1]:
+            LOGGER.warning("requests had %d different notices like these; further ones are not logged", MAX_NOTICES)
+
+
+def ignore(text: str) -> None:
+    """Take a notice and log nothing, for messages that have been read before."""

@@ -1,0 +1,103 @@
+"""Items of OpenAI's Responses API, translated to the messages of a chat completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from forkpoint.server.errors import HTTPError
+from forkpoint.server.notices import Note
+from forkpoint.server.protocol import MAX_SHOWN
+from forkpoint.server.responses.tools import INPUT, flat_name
+
+CALL, OUTPUT = "_call", "_call_output"  # how the types of calls, and of their results, end
+ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # which say nothing about a call
+
+
+def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, Any]]:
+    """Return items as messages. Reasoning, text and calls that follow each other are one message of the assistant.
+
+    `note` takes notices about items that are left out: records of what OpenAI's servers did. Raises HTTPError for
+    items that are wrong.
+    """
+    told: list[dict[str, Any]] = []
+    for item in items:
+        kind = str(item.get("type") or ("item_reference" if set(item) == {"id"} else "message"))
+        match kind:
+            case "message":
+                _add_message(told, item)
+            case "reasoning":
+                _last_answer(told, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
+            case "item_reference":
+                raise _unknown_item(item)
+            case _ if kind.endswith(OUTPUT) and item.get("call_id"):
+                content = _output(item.get("output"))
+                told.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case _ if kind.endswith(CALL) and item.get("call_id"):
+                _last_answer(told).setdefault("tool_calls", []).append(_call(kind, item))
+            case "function_call" | "custom_tool_call" | "function_call_output" | "custom_tool_call_output":
+                raise HTTPError(400, f"an item of the type {kind} needs its call_id", param="input")
+            case _:
+                note(f"requests have items of the type {kind[:MAX_SHOWN]!r}, which are left out of the conversation")
+    return told
+
+
+def _unknown_item(item: dict[str, Any]) -> HTTPError:
+    name = str(item.get("id"))[:MAX_SHOWN]
+    return HTTPError(400, f"there is no item {name!r}; send the item itself, or previous_response_id", param="input")
+
+
+def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a function, or of another tool that the client ran, such as its shell."""
+    name, namespace = item.get("name"), item.get("namespace")
+    if isinstance(name, str):
+        name = flat_name(namespace if isinstance(namespace, str) else None, name)
+    arguments: Any
+    match kind:
+        case "function_call":
+            arguments = item.get("arguments")
+        case "custom_tool_call":
+            arguments = json.dumps({INPUT: item.get("input") or ""}, ensure_ascii=False)
+        case _:
+            name = name or kind.removesuffix(CALL)
+            arguments = item.get("action", {key: value for key, value in item.items() if key not in ITEM_FIELDS})
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _add_message(told: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        raise HTTPError(400, f"a message has role user, assistant, system or developer; given {role!r}", param="input")
+    content = _content(item.get("content"))
+    if role == "assistant":
+        _last_answer(told, after=("content", "tool_calls"))["content"] = content
+    else:
+        told.append({"role": "system" if role == "developer" else role, "content": content})
+
+
+def _last_answer(told: list[dict[str, Any]], after: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the assistant's message that is being told; a new one where the last has any of `after`."""
+    if not told or told[-1]["role"] != "assistant" or any(name in told[-1] for name in after):
+        told.append({"role": "assistant"})
+    return told[-1]
+
+
+def _content(content: Any) -> Any:
+    """Return a text, or parts of the kinds that a conversation can have. Wrong parts are refused later."""
+    if isinstance(content, str | list):
+        return content
+    raise HTTPError(400, "an item's content, or its output, is a text or a list of text parts", param="input")
+
+
+def _output(output: Any) -> Any:
+    """Return a tool's result. One that is no text is shown as JSON."""
+    if isinstance(output, list) and not all(isinstance(part, dict) and "type" in part for part in output):
+        return json.dumps(output, ensure_ascii=False)
+    return json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else _content(output)
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "\n".join(text for text in texts if isinstance(text, str))
