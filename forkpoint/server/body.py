@@ -100,8 +100,9 @@ def parse(model: type[B], data: bytes) -> B:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _wrong_json(error) from None
+    has_escapes = b"\\u" in data  # looked for once: a body may have many thousand fields
     for name, value in values.items() if isinstance(values, dict) else ():
-        if b"\\u" in data:
+        if has_escapes:
             _require_unicode(name, value)
         if name in PASSED_ON:
             _check_depth(name, value)
