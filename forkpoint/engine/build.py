@@ -7,7 +7,6 @@ from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import check_template
 from forkpoint.engine.core import EngineCore
-from forkpoint.engine.engine import Engine
 from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
@@ -20,23 +19,26 @@ from forkpoint.worker.remote import start_worker
 from forkpoint.worker.worker import WorkerFacts
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """An engine that takes and writes texts, unless `skip_tokenizer_init`. Raises what `build_parts` raises."""
-    return Engine(*build_parts(config))
-
-
-def build_parts(config: EngineConfig) -> tuple[EngineCore, InputProcessor]:
-    """Start a worker, and on it the loop of an engine; and what makes requests for it.
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Load the tokenizer; None with `skip_tokenizer_init`. Wrong models and templates fail here, before weights load.
 
     Raises ConfigError, ModelFolderError or UnsupportedModelError.
     """
     set_up_logging(config.log_level)
     load_config(config.model, max_model_len=config.max_model_len)  # a folder of something else is told by its config
+    tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
+    check_template(config, tokenizer)
+    return tokenizer
+
+
+def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[EngineCore, InputProcessor]:
+    """Start a worker, the loop of an engine on it, and what makes requests for that.
+
+    Raises ConfigError, ModelFolderError or UnsupportedModelError.
+    """
     policy, capture = EVICTION.find(config.cache.eviction_policy), CAPTURE.find(config.cache.capture_policy)
     log = RequestLog(config.log_requests, config.log_request_tokens) if config.log_requests else None
     LOGGER.info("loading %s", config.model)
-    tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
-    check_template(config, tokenizer)  # before a model is loaded in vain
     is_apart = config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
     worker = start_worker(config) if is_apart else build_worker(config)
     facts = worker.facts

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from forkpoint.config import EngineConfig
-from forkpoint.engine.conversation import Message, last_text, normalised, number_calls
+from forkpoint.engine.bounded import OverLimitError, run_bounded
+from forkpoint.engine.call_writing import notation_name
+from forkpoint.engine.conversation import Message, last_text, read_message
 from forkpoint.engine.inputs import Prompt
+from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
+from forkpoint.engine.template_traits import TemplateTraits, probe_traits
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.obs.logs import LOGGER
@@ -23,42 +29,78 @@ RESERVED = (
     *("chat_template", "conversation", "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation"),
 )
-KIMIS_CALLS = "<|tool_calls_section_begin|>"  # which Kimi's templates write before them
 PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that only ever part two renderings
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
+}
+PROBE_CPU_S, PROBE_MEMORY_BYTES = 5, 2**30  # of all probes; those of real templates take a tenth of a second
+OVER_LIMIT = (
+    f"takes more than {PROBE_CPU_S} s or {PROBE_MEMORY_BYTES >> 30} GiB of memory for a conversation of a few words"
+)
 
 
 class ChatTemplate:
-    """Renders conversations through the tokenizer's chat template, or through one given in its place."""
+    """Renders conversations through the tokenizer's chat template, or through one given in its place.
+
+    What the template takes is probed when this is made. Conversations are rewritten to that.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         template: str | None = None,
         content_format: Literal["auto", "string", "openai"] = "auto",
+        tool_call_parser: str = "auto",
     ) -> None:
-        """`template` is a Jinja file or the template itself; it is given content as texts (`string`) or as lists of
-        text parts (`openai`), by default as what it shows. Raises ConfigError for a template that cannot be read."""
+        """`template` is a Jinja file or the template itself. It is given content as texts (`string`) or as lists of
+        text parts (`openai`), by default as it shows them. `tool_call_parser` names the notation in which calls are
+        written for a template that does not show them.
+
+        Raises ConfigError for a given template that cannot be read, or needs too much time or memory. A model's own
+        template that does refuses all conversations.
+        """
         self._tokenizer = tokenizer
         self._template = read_template(template)
-        known = tokenizer.backend.token_to_id(KIMIS_CALLS) is not None
-        self._numbers_calls = known or KIMIS_CALLS in self.source
-        self._in_parts = content_format == "openai"
-        if content_format == "auto" and self.source and not self._shows_probe():
-            self._in_parts = True
-            self._in_parts = self._shows_probe()
+        self._fault = ""
+        probed = _Probed(False, TemplateTraits(), TemplateTraits())
+        if self.source:
+            try:
+                probed = run_bounded(
+                    lambda: self._probe(content_format), cpu_s=PROBE_CPU_S, memory_bytes=PROBE_MEMORY_BYTES
+                )
+            except OverLimitError:
+                if self._template is not None:
+                    raise ConfigError(f"the given chat_template {OVER_LIMIT}; correct it") from None
+                self._fault = f"the model's {_own_name(tokenizer)} {OVER_LIMIT}; give another with --chat-template"
+                LOGGER.warning("%s: %s; until then chats are refused", tokenizer.hf.name_or_path, self._fault)
+        self._in_parts = probed.in_parts
+        notation = notation_name(tool_call_parser, tokenizer, self.source)
+        self._rewriters = {
+            False: Rewriter(probed.without_tools, notation),
+            True: Rewriter(probed.with_tools, notation),
+        }
+        self._logged = _Logged()
+
+    def _probe(self, content_format: Literal["auto", "string", "openai"]) -> _Probed:
+        in_parts = content_format == "openai"
+        if content_format == "auto" and not self._shows_user(in_parts=False):
+            in_parts = self._shows_user(in_parts=True)
+
+        def traits(tools: Sequence[Any] | None) -> TemplateTraits:
+            return probe_traits(lambda messages: self._try_text(messages, {"tools": tools}), in_parts=in_parts)
+
+        return _Probed(in_parts, traits(None), traits([PROBE_TOOL]))
+
+    def _shows_user(self, *, in_parts: bool) -> bool:
+        text = self._try_text([_from_user(PROBES[0], in_parts)], {})
+        return text is not None and PROBES[0] in text and "'type'" not in text
 
     @property
     def source(self) -> str:
         """The template's text; empty where there is none."""
         template = self._template or getattr(self._tokenizer.hf, "chat_template", None)
         return template if isinstance(template, str) else str(template or "")
-
-    def _shows_probe(self) -> bool:
-        text = self._try_text([self._from_user(PROBES[0])], {})
-        return text is not None and PROBES[0] in text and "'type'" not in text
-
-    def _from_user(self, text: str) -> Message:
-        return normalised({"role": "user", "content": text}, in_parts=self._in_parts)
 
     def render(
         self,
@@ -77,26 +119,48 @@ class ChatTemplate:
         """
         if not self.source:
             raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
+        if self._fault:
+            raise InvalidPromptError(self._fault)
         reserved = sorted(name for name in variables or () if name in RESERVED)
         if reserved:
             raise InvalidPromptError(f"chat_template_kwargs may not name {reserved[0]!r}; it is no template's variable")
-        conversation: Sequence[Message] = [normalised(message, in_parts=self._in_parts) for message in messages]
-        if self._numbers_calls:
-            conversation = number_calls(conversation)
-        if not conversation:
+        if not messages:
             raise InvalidPromptError("the conversation is empty; give at least one message")
+        read = [read_message(message, in_parts=self._in_parts) for message in messages]
+        rewritten = self._rewriters[bool(tools)].rewrite(read)
+        self._logged.log(rewritten.rewrites)
+        conversation = rewritten.messages
         options = {**(variables or {}), "tools": (list(tools) if tools is not None else []) or None}
         ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         try:
             text = self._text(conversation, {**options, **ending})
         except Exception as error:  # a template may raise anything
-            wrong = _own_error(self._tokenizer) if self._template is None else None
-            raise InvalidPromptError(wrong or f"the chat template refused the conversation: {error}") from error
+            raise self._refusal(rewritten, {**options, **ending}, error) from error
         if check_text is not None:
             check_text(text)
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         cuts = self._message_ends(conversation, options, text)
         return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
+
+    def _refusal(self, rewritten: Rewritten, options: Mapping[str, Any], error: Exception) -> InvalidPromptError:
+        """Return the error for a conversation that the template refused. It names the message behind which every
+        longer conversation is refused."""
+        wrong = _own_error(self._tokenizer) if self._template is None else None
+        if wrong is not None:
+            return InvalidPromptError(wrong)
+        num_taken, num_refused = 0, len(rewritten.conversation)
+        while num_refused - num_taken > 1:
+            middle = (num_taken + num_refused) // 2
+            if self._try_text(rewritten.messages[:middle], options) is None:
+                num_refused = middle
+            else:
+                num_taken = middle
+        refused = rewritten.conversation[num_refused - 1]
+        says = str(error) or type(error).__name__
+        return InvalidPromptError(
+            f"the chat template refused the conversation at messages[{refused.index}], of the role "
+            f"{refused.role!r}: {says}"
+        )
 
     def _text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str:
         apply = self._tokenizer.hf.apply_chat_template
@@ -121,7 +185,7 @@ class ChatTemplate:
             alone = self._try_text(prefix, options)
             if alone is not None and text.startswith(alone) and last_text(prefix[-1]).strip() in alone:
                 return len(alone)
-        shown = [self._try_text([*prefix, self._from_user(probe)], options) for probe in PROBES]
+        shown = [self._try_text([*prefix, _from_user(probe, self._in_parts)], options) for probe in PROBES]
         first, other = shown
         if first is None or other is None:
             return 0
@@ -131,8 +195,36 @@ class ChatTemplate:
     def _try_text(self, conversation: Sequence[Message], options: Mapping[str, Any]) -> str | None:
         try:
             return self._text(conversation, options)
-        except Exception:  # templates refuse partial conversations in many ways, and none of them matters here
+        except MemoryError:
+            raise
+        except Exception:  # templates refuse conversations in many ways, and none of them matters here
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    """What is known of a template: how it reads content, and what it takes with tools and without."""
+
+    in_parts: bool
+    without_tools: TemplateTraits
+    with_tools: TemplateTraits
+
+
+class _Logged:
+    """Logs each kind of rewrite once, in whichever of the processes forked from this one it is seen first."""
+
+    def __init__(self) -> None:
+        self._flags = mmap.mmap(-1, len(Rewrite))  # shared with forked processes
+
+    def log(self, rewrites: frozenset[Rewrite]) -> None:
+        for number, rewrite in enumerate(Rewrite):
+            if rewrite in rewrites and not self._flags[number]:
+                self._flags[number] = 1
+                LOGGER.info("conversations are rewritten for the chat template: %s", rewrite.value)
+
+
+def _from_user(text: str, in_parts: bool) -> Message:
+    return read_message({"role": "user", "content": text}, in_parts=in_parts)
 
 
 def _token_positions(cuts: Sequence[int], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -181,9 +273,12 @@ def _own_error(tokenizer: Tokenizer) -> str | None:
     wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
     if wrong is None:
         return None
+    return f"the model's {_own_name(tokenizer)} {wrong}; mend it, or give another with --chat-template"
+
+
+def _own_name(tokenizer: Tokenizer) -> str:
     own = Path(tokenizer.hf.name_or_path) / "chat_template.jinja"
-    name = own.name if own.is_file() else "chat_template in tokenizer_config.json"
-    return f"the model's {name} {wrong}; mend it, or give another with --chat-template"
+    return own.name if own.is_file() else "chat_template in tokenizer_config.json"
 
 
 def _syntax_error(template: object) -> str | None:

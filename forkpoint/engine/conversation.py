@@ -1,8 +1,7 @@
-"""Messages of a conversation in the form that chat templates read."""
+"""Messages of a conversation, checked and in one form."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,19 +10,19 @@ from forkpoint.errors import InvalidPromptError
 
 Message: TypeAlias = Mapping[str, Any]
 
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where it is
-SPEAKERS = ("system", "developer", "user")  # whose messages are nothing without content
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where the text is
+SPEAKERS = ("system", "developer", "user")  # roles whose messages are nothing without content
 SHOWN = 80  # characters of a wrong value, in an error message
 
 
-def normalised(message: object, *, in_parts: bool) -> dict[str, Any]:
-    """A message as templates can read it; what a server sends as an answer can be sent back as it is.
+def read_message(message: object, *, in_parts: bool) -> dict[str, Any]:
+    """Return a message in the form that templates read. What a server sends as an answer can be sent back as it is.
 
-    `content` is a text: parts are joined (or kept, for templates that read parts), null is empty (a template that
-    adds texts cannot add null), a refusal stands where there is no content. `reasoning` and `reasoning_content` are
-    two names of the same thing and both given. Arguments of tool calls are mappings, and an empty list of calls is
-    none.
-    Raises InvalidPromptError naming what is wrong.
+    `content` becomes a text: parts are joined, or kept for templates that read parts. Null becomes an empty text, and a
+    refusal takes the place of missing content. `reasoning` and `reasoning_content` name the same thing, so both are
+    given. Arguments of tool calls become mappings; arguments that are no JSON object stay the text that they are. An
+    empty list of calls is left out.
+    Raises InvalidPromptError, which says what is wrong.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPromptError(f"a message is a dict with 'role' and 'content'; given {message!r:.{SHOWN}}")
@@ -53,25 +52,20 @@ def normalised(message: object, *, in_parts: bool) -> dict[str, Any]:
     return kept
 
 
-def number_calls(conversation: Sequence[Message]) -> list[Message]:
-    """Normalised messages with `functions.NAME:N` as the ids of calls, N counting all of them: Kimi's templates show a
-    call by its id alone, so any other id would hide which function was called."""
-    numbers, ids, numbered = itertools.count(), dict[str, str](), list[Message]()
-    for message in conversation:
-        if calls := message.get("tool_calls"):
-            own = [{**call, "id": f"functions.{call['function']['name']}:{next(numbers)}"} for call in calls]
-            shown = [(call.get("id"), new["id"]) for call, new in zip(calls, own, strict=True)]
-            ids |= {given: name for given, name in shown if isinstance(given, str)}
-            message = {**message, "tool_calls": own}
-        answered = message.get("tool_call_id")
-        if isinstance(answered, str) and answered in ids:
-            message = {**message, "tool_call_id": ids[answered]}
-        numbered.append(message)
-    return numbered
+def content_text(message: Message) -> str:
+    """Return the content of a read message as one text."""
+    content = message["content"]
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else str(content)
+
+
+def with_text(message: Message, text: str) -> dict[str, Any]:
+    """Return the message with `text` as its content, in a list of parts if its content is one."""
+    in_parts = isinstance(message["content"], list)
+    return {**message, "content": [_text_part(text)] if in_parts else text}
 
 
 def last_text(message: Message) -> str:
-    """What its content ends with: all of it, or the last part."""
+    """Return the text that the content ends with: all of it, or the last part."""
     content = message.get("content") or ""
     return str(content[-1]["text"] if isinstance(content, list) else content)
 
@@ -106,10 +100,19 @@ def _call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidPromptError("a tool call in a message needs a function with name and arguments")
-    arguments = function.get("arguments")
-    if arguments is None or isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments and arguments.strip() else {}
-        except (ValueError, RecursionError):
-            raise InvalidPromptError(f"the arguments of a tool call are not JSON: {arguments:.{SHOWN}}") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: object) -> dict[str, Any] | str:
+    """Return the arguments as a mapping, or as the text that was given if that is no JSON object."""
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    if not isinstance(given, str):
+        return json.dumps(given, ensure_ascii=False, default=str)
+    try:
+        read = json.loads(given) if given.strip() else {}
+    except (ValueError, RecursionError):
+        return given
+    if read is None:
+        return {}
+    return read if isinstance(read, dict) else given

@@ -41,16 +41,17 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         wait_briefly()
-        from forkpoint.engine.build import build_engine  # torch and the models are loaded where they are needed
+        from forkpoint.engine.build import build_parts, load_tokenizer  # these load torch and the models
+        from forkpoint.engine.engine import Engine
 
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))
         self._defaults = sampling_defaults(self.config)
-        self._engine = build_engine(self.config)
+        tokenizer = load_tokenizer(self.config)
+        self._chat = ChatTemplate(tokenizer, self.config.chat_template) if tokenizer is not None else None
+        self._engine = Engine(*build_parts(self.config, tokenizer))
         self._metrics = self._engine.core.metrics
         self._shared = SharedEngine(self._engine)
         log_sampling_defaults(self.config, self._defaults)
-        tokenizer = self._engine.inputs.tokenizer
-        self._chat = ChatTemplate(tokenizer, self.config.chat_template) if tokenizer is not None else None
 
     def generate(
         self,

@@ -31,14 +31,14 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
     An error ends it with a Died report and exit code 1. It ends at once when its parent does.
     """
     begin_child()  # the parent decides when the engine ends
-    from forkpoint.engine.build import build_parts  # imports torch, which the parent has no use for
+    from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent has no use for
 
     encode = encoder()
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
         inbox.bind(commands)
         outbox.connect(reports)
         try:
-            core, inputs = build_parts(config)
+            core, inputs = build_parts(config, load_tokenizer(config))
             try:
                 inputs.grammars.prepare()
                 gc.collect()

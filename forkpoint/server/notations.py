@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import regex
 
+from forkpoint.engine.call_writing import NotationName, notation_name
 from forkpoint.engine.tokenizer import Tokenizer
 
 # A call in JSON, up to its arguments.
@@ -23,7 +24,6 @@ Tools: TypeAlias = Mapping[str, Any]  # parameter schemas by name of the functio
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION_END = "</function>"
-LING_TAG = "<arg_key>"
 KIMI_CALL, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 
 # A parameter, whose end may be missing.
@@ -216,16 +216,16 @@ KIMI: Final = Notation(
 )
 
 
+NOTATIONS: Final[Mapping[NotationName, Notation]] = {
+    "hermes": QWEN,
+    "qwen_xml": QWEN,
+    "ling": LING,
+    "lfm2": LFM2,
+    "olmo3": OLMO3,
+    "kimi": KIMI,
+}
+
+
 def find_notation(parser: str, tokenizer: Tokenizer | None, template: str) -> Notation:
-    """That of `--tool-call-parser`; for `auto` the one whose tag the chat template or the vocabulary has."""
-    if parser != "auto":
-        return {"lfm2": LFM2, "olmo3": OLMO3, "kimi_k2": KIMI, "ling3": LING}.get(parser, QWEN)
-    if LING_TAG in template:
-        return LING
-    for notation in (QWEN, LFM2, OLMO3, KIMI):
-        if notation.opening in template:
-            return notation
-    for notation in (LFM2, KIMI):
-        if tokenizer is not None and tokenizer.backend.token_to_id(notation.opening) is not None:
-            return notation
-    return QWEN
+    """Return the notation of `--tool-call-parser`; for `auto`, the one that the template or the vocabulary shows."""
+    return NOTATIONS[notation_name(parser, tokenizer, template)]

@@ -73,7 +73,8 @@ class Texts:
             import_module("llguidance")  # for all readers, of which some compile grammars
             self.tokenizer = Tokenizer.load(self.engine.tokenizer or self.engine.model)
             form = self.config.chat_template_content_format
-            self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form)
+            parser = self.config.tool_call_parser
+            self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form, parser)
         self.sampling = sampling_defaults(self.engine)
         log_sampling_defaults(self.engine, self.sampling)
         ends = eos_token_ids(self.engine.model, self.tokenizer)

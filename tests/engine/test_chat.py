@@ -13,6 +13,7 @@ from forkpoint import LLM, SamplingParams
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
+from tests.engine.chat_templates import KIMI
 from tests.engine.tokenizers import byte_level, metaspace
 
 CHATML = (
@@ -181,13 +182,13 @@ def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
 
 def test_a_template_of_kimis_is_given_ids_of_calls_that_name_the_function() -> None:
     """It shows a call by its id alone."""
-    calls = "{% for c in m.tool_calls or () %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} "
-    shown = f"{{# <|tool_calls_section_begin|> #}}{{% for m in messages %}}{calls}{{% endfor %}}"
-    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
+        {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_0", "content": "1"},
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "g"}}]},
     ]
-    prompt = ChatTemplate(TOKENIZERS["byte_level"], shown).render(messages)
-    assert prompt.text is not None and prompt.text.split() == ["functions.f:0", "functions.f:0", "functions.g:1"]
+    text = render(KIMI, messages=messages).text
+    for shown in ("begin|>functions.f:0<", "Return of functions.f:0\n1", "begin|>functions.g:1<"):
+        assert text.count(shown) == 1

@@ -1,0 +1,73 @@
+"""Run a function in a process of its own, with limits on time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import select
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+WALL_S: Final = 60.0  # for a process that neither computes nor ends, such as one that waits for a lock
+
+
+class OverLimitError(Exception):
+    """The function needed more time or memory than it may have."""
+
+
+def run_bounded(function: Callable[[], T], *, cpu_s: int, memory_bytes: int) -> T:
+    """Call `function` in a fork of this process and return its result, which is pickled.
+
+    Raises OverLimitError when the function needs more than `cpu_s` seconds of CPU time or `memory_bytes` of new memory,
+    or raises MemoryError. Raises whatever else the function raises.
+    """
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            _bound(cpu_s, memory_bytes)
+            _answer(function, sender)
+        finally:
+            os._exit(0)  # whatever was raised: the parent's handlers and buffers are not for this process
+    os.close(sender)
+    try:
+        with open(receiver, "rb") as stream:
+            readable, _, _ = select.select([stream], [], [], WALL_S)
+            answer = stream.read() if readable else b""
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not answer:
+        raise OverLimitError
+    result, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
+
+
+def _answer(function: Callable[[], object], sender: int) -> None:
+    try:
+        answer = pickle.dumps((function(), None))
+    except MemoryError:
+        return
+    except Exception as error:
+        answer = pickle.dumps((None, error))
+    with open(sender, "wb") as stream:
+        stream.write(answer)
+
+
+def _bound(cpu_s: int, memory_bytes: int) -> None:
+    """Limit what this process may use. The system kills it at the limit of CPU time."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc have no limit of memory
+        used_bytes = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        wanted = used_bytes + memory_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))

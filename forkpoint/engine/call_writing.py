@@ -1,0 +1,118 @@
+"""Tool calls of earlier turns as text, in the notation in which the model writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from forkpoint.engine.tokenizer import Tokenizer
+
+Calls: TypeAlias = Sequence[Mapping[str, Any]]  # each with `id` and `function`: `name`, and `arguments` as a mapping
+CallWriter: TypeAlias = Callable[[Calls], str]
+NotationName: TypeAlias = Literal["hermes", "qwen_xml", "ling", "lfm2", "olmo3", "kimi"]
+
+LING_TAG: Final = "<arg_key>"
+QWEN_XML_TAG: Final = "<function="
+# The tags by which a chat template shows its notation, in the order in which they are looked for.
+TEMPLATE_TAGS: Final[Mapping[str, NotationName]] = {
+    LING_TAG: "ling",
+    QWEN_XML_TAG: "qwen_xml",
+    "<tool_call>": "hermes",
+    "<|tool_call_start|>": "lfm2",
+    "<function_calls>": "olmo3",
+    "<|tool_calls_section_begin|>": "kimi",
+}
+# Tags that are tokens of their own in the vocabularies of these families alone.
+VOCABULARY_TAGS: Final = ("<|tool_call_start|>", "<|tool_calls_section_begin|>")
+PARSERS: Final[Mapping[str, NotationName]] = {
+    "lfm2": "lfm2",
+    "olmo3": "olmo3",
+    "kimi_k2": "kimi",
+    "ling3": "ling",
+    "qwen3_coder": "qwen_xml",
+    "qwen3_xml": "qwen_xml",
+}
+
+
+def notation_name(parser: str, tokenizer: Tokenizer | None, template: str) -> NotationName:
+    """Return the notation of `--tool-call-parser`; for `auto`, the one that the template or the vocabulary shows."""
+    if parser not in ("auto", "none"):
+        return PARSERS.get(parser, "hermes")
+    for tag, name in TEMPLATE_TAGS.items():
+        if tag in template:
+            return name
+    for tag in VOCABULARY_TAGS:
+        if tokenizer is not None and tokenizer.backend.token_to_id(tag) is not None:
+            return TEMPLATE_TAGS[tag]
+    return "hermes"
+
+
+def _write_hermes(calls: Calls) -> str:
+    return "\n".join(f"<tool_call>\n{_json(_named(call))}\n</tool_call>" for call in calls)
+
+
+def _write_qwen_xml(calls: Calls) -> str:
+    texts = []
+    for call in calls:
+        named = _named(call)
+        parameters = "".join(
+            f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in named["arguments"].items()
+        )
+        texts.append(f"<tool_call>\n<function={named['name']}>\n{parameters}</function>\n</tool_call>")
+    return "\n".join(texts)
+
+
+def _write_ling(calls: Calls) -> str:
+    texts = []
+    for call in calls:
+        named = _named(call)
+        pairs = "".join(
+            f"\n<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>"
+            for key, value in named["arguments"].items()
+        )
+        texts.append(f"<tool_call>{named['name']}{pairs}\n</tool_call>")
+    return "\n".join(texts)
+
+
+def _write_lfm2(calls: Calls) -> str:
+    return f"<|tool_call_start|>[{', '.join(map(_python, calls))}]<|tool_call_end|>"
+
+
+def _write_olmo3(calls: Calls) -> str:
+    return "<function_calls>" + "\n".join(map(_python, calls)) + "</function_calls>"
+
+
+def _write_kimi(calls: Calls) -> str:
+    texts = []
+    for call in calls:
+        arguments = _json(call["function"]["arguments"])
+        texts.append(f"<|tool_call_begin|>{call['id']}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>")
+    return "<|tool_calls_section_begin|>" + "".join(texts) + "<|tool_calls_section_end|>"
+
+
+def _named(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+
+def _python(call: Mapping[str, Any]) -> str:
+    named = _named(call)
+    return f"{named['name']}({', '.join(f'{key}={value!r}' for key, value in named['arguments'].items())})"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+WRITERS: Final[Mapping[NotationName, CallWriter]] = {
+    "hermes": _write_hermes,
+    "qwen_xml": _write_qwen_xml,
+    "ling": _write_ling,
+    "lfm2": _write_lfm2,
+    "olmo3": _write_olmo3,
+    "kimi": _write_kimi,
+}

@@ -1,0 +1,246 @@
+"""What a chat template takes and shows, found by rendering small conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None where the template refuses the conversation
+ArgumentForm: TypeAlias = Literal["any", "mapping", "text"]
+CallIds: TypeAlias = Literal["any", "named", "short"]
+
+UNKNOWN_ROLE: Final = "narrator"  # no template knows it
+# Words that no template has in its own text.
+FIRST, SECOND, THIRD, FOURTH = "qzfirst", "qzsecond", "qzthird", "qzfourth"
+FUNCTION, OTHER_FUNCTION, KEY, VALUE = "qzfunction", "qzother", "qzkey", "qzvalue"
+# An id for each of `CallIds`. A template that takes the first shows the call by its name, whatever its id is.
+PROBE_IDS: Final[Mapping[CallIds, str]] = {
+    "any": "call_qz00000001",
+    "named": f"functions.{FUNCTION}:1",
+    "short": "qz0000001",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a chat template takes. The defaults describe one that takes and shows everything.
+
+    Each trait says whether the template renders the messages named, shows their texts in order, and does not show a
+    system message or a tool result as if the user or the assistant had written it.
+    """
+
+    system: bool = True  # a system message at the beginning
+    several_systems: bool = True  # more than one system message at the beginning
+    late_system: bool = True  # system messages behind other messages
+    no_user: bool = True  # conversations without a user message
+    developer: bool = True  # the role `developer`, and not as it would take any name
+    assistant_first: bool = True  # an assistant's message before all users'
+    user_repeats: bool = True  # two user messages in a row
+    assistant_repeats: bool = True  # two assistant messages in a row
+    user_after_result: bool = True  # a user message right behind a tool result
+    empty_answer: bool = True  # an assistant message without a text or calls
+    reasoning: bool = True  # `reasoning_content` of a call that has just been answered
+    calls: bool = True  # `tool_calls`, with the function's name and its arguments
+    arguments: ArgumentForm = "any"  # how a call's arguments are given; `any`: as a mapping or as a text
+    # Ids of calls. `named`: `functions.NAME:N`, since Kimi's templates show a call by its id alone. `short`: of nine
+    # characters, since Mistral's templates refuse others.
+    call_ids: CallIds = "any"
+    several_calls: bool = True  # two calls in one message
+    text_with_calls: bool = True  # content and calls of one message
+    text_before_calls: bool = True  # a message with content, then one with calls
+    results_of_calls: bool = True  # the role `tool` behind `tool_calls`
+    results_of_text: bool = True  # the role `tool` behind an assistant message without `tool_calls`
+
+
+def probe_traits(render: Render, *, in_parts: bool) -> TemplateTraits:
+    """Find the traits of a template by rendering some dozens of conversations of at most six messages.
+
+    A template that refuses plain turns of user and assistant gets the default traits: nothing is known of it.
+    """
+    probe = _Probe(render, in_parts)
+    user, answer, system = probe.user, probe.answer, probe.system
+    if not probe.shows([user(FIRST), answer(SECOND), user(THIRD)]):
+        return TemplateTraits()
+    has_system = _takes_system(probe)
+    lead = [system("qzlead")] * has_system
+    return TemplateTraits(
+        system=has_system,
+        several_systems=has_system and probe.shows([system(FIRST), system(SECOND), user(THIRD)], foreign=1),
+        late_system=has_system and _takes_late_system(probe, lead),
+        no_user=probe.shows([answer(FIRST)]) and (not has_system or probe.shows([system(FIRST)])),
+        developer=_knows_developer(probe),
+        assistant_first=probe.shows([*lead, answer(FIRST), user(SECOND)], foreign=len(lead), others=("user",)),
+        user_repeats=probe.shows([*lead, user(FIRST), user(SECOND), answer(THIRD), user(FOURTH)]),
+        assistant_repeats=probe.shows([*lead, user(FIRST), answer(SECOND), answer(THIRD), user(FOURTH)]),
+        empty_answer=probe.shows([user(FIRST), answer(""), user(SECOND)]),
+        **_call_traits(probe),
+    )
+
+
+class _Probe:
+    """Renders conversations of a few words and looks for those words."""
+
+    def __init__(self, render: Render, in_parts: bool) -> None:
+        self.render = render
+        self._in_parts = in_parts
+
+    def say(self, role: str, text: str, **others: Any) -> dict[str, Any]:
+        content = [{"type": "text", "text": text}] if self._in_parts else text
+        return {"role": role, "content": content, **others}
+
+    def user(self, text: str) -> dict[str, Any]:
+        return self.say("user", text)
+
+    def answer(self, text: str, **others: Any) -> dict[str, Any]:
+        return self.say("assistant", text, **others)
+
+    def system(self, text: str) -> dict[str, Any]:
+        return self.say("system", text)
+
+    def shows(
+        self,
+        messages: Sequence[Message],
+        *words: str,
+        foreign: int | None = None,
+        others: Sequence[str] = ("user", "assistant"),
+    ) -> bool:
+        """Whether the template renders `messages` with all their texts in order, and `words` anywhere.
+
+        The message `foreign` also has to look different from what it would be if one of `others` had written it.
+        """
+        text = self.render(messages)
+        if text is None or not all(word in text for word in words):
+            return False
+        if not _in_order(text, [word for message in messages if (word := _word(message))]):
+            return False
+        if foreign is None:
+            return True
+        message = messages[foreign]
+        roles = [[*messages[:foreign], {**message, "role": role}, *messages[foreign + 1 :]] for role in others]
+        return all(self.render(conversation) != text for conversation in roles)
+
+
+def _takes_system(probe: _Probe) -> bool:
+    """Whether a system message at the beginning is shown, whoever writes the last message.
+
+    Mistral's templates show it in the last message, and only if that is a user's.
+    """
+    messages = [probe.system(FIRST), probe.user(SECOND)]
+    if not probe.shows(messages, foreign=0, others=("assistant",)):
+        return False
+    answered = probe.render([*messages, probe.answer(THIRD)])
+    return answered is None or FIRST in answered
+
+
+def _takes_late_system(probe: _Probe, lead: list[dict[str, Any]]) -> bool:
+    """Whether system messages are shown at their place: behind a user's, behind an answer, and at the end."""
+    user, answer, system = probe.user, probe.answer, probe.system
+    after_answer = [*lead, user(FIRST), answer(SECOND), system(THIRD), user(FOURTH)]
+    after_user = [*lead, user(FIRST), system(SECOND), answer(THIRD), user(FOURTH)]
+    at_end = [*lead, user(FIRST), answer(SECOND), user(THIRD), system(FOURTH)]
+    place = len(lead)
+    return (
+        probe.shows(after_answer, foreign=place + 2)
+        and probe.shows(after_user, foreign=place + 1)
+        and probe.shows(at_end, foreign=place + 3)
+    )
+
+
+def _knows_developer(probe: _Probe) -> bool:
+    """Whether the role is shown in another way than any unknown name would be."""
+    messages = [probe.say("developer", FIRST), probe.user(SECOND)]
+    if not probe.shows(messages, foreign=0):
+        return False
+    unknown = probe.render([probe.say(UNKNOWN_ROLE, FIRST), probe.user(SECOND)])
+    return unknown is None or unknown.replace(UNKNOWN_ROLE, "developer") != probe.render(messages)
+
+
+def _call_traits(probe: _Probe) -> dict[str, Any]:
+    user, answer = probe.user, probe.answer
+    result = probe.say("tool", THIRD, tool_call_id=PROBE_IDS["any"], name=FUNCTION)
+    rest = [answer("qzanswer"), user("qzuser")]
+    of_text = probe.shows([user(FIRST), answer(SECOND), result, *rest], foreign=2)
+    form = _call_form(probe)
+    if form is None:
+        return {
+            "calls": False,
+            "results_of_calls": False,
+            "results_of_text": of_text,
+            "reasoning": _shows_reasoning(probe, None, takes_result=of_text),
+        }
+    call, arguments, call_ids = form
+    result = {**result, "tool_call_id": call["id"]}
+    calling = answer("", tool_calls=[call])
+    of_calls = probe.shows([user(FIRST), calling, result, *rest], foreign=2)
+    other = _call(OTHER_FUNCTION, call["id"].replace(FUNCTION, OTHER_FUNCTION), call["function"]["arguments"])
+    both = answer("", tool_calls=[call, other])
+    behind = [result] * of_calls
+    return {
+        "arguments": arguments,
+        "call_ids": call_ids,
+        "several_calls": probe.shows([user(FIRST), both, *behind], FUNCTION, OTHER_FUNCTION),
+        "text_with_calls": probe.shows([user(FIRST), answer(SECOND, tool_calls=[call]), *behind], FUNCTION, VALUE),
+        "text_before_calls": probe.shows([user(FIRST), answer(SECOND), calling, *behind, *rest], FUNCTION, VALUE),
+        "results_of_calls": of_calls,
+        "results_of_text": of_text,
+        "user_after_result": probe.shows([user(FIRST), calling, *behind, user(FOURTH)]),
+        "reasoning": _shows_reasoning(probe, call, takes_result=of_calls),
+    }
+
+
+def _call_form(probe: _Probe) -> tuple[dict[str, Any], ArgumentForm, CallIds] | None:
+    """Return a call as the template shows it, and the forms of arguments and ids; None where calls are not shown."""
+    for call_ids, call_id in PROBE_IDS.items():
+        mapping = _call(FUNCTION, call_id, {KEY: VALUE})
+        text = _call(FUNCTION, call_id, f'{{"{KEY}": "{VALUE}"}}')
+        as_mapping, as_text = _shown_call(probe, mapping), _shown_call(probe, text)
+        if as_mapping is not None and (f"{{'{KEY}'" not in as_mapping or as_text is None):
+            return mapping, "mapping" if as_text is None else "any", call_ids
+        if as_text is not None:  # a mapping is refused, or shown as Python writes it
+            return text, "text", call_ids
+    return None
+
+
+def _shown_call(probe: _Probe, call: dict[str, Any]) -> str | None:
+    """A rendering that shows the call. Some templates take it only with its result, or with a user behind it."""
+    calling = probe.answer("", tool_calls=[call])
+    result = probe.say("tool", SECOND, tool_call_id=call["id"], name=FUNCTION)
+    for rest in ([], [result], [probe.user(SECOND)]):
+        messages = [probe.user(FIRST), calling, *rest]
+        if probe.shows(messages, FUNCTION, KEY, VALUE):
+            return probe.render(messages)
+    return None
+
+
+def _shows_reasoning(probe: _Probe, call: dict[str, Any] | None, *, takes_result: bool) -> bool:
+    messages = [probe.user(FIRST), probe.answer(SECOND, reasoning_content=THIRD, reasoning=THIRD)]
+    text = probe.render(messages)
+    if text is not None and THIRD in text:
+        return True
+    if call is None or not takes_result:
+        return False
+    calling = probe.answer("", reasoning_content=SECOND, reasoning=SECOND, tool_calls=[call])
+    text = probe.render([probe.user(FIRST), calling, probe.say("tool", THIRD, tool_call_id=call["id"], name=FUNCTION)])
+    return text is not None and SECOND in text
+
+
+def _call(name: str, call_id: str, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _word(message: Message) -> str:
+    content = message["content"]
+    return str(content[0]["text"] if isinstance(content, list) else content)
+
+
+def _in_order(text: str, words: Sequence[str]) -> bool:
+    """Whether `text` has the words one after the other, none of them in a list as Python writes it."""
+    position = 0
+    for word in words:
+        position = text.find(word, position)
+        if position < 0 or f"'text': '{word}'" in text:
+            return False
+        position += len(word)
+    return True
