@@ -71,6 +71,7 @@ class ModelConfig:
     fp8_keys: bool = False  # keys and values are kept in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    unknown_fields: tuple[str, ...] = field(default=(), compare=False)  # of config.json, of which nothing is known
 
     @classmethod
     def of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -16,6 +16,7 @@ from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, ModelConfig
 from forkpoint.models.context import ForwardContext
 from forkpoint.models.cuts import Cut, padded_span
+from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
@@ -74,6 +75,8 @@ class Model(ABC):
     field_names: ClassVar[Mapping[str, str]] = {}  # of config.json -> the common ones
     config_class: ClassVar[str] = ""  # transformers', by the module in `transformers.models`, whose defaults hold
     defaults: ClassVar[Mapping[str, Any]] = {}  # those that are not there, under the common names
+    # Fields that need not be read: they have no effect in this family, or belong to parts that only some models have.
+    unneeded_fields: ClassVar[Collection[str]] = ()
     weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     defers_sums: ClassVar[bool] = True  # hidden states are looked at by norms alone
@@ -122,9 +125,19 @@ class Model(ABC):
 
     @classmethod
     def read(cls, fields: Fields) -> ModelConfig:
-        """`parse` of fields under all of their names, with those that are left out."""
+        """Parse fields under all of their names, with defaults for those that are left out. Raises
+        UnsupportedModelError for a field that is not read although it changes the forward pass."""
         defaults, pairs = class_defaults(cls.config_class) if cls.config_class else ({}, [])
-        return cls.parse(fields.translated(cls.field_names, {**defaults, **cls.defaults}, pairs))
+        config = cls.parse(fields.translated(cls.field_names, {**defaults, **cls.defaults}, pairs))
+        names = [*cls.field_names.items(), *pairs, *((other, one) for one, other in pairs)]
+        read = {*fields.values.read, *(theirs for theirs, ours in names if ours in fields.values.read)}
+        known = defaults | {one: defaults[other] for one, other in names if one not in defaults and other in defaults}
+        given = fields.values.unrecorded()
+        unknown = unknown_fields(given, read, known, cls.unneeded_fields, fields.where)
+        for name in ("rope_parameters", "rope_scaling"):
+            where, unneeded = f"{fields.where}: {name}", {*cls.unneeded_fields, *ROTARY}
+            unknown += unknown_fields(fields.inner(name), read, {}, unneeded, where)
+        return replace(config, unknown_fields=(*config.unknown_fields, *unknown))
 
     def build_layer(self, build: Build, layer: int) -> Layer:
         """Layer `layer` of `build.config.layers`."""

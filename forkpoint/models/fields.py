@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from forkpoint.config import MAX_POSITIONS
@@ -29,34 +30,80 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """What a class of transformers, such as "llama.LlamaConfig", takes for fields that are left out, and the pairs of
-    names that it has for one field."""
+    """Return all fields of a class of transformers, such as "llama.LlamaConfig", with the values that they have when
+    they are left out (None: none), and the pairs of names that it has for one field.
+
+    Raises UnsupportedModelError if the installed transformers does not have the class yet.
+    """
     module, name = place.split(".")
-    found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
-    defaults = {each.name: each.default for each in fields(found) if each.default not in (None, MISSING)}
+    try:
+        found = getattr(import_module(f"transformers.models.{module}.configuration_{module}"), name)
+    except ModuleNotFoundError as error:
+        raise UnsupportedModelError(
+            f"the installed transformers {version('transformers')} has no {name}, whose defaults this model needs; "
+            "install a newer one (pip install -U transformers)"
+        ) from error
+    defaults = {each.name: None if each.default is MISSING else each.default for each in fields(found)}
     return defaults, [*found.attribute_map.items()]
 
 
+class RecordedValues(Mapping[str, Any]):
+    """The values of a JSON object; `read` collects the names that somebody looked up."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str]) -> None:
+        self._values, self.read = values, read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def unrecorded(self) -> dict[str, Any]:
+        """A copy that records nothing."""
+        return dict(self._values)
+
+    def replaced(self, values: Mapping[str, Any]) -> RecordedValues:
+        """These and other values, which win. Not recorded as read."""
+        return RecordedValues({**self._values, **values}, self.read)
+
+
 class Fields:
-    """One object of a config.json. All methods raise ModelFolderError or UnsupportedModelError, naming the field."""
+    """One object of a config.json. All methods raise ModelFolderError or UnsupportedModelError, naming the field.
+
+    `values.read` has the names of all fields that were read, also from what `replaced` and `translated` returned.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values = values
+        self.values = values if isinstance(values, RecordedValues) else RecordedValues(values, set())
         self.where = where
+
+    def replaced(self, values: Mapping[str, Any]) -> Fields:
+        """Return the same object with other values for some fields."""
+        return Fields(self.values.replaced(values), self.where)
 
     def translated(
         self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]] = ()
     ) -> Fields:
-        """With fields under their common names, which win, those of a pair under both names, and `defaults` for those
-        that are absent under any."""
+        """Return the fields under their common names, which win over other names, those of a pair under both names,
+        and `defaults` for fields that are absent under any name."""
 
         def named(values: Mapping[str, Any]) -> dict[str, Any]:
             both = [(one, other) for pair in pairs for one, other in (pair, pair[::-1])]
             missing = {other: values[one] for one, other in both if one in values and other not in values}
             return missing | {ours: values[theirs] for theirs, ours in names.items() if theirs in values}
 
-        given = {name: value for name, value in self.values.items() if value is not None}
-        return Fields({**defaults, **named(defaults), **self.values, **named(given)}, self.where)
+        given = {name: value for name, value in self.values.unrecorded().items() if value is not None}
+        defaults = {name: value for name, value in defaults.items() if value is not None}
+        return self.replaced({**defaults, **named(defaults), **self.values.unrecorded(), **named(given)})
 
     def _checked(self, name: str, default: Any, fits: Callable[[Any], bool], needed: str) -> Any:
         value = self.values.get(name)
@@ -160,10 +207,18 @@ class Fields:
         return given
 
     def rope(self) -> Fields:
-        """With the fields of rotary positions beside the others."""
-        rope = self.inner("rope_parameters") or self.inner("rope_scaling")
+        """Return these fields and those of the object for rotary positions, which win."""
+        newer, older = self.inner("rope_parameters"), self.inner("rope_scaling")
+        rope = newer or older
+        by_kind = [name for name, value in rope.items() if isinstance(value, dict)]
+        if by_kind:
+            raise UnsupportedModelError(
+                f"{self.where} has rotary positions of their own for {', '.join(by_kind)}; forkpoint runs one kind for "
+                "all layers"
+            )
         kind = rope.get("rope_type", rope.get("type"))
-        return Fields({"rope_theta": ROPE_THETA, **self.values, **rope, "rope_type": kind}, self.where)
+        theta = {} if "rope_theta" in self.values else {"rope_theta": ROPE_THETA}
+        return self.replaced({**theta, **rope, "rope_type": kind})
 
     def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
         """How a head's dims are turned; without a share all of them."""

@@ -24,6 +24,10 @@ class GraniteHybrid(Model):
         "intermediate_size": "moe_intermediate_size",
     }
     config_class: ClassVar = "granitemoehybrid.GraniteMoeHybridConfig"
+    unneeded_fields: ClassVar = (
+        "intermediate_size",
+        "num_experts_per_tok",
+    )
     weight_names: ClassVar = (
         ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
         ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),

@@ -14,6 +14,7 @@ from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.config import Build, ModelConfig, PartConfig
 from forkpoint.models.cuts import ROWS, rows, whole
 from forkpoint.models.decoder import Model
+from forkpoint.models.field_rules import unknown_fields
 from forkpoint.models.fields import Fields
 from forkpoint.models.latent_attention import LatentAttentionConfig
 from forkpoint.models.layers import MLPConfig, join_projections, read_projection
@@ -72,6 +73,13 @@ class KimiLinear(Model):
 
     architectures: ClassVar = ("KimiLinearForCausalLM",)
     config_class: ClassVar = "kimi_linear.KimiLinearConfig"
+    unneeded_fields: ClassVar = (
+        "head_dim",
+        "linear_head_dim",
+        "num_key_value_heads",
+        "rope_theta",
+        "use_grouped_topk",
+    )
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("block_sparse_moe.", "mlp."),
         (".w1.", ".gate_proj."),
@@ -85,16 +93,17 @@ class KimiLinear(Model):
         if not fields.flag("mla_use_nope", True):
             raise UnsupportedModelError(f"{fields.where} has mla_use_nope=False; forkpoint runs it without positions")
         count, given = fields.integer("num_hidden_layers"), fields.inner("linear_attn_config")
-        linear = Fields({**fields.values, **given}, fields.where)
+        linear = fields.replaced(given)
         recurrence = KDAConfig.of(
             linear.integer("num_heads", linear.integer("linear_num_heads", 32)),
             fields.integer("linear_head_dim", 128) if "head_dim" not in given else linear.integer("head_dim"),
             linear.integer("short_conv_kernel_size", linear.integer("linear_conv_kernel_dim", 4), low=2),
         )
-        listed = _listed(Fields(given, fields.where), count)
+        listed = _listed(linear, count)
         kinds = fields.layer_types(KINDS, lambda i: KINDS[bool(i and i % 4 == 0) if listed is None else listed[i]])
         attention = LatentAttentionConfig.read(fields)
-        return ModelConfig.of(fields, layers(fields, kinds, recurrence, attention))
+        unknown = unknown_fields(given, fields.values.read, {}, (), f"{fields.where}: linear_attn_config")
+        return ModelConfig.of(fields, layers(fields, kinds, recurrence, attention), unknown_fields=unknown)
 
 
 class BailingHybrid(Model):
@@ -102,6 +111,11 @@ class BailingHybrid(Model):
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
     config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
+    unneeded_fields: ClassVar = (
+        "moe_shared_expert_intermediate_size",
+        "num_key_value_heads",
+        "partial_rotary_factor",
+    )
     weight_names: ClassVar[Sequence[tuple[str, str]]] = (
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.", ".self_attn."),
@@ -136,7 +150,7 @@ def layers(
     shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
     sparse = MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
     first = fields.integer("first_k_dense_replace", 1, low=0)
-    listed = Fields({**fields.values, "layer_types": fields.values.get("mlp_layer_types")}, fields.where)
+    listed = fields.replaced({"layer_types": fields.values.get("mlp_layer_types")})
     mlps = listed.layer_types(("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
     dense, mixers = MLPConfig.read(fields), dict(zip(KINDS, (recurrence, attention), strict=True))
     return [(mixers[kind], dense if mlp == "dense" else sparse) for kind, mlp in zip(kinds, mlps, strict=True)]

@@ -50,6 +50,7 @@ class Qwen3(Llama):
     architectures: ClassVar = ("Qwen3ForCausalLM",)
     qk_norm: ClassVar = "head"
     config_class: ClassVar = "qwen3.Qwen3Config"
+    unneeded_fields: ClassVar = ("sliding_window",)
 
     @classmethod
     def windows(cls, fields: Fields) -> list[int | None]:

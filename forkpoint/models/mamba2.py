@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from forkpoint.errors import ModelFolderError
 from forkpoint.models.config import Build, PartConfig
 from forkpoint.models.cuts import ROWS, WHOLE, Cut, share, sharing
 from forkpoint.models.fields import Fields
@@ -44,6 +45,8 @@ class Mamba2Config(RecurrentConfig):
         inner = fields.integer("mamba_d_ssm", fields.integer("mamba_expand", 2) * fields.integer("hidden_size"))
         automatic = fields.values.get("mamba_d_head", "auto") == "auto"
         dim = inner // heads if automatic else fields.integer("mamba_d_head")
+        if fields.values.get("mamba_d_ssm") is not None and heads * dim != inner:
+            raise ModelFolderError(f"{fields.where} has mamba_d_ssm={inner}, but {heads} heads of {dim}")
         spec = Recurrence(
             groups,
             heads,
@@ -141,6 +144,11 @@ class Mamba2(MambaModel):
         "layer_norm_epsilon": "rms_norm_eps",
     }
     config_class: ClassVar = "mamba2.Mamba2Config"
+    unneeded_fields: ClassVar = (
+        "intermediate_size",
+        "norm_before_gate",
+        "time_step_rank",
+    )
 
     @classmethod
     def mixer(cls, fields: Fields) -> PartConfig:

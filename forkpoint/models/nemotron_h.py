@@ -31,8 +31,27 @@ class NemotronH(Model):
         "use_conv_bias": "mamba_conv_bias",
         "layer_norm_epsilon": "rms_norm_eps",
         "mamba_hidden_act": "hidden_act",
+        "mamba_dt_limit": "time_step_limit",
     }
     config_class: ClassVar = "nemotron_h.NemotronHConfig"
+    unneeded_fields: ClassVar = (
+        "attention_head_dim",
+        "expand",
+        "mamba_expand",
+        "moe_intermediate_size",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_eps",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "partial_rotary_factor",
+        "rope_theta",
+        "routed_scaling_factor",
+        "topk_group",
+    )
     weight_names: ClassVar = BACKBONE
 
     @classmethod
@@ -60,7 +79,7 @@ class NemotronH(Model):
             ]
         if not isinstance(given, list):
             raise ModelFolderError(f"{fields.where} has layer_types={given!r}; a list is needed")
-        counted = Fields({"layer_types": given, "num_hidden_layers": len(given)}, fields.where)
+        counted = fields.replaced({"layer_types": given, "num_hidden_layers": len(given)})
         return counted.layer_types((*LETTERS.values(), "mamba", "attention"), lambda i: "mlp")  # other writers' names
 
     @staticmethod

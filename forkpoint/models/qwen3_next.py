@@ -20,6 +20,13 @@ class Qwen3Next(Model):
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3NextForCausalLM",)
     centred_norms: ClassVar = True
     config_class: ClassVar = "qwen3_next.Qwen3NextConfig"
+    unneeded_fields: ClassVar = (
+        "intermediate_size",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "shared_expert_intermediate_size",
+    )
     wide: ClassVar[tuple[str, ...]] = ("in_proj_qkvz",)  # see GDNConfig
     narrow: ClassVar[tuple[str, ...]] = ("in_proj_ba",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -36,6 +37,7 @@ def _own_families() -> Iterator[type[Model]]:
 FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
 NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for it"
 MTP_WEIGHT: Final = "mtp.fc.weight"
+LOGGER: Final = logging.getLogger(__name__)
 TIES: Final = "tie_word_embeddings"
 MODELS: Final[Registry[type[Model]]] = Registry(
     "model architecture",
@@ -163,6 +165,9 @@ def load_model(
     fault, and ConfigError for a model that so many ranks cannot share.
     """
     config, mtp = load_config(path, **options), options.get("mtp", False)
+    if config.unknown_fields and ranks.rank == 0:
+        shown = ", ".join(config.unknown_fields)
+        LOGGER.warning("fields of config.json that forkpoint does not know and does not use: %s", shown)
     torch_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
     device = device or torch.get_default_device()
     config = config.shared_by(ranks)

@@ -119,6 +119,13 @@ class Zamba2(Model):
         "mamba_ngroups": "mamba_n_groups",
     }
     config_class: ClassVar = "zamba2.Zamba2Config"
+    unneeded_fields: ClassVar = (
+        "attention_hidden_size",
+        "hybrid_layer_ids",
+        "kv_channels",
+        "mamba_headdim",
+        "num_query_groups",
+    )
     weight_names: ClassVar = (("model.final_layernorm", "model.norm"), (".mamba_decoder.", "."))
 
     def __init__(self, build: Build) -> None:
@@ -132,7 +139,7 @@ class Zamba2(Model):
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         dim = fields.integer("attention_head_dim", 2 * hidden // heads)
         named = {"head_dim": dim, "hidden_act": None, "mamba_conv_bias": True, "time_step_limit": None}
-        plain = Fields({**fields.values, **named}, fields.where)
+        plain = fields.replaced(named)
         shared = SharedConfig(
             attention=AttentionConfig.read(plain, qk_norm=None, scale=(dim / 2) ** -0.5),
             mlp=MLPConfig(fields.integer("intermediate_size", 4 * hidden), fused=True),

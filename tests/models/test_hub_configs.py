@@ -99,6 +99,7 @@ def read(name: str, tmp_path: Path) -> ModelConfig:
 def test_layers_and_bytes(name: str, tmp_path: Path) -> None:
     config = read(name, tmp_path)
     layout = CacheLayout.create(config.layer_specs)
+    assert not config.unknown_fields
     found = dict(Counter(type(part).__name__ for part in config.parts))
     assert (found, layout.block_bytes // 64, layout.slot_bytes) == EXPECTED[name]
 

@@ -1,0 +1,115 @@
+"""Fields of config.json that no family reads: refused if they change the logits, taken if not, named if unknown."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from forkpoint.errors import ForkpointError, UnsupportedModelError
+from forkpoint.models.registry import load_config, load_model
+from forkpoint.ops.select import torch_table
+from tests.checkpoints import FAMILIES, make_state_sensitive
+
+# Time steps are clipped in transformers' prefill but not in its decoding, which forkpoint follows (docs/models.md).
+# transformers wants `expand` to fit the heads, and has no router logits to output in dense models.
+NOT_TRIED = {"time_step_min", "time_step_floor", "time_step_max", "expand", "mamba_expand", "output_router_logits"}
+COMMON = {field.name for field in fields(transformers.PreTrainedConfig)}
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same type; None where there is none to guess."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return value * 1.5 + 0.25 if isinstance(value, float) else None
+
+
+def read(folder: Path, config: dict[str, Any]) -> Any:
+    """What forkpoint reads; None where it refuses."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        return load_config(folder)
+    except ForkpointError:
+        return None
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(input_ids=torch.arange(2, 40)[None], use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_5_multimodal"])
+def test_what_is_taken_and_not_read_changes_no_logits(family: str, tmp_path: Path) -> None:
+    """For every field of transformers' class: forkpoint reads it, refuses it, or transformers does not need it."""
+    model = FAMILIES[family]()
+    make_state_sensitive(model, 0)
+    full = json.loads(json.dumps({**model.config.to_dict(), "architectures": [type(model).__name__]}))
+    want = read(tmp_path, full)
+    assert want is not None
+    names = [field.name for field in fields(type(model.config)) if field.name not in COMMON | NOT_TRIED]
+    others = {name: changed(full.get(name)) for name in names if changed(full.get(name)) is not None}
+    silent = {name: value for name, value in others.items() if read(tmp_path, {**full, name: value}) == want}
+    assert "initializer_range" in silent and len(silent) < len(others)
+    other = type(model)(type(model.config)(**{**full, **silent}))
+    other.load_state_dict(model.state_dict())
+    assert float((logits(other) - logits(model)).abs().max()) <= 1e-4 * float(logits(model).std())
+
+
+KIMI = json.loads((Path(__file__).parent / "hub_configs" / "kimi-linear-48b-a3b.json").read_text())
+LLAMA = json.loads((Path(__file__).parent / "hub_configs" / "llama-3.1-8b.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "text"),
+    [
+        (
+            KIMI,
+            {"linear_attn_config": {**KIMI["linear_attn_config"], "gate_lower_bound": -5.0}},
+            "gate_lower_bound=-5.0",
+        ),
+        (
+            KIMI,
+            {"linear_attn_config": {**KIMI["linear_attn_config"], "use_full_rank_gate": True}},
+            "use_full_rank_gate",
+        ),
+        (KIMI, {"attn_res_block_size": 4}, "attn_res_block_size=4"),
+        (KIMI, {"mla_use_output_gate": True}, "mla_use_output_gate=True"),
+        (KIMI, {"routed_expert_hidden_size": 512}, "routed_expert_hidden_size=512"),
+        (LLAMA, {"sliding_window": 4096}, "sliding_window=4096"),
+        (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA, {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_scaling has partial"),
+        (LLAMA, {"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "of their own for full_attention"),
+    ],
+)
+def test_a_field_that_changes_the_logits_is_refused(
+    config: dict[str, Any], more: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    with pytest.raises(UnsupportedModelError, match=text):
+        load_config(tmp_path)
+
+
+def test_a_field_of_which_nothing_is_known_has_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("forkpoint"), "propagate", True)
+    model = FAMILIES["kimi_linear"]()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    inner = {"num_heads": 4, "head_dim": 16, "inner_mystery": 3}
+    more = {"mystery": 1, "attn_res_block_size": None, "use_full_rank_gate": False, "linear_attn_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    load_model(tmp_path, ops=torch_table())
+    assert [record.message for record in caplog.records if record.name.startswith("forkpoint")] == [
+        "fields of config.json that forkpoint does not know and does not use: inner_mystery, mystery"
+    ]
