@@ -3,12 +3,16 @@ and what is said of those that are wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi.routing import APIRoute
@@ -16,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from forkpoint.server.errors import HTTPError, too_large
+from forkpoint.server.errors import UNAVAILABLE, HTTPError, too_large
 from forkpoint.server.sse import encode
 
 JSON_HINT = "send a JSON object with Content-Type: application/json"
@@ -57,32 +61,68 @@ def documents(body: type[BaseModel], answer: Endpoint) -> Endpoint:
     return endpoint
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    """One body in memory. `limit` ends its request."""
+
+    num_bytes: int = 0
+    limit: asyncio.Timeout = field(default_factory=partial(asyncio.timeout, None))
+
+
 class Bodies:
-    """The bodies that are held in memory at once: at most so many times the bytes of the largest that is allowed."""
+    """Holds the bodies of all requests in memory: at most `most` times `largest_bytes` together.
+
+    Where there is no more room, the largest body is given up. Clients that send much, or slowly, therefore keep out
+    nobody who sends less.
+    """
 
     def __init__(self, most: int, largest_bytes: int) -> None:
         self._most_bytes, self._largest_bytes = most * largest_bytes, largest_bytes
         self._num_bytes = 0
+        self._held = set[_Held]()
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The raw body, held until the context is left. Raises HTTPError where none comes, where there is no room, and
-        for one that is too large or not said to be JSON: browsers send others without asking first."""
-        parts, num_bytes = list[bytes](), 0
+        """Read the raw body and hold it until the context is left.
+
+        Raises HTTPError if the body is missing, too large, or given up for others. Also raises it for a body without
+        a JSON Content-Type, since web pages may send such bodies to any server.
+        """
+        held, parts = _Held(), list[bytes]()
+        self._held.add(held)
         try:
-            async for part in request.stream():
-                parts.append(part)
-                num_bytes += len(part)
-                self._num_bytes += len(part)
-                if num_bytes > self._largest_bytes:
-                    raise too_large(self._largest_bytes)
-                if self._num_bytes > self._most_bytes:
-                    raise HTTPError(503, "too much is being sent at once; try again later", "service_unavailable_error")
-            yield _json_body(request, b"".join(parts))
+            async with held.limit:
+                async for part in request.stream():
+                    parts.append(part)
+                    self._add(held, len(part))
+                yield _json_body(request, b"".join(parts))
         except ClientDisconnect:
             raise HTTPError(400, "the client left before its body was complete") from None
+        except TimeoutError:
+            if held in self._held:
+                raise
+            raise HTTPError(503, "too much is being sent at once; try again later", UNAVAILABLE) from None
         finally:
-            self._num_bytes -= num_bytes
+            self._drop(held)
+
+    def _add(self, held: _Held, num_bytes: int) -> None:
+        """Count more bytes of a body. Raises TimeoutError if it has been given up."""
+        if held in self._held:
+            held.num_bytes += num_bytes
+            self._num_bytes += num_bytes
+            if held.num_bytes > self._largest_bytes:
+                raise too_large(self._largest_bytes)
+        while self._num_bytes > self._most_bytes:
+            largest = max(self._held, key=lambda other: other.num_bytes)
+            self._drop(largest)
+            largest.limit.reschedule(asyncio.get_running_loop().time())
+        if held not in self._held:
+            raise TimeoutError
+
+    def _drop(self, held: _Held) -> None:
+        if held in self._held:
+            self._held.remove(held)
+            self._num_bytes -= held.num_bytes
 
 
 def _json_body(request: Request, data: bytes) -> bytes:
@@ -100,12 +140,12 @@ def parse(model: type[B], data: bytes) -> B:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise _wrong_json(error) from None
-    has_escapes = b"\\u" in data  # looked for once: a body may have many thousand fields
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if has_escapes:
-            _require_unicode(name, value)
-        if name in PASSED_ON:
-            _check_depth(name, value)
+    if isinstance(values, dict):
+        if b"\\u" in data:
+            for name, value in values.items():
+                _require_unicode(name, value)
+        for name in PASSED_ON & values.keys():
+            _check_depth(name, values[name])
     return validated(model, values)
 
 
@@ -181,6 +221,18 @@ def _num_right(error: Mapping[str, Any]) -> int:
 
 
 def _shown(value: object) -> str:
-    """The beginning of a wrong value, for an error message."""
-    text = repr(value[: MAX_SHOWN + 1] if isinstance(value, str | bytes) else value)
+    """Return the beginning of a wrong value, for an error message."""
+    text = repr(_beginning(value))
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def _beginning(value: object) -> object:
+    """Return enough of a value to show its first `MAX_SHOWN` characters; writing all of it can take seconds."""
+    match value:
+        case str() | bytes():
+            return value[: MAX_SHOWN + 1]
+        case list():
+            return [_beginning(inner) for inner in value[:MAX_SHOWN]]
+        case dict():
+            return {_beginning(name): _beginning(inner) for name, inner in islice(value.items(), MAX_SHOWN)}
+    return value

@@ -37,7 +37,7 @@ class ToolChoice(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: list[ToolChoice] = Field(min_length=1)
+    tools: Many[ToolChoice] = Field(min_length=1)
 
 
 class AllowedToolsChoice(Body):

@@ -1,9 +1,9 @@
 """Readers: requests are parsed, checked, rendered and tokenised in processes of their own.
 
-`Readers.run(prepare, data)` has one of them call `prepare(texts, data)`, which is pickled by its name. What it
-returns comes back, or the error to answer with. When the caller is cancelled or a time limit passes, the reader is
-killed in the middle of its work and nothing is left of it; another is there within milliseconds. Small requests never
-wait for large ones.
+`Readers.run(prepare, data)` has one of them call `prepare(texts, data)`, which is pickled by its name. It returns
+what `prepare` returns, or raises the error to answer with. When the caller is cancelled or a time limit passes, the
+reader is killed in the middle of its work; another one is forked within milliseconds. Requests are read in lanes by
+their size, each with readers of its own, so small requests never wait for large ones.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
-from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError, RequestTooLargeError
+from forkpoint.errors import EngineStoppedError, ForkpointError, RequestFailedError
+from forkpoint.server.lanes import Lane
 from forkpoint.server.reader_process import HEAD, LENGTH, EndReader, Failed, StartReader, fork_loader
 from forkpoint.server.texts import Facts, Prepare, Texts
 
-SMALL_BYTES: Final = 64 * 2**10  # of a request that may take a reader kept for small ones
-RETIRE_BYTES: Final = 2**20  # of a request that may leave its reader with much memory: it is not used again
-TIMEOUT_S: Final = 60.0  # for one request; a million tokens of text take a few seconds
-NICENESS: Final = 10  # of readers of large requests: they are to slow no step of the engine
+SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size have the lane with the highest priority
+RETIRE_BYTES: Final = 2**20  # larger requests may leave their reader with much memory: it is not used again
+NICENESS: Final = 10  # of readers of all but small requests: they must not slow the engine's steps
 BUFFER_BYTES: Final = 2**20
 
 T = TypeVar("T")
@@ -49,20 +49,6 @@ class _Reader:
         return pickle.loads(await self.inbox.readexactly(num_bytes))
 
 
-@dataclass(slots=True)
-class Lane:
-    """Requests of one kind, and those who read them: at most `width` at once, each for `timeout_s` at most."""
-
-    niceness: int
-    width: int
-    timeout_s: float = TIMEOUT_S
-    turns: asyncio.Semaphore = field(init=False)
-    idle: list[_Reader] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.turns = asyncio.Semaphore(self.width)
-
-
 class Readers:
     """The API process's side. All methods but `fork` belong to one event loop."""
 
@@ -71,7 +57,7 @@ class Readers:
         self._pid = pid
         self._numbers = itertools.count()
         width = max(2, (os.cpu_count() or 2) // 2)
-        self._small, self._large = Lane(0, width), Lane(NICENESS, width)
+        self._small, self._medium, self._large = Lane(0, width), Lane(NICENESS, width), Lane(NICENESS, width)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: asyncio.Future[Any] | None = None
         self._is_loading = True
@@ -114,10 +100,12 @@ class Readers:
             self.num_open -= 1
 
     async def run(self, prepare: Prepare[T], data: bytes, lane: Lane | None = None) -> T:
-        """What `prepare` makes of `data`, by default in the lane for its size. Raises HTTPError for what it raises;
-        RequestTooLargeError where it takes too long, and RequestFailedError where the process dies of it."""
-        lane = lane or (self._small if len(data) <= SMALL_BYTES else self._large)
-        async with lane.turns:
+        """Return what `prepare` makes of `data`, by default in the lane for its size.
+
+        Raises what `prepare` and `Lane.turn` raise, and RequestFailedError if the process dies of the request.
+        """
+        lane = lane or self._lane(len(data))
+        async with lane.turn(len(data)):
             answer = await self._run(lane, pickle.dumps(prepare), data)
         if isinstance(answer, Failed):
             raise answer.error
@@ -134,20 +122,20 @@ class Readers:
         self._channel.close()
         os.waitpid(self._pid, 0)
 
+    def _lane(self, num_bytes: int) -> Lane:
+        if num_bytes <= SMALL_BYTES:
+            return self._small
+        return self._medium if num_bytes < RETIRE_BYTES else self._large
+
     async def _run(self, lane: Lane, function: bytes, data: bytes) -> Any:
         while lane.idle and lane.idle[-1].inbox.at_eof():  # the system has ended it while it had nothing to do
             self._end(lane.idle.pop())
         reader = lane.idle.pop() if lane.idle else await self._start(lane)
         keep = False
         try:
-            async with asyncio.timeout(lane.timeout_s):
-                answer = await reader.ask(function, data)
+            answer = await reader.ask(function, data)
             keep = len(data) < RETIRE_BYTES
             return answer
-        except TimeoutError:
-            raise RequestTooLargeError(
-                f"the request took longer than {lane.timeout_s:g} s to read; send less"
-            ) from None
         except (asyncio.IncompleteReadError, OSError):
             self._check_open()
             raise RequestFailedError(

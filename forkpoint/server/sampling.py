@@ -111,7 +111,7 @@ class SamplingBody(SampledBody):
     )
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
 
     @model_validator(mode="after")

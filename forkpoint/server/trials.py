@@ -10,12 +10,14 @@ from starlette.types import Receive
 from forkpoint.engine.async_engine import AsyncEngine
 from forkpoint.errors import InvalidParamsError, RequestFailedError, RequestTooLargeError
 from forkpoint.params import StructuredOutputsParams
-from forkpoint.server.readers import Lane, Readers
+from forkpoint.server.lanes import Lane
+from forkpoint.server.readers import Readers
 from forkpoint.server.sse import unless_left
 from forkpoint.server.texts import Texts
 
 MAX_COMPILE_S: Final = 2.0
-NUM_AT_ONCE: Final = 3
+TURN_S: Final = 0.3  # after which a grammar that is still being compiled makes room for another
+NUM_AT_ONCE: Final = 3  # within their turn
 MAX_KEPT: Final = 256  # of those that were found to compile
 
 
@@ -25,7 +27,7 @@ class Trials:
     def __init__(self, engine: AsyncEngine, readers: Readers) -> None:
         self._engine = engine
         self._readers = readers
-        self._lane = Lane(0, NUM_AT_ONCE, MAX_COMPILE_S)
+        self._lane = Lane(0, NUM_AT_ONCE, MAX_COMPILE_S, TURN_S)
         self._passed: dict[StructuredOutputsParams, None] = {}  # the oldest first
 
     async def check(self, wanted: StructuredOutputsParams | None, receive: Receive) -> None:

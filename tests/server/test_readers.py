@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ SLOW = (
     "{{ messages[0].content }}"
 )
 PADDING = 70_000  # blanks behind a body: they make it a large one
+LARGE = b'{"prompt":"x"}' + b" " * 9900  # nearly as much as `--max-body-bytes 10000` allows
 JSON = {"Content-Type": "application/json"}
 ROLE = b'{"role":"user"},'
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
@@ -226,14 +228,22 @@ def test_a_folder_without_a_model_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_bodies_that_are_held_at_once_are_bounded(tiny_model: Path, tmp_path: Path) -> None:
-    """16 of the largest may come at once; each that is complete or given up makes room."""
+    """Clients that hold the memory of 16 of the largest bodies keep out nobody who sends less."""
     running = start_server(tiny_model, tmp_path, "--max-body-bytes", "10000").wait_ready()
     head = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9999\r\n\r\n"
     with ExitStack() as stack:
-        for _ in range(17):
-            stack.enter_context(connect(running)).sendall(head + b"{" + b" " * 9500)
+        holders = [stack.enter_context(connect(running)) for _ in range(17)]
+        for holder in holders:
+            holder.sendall(head + b"{" + b" " * 9500)
         with running.client() as http:
-            until(lambda: http.post("/tokenize", json={"prompt": "x" * 9000}).status_code == 503)
+            assert http.post("/tokenize", json={"prompt": "x" * 9000}).status_code == 200
+            until(lambda: any(select.select(holders, [], [], 0)[0]))
+            assert b"HTTP/1.1 503" in select.select(holders, [], [], 0)[0][0].recv(4096)
+            stack.enter_context(connect(running)).sendall(head + b"{" + b" " * 9500)
+            refused: list[httpx2.Response] = []
+            until(lambda: refused.append(http.post("/tokenize", content=LARGE, headers=JSON)) or refused[-1].is_error)
+        assert refused[-1].status_code == 503 and "too much is being sent" in refused[-1].text
+        assert refused[-1].headers["Retry-After"]
     with running.client() as http:
-        until(lambda: http.post("/tokenize", json={"prompt": "x"}).status_code == 200)
+        until(lambda: http.post("/tokenize", content=LARGE, headers=JSON).status_code == 200)
     assert running.stop() == 0 and "Traceback" not in running.log

@@ -1,0 +1,139 @@
+"""Lanes share readers out among requests: who is read next, and how long one may keep a reader while others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from bisect import insort
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from forkpoint.errors import QueueFullError, RequestTooLargeError
+
+TIMEOUT_S: Final = 60.0  # for reading one request; a million tokens of text take a few seconds
+TURN_S: Final = 2.0  # after which a request that is still being read makes room for another
+MAX_WAIT_S: Final = 10.0  # for a turn; most clients send the request again then
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """One request that is being read. `limit` ends the reading."""
+
+    limit: asyncio.Timeout
+    is_displaced: bool = False
+
+
+@dataclass(slots=True)
+class Lane:
+    """Requests of one kind. At most `width` have a turn at once; the smallest one that waits is next.
+
+    A turn lasts `turn_s`. A request that is not read by then goes on in one of the places for slow ones, half as many
+    as turns. If these are taken, it keeps its turn until another request wants it, and is then refused. No request
+    is read for longer than `timeout_s`, or waits for longer than `wait_s`.
+    """
+
+    niceness: int
+    width: int
+    timeout_s: float = TIMEOUT_S
+    turn_s: float = TURN_S
+    wait_s: float = MAX_WAIT_S
+    idle: list[Any] = field(default_factory=list)  # readers that wait for a request of this lane
+    _num_free: int = field(init=False)  # turns
+    _waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)  # the smallest request first
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _slow: set[_Place] = field(default_factory=set)
+    _overdue: dict[_Place, None] = field(default_factory=dict)  # still have their turn; the oldest first
+
+    def __post_init__(self) -> None:
+        self._num_free = self.width
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for a turn and hold a place within.
+
+        Raises QueueFullError if no turn comes in time or another request needs the place, and RequestTooLargeError
+        after `timeout_s`.
+        """
+        await self._wait(num_bytes)
+        place = _Place(asyncio.timeout(self.timeout_s))
+        timer = asyncio.get_running_loop().call_later(self.turn_s, self._end_turn, place)
+        try:
+            async with place.limit:
+                yield
+        except TimeoutError:
+            if place.is_displaced:
+                raise QueueFullError(
+                    f"the request took longer than {self.turn_s:g} s to read while others waited; try again later, "
+                    "or send less"
+                ) from None
+            if place.limit.expired():
+                raise RequestTooLargeError(
+                    f"the request took longer than {self.timeout_s:g} s to read; send less"
+                ) from None
+            raise
+        finally:
+            timer.cancel()
+            self._leave(place)
+
+    async def _wait(self, num_bytes: int) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        granted = asyncio.get_running_loop().create_future()
+        entry = (num_bytes, next(self._numbers), granted)
+        insort(self._waiting, entry)
+        self._displace()
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await granted
+        except BaseException as error:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif granted.done() and not granted.cancelled():
+                self._free_turn()
+            if isinstance(error, TimeoutError):
+                raise QueueFullError(
+                    f"too many requests are being read: this one waited {self.wait_s:g} s; try again later"
+                ) from None
+            raise
+
+    def _end_turn(self, place: _Place) -> None:
+        if len(self._slow) < max(1, self.width // 2):
+            self._slow.add(place)
+            self._free_turn()
+        else:
+            self._overdue[place] = None
+            self._displace()
+
+    def _displace(self) -> None:
+        """Refuse the oldest request that is overdue if another one waits."""
+        if self._waiting and self._overdue:
+            place = next(iter(self._overdue))
+            del self._overdue[place]
+            place.is_displaced = True
+            place.limit.reschedule(asyncio.get_running_loop().time())
+
+    def _leave(self, place: _Place) -> None:
+        if place not in self._slow:
+            self._overdue.pop(place, None)
+            self._free_turn()
+            return
+        self._slow.remove(place)
+        if self._overdue:
+            oldest = next(iter(self._overdue))
+            del self._overdue[oldest]
+            self._end_turn(oldest)
+
+    def _free_turn(self) -> None:
+        self._num_free += 1
+        while self._num_free and self._waiting:
+            granted = self._waiting.pop(0)[2]
+            if not granted.done():  # else its client has left in this very moment
+                granted.set_result(None)
+                self._num_free -= 1
