@@ -1,10 +1,12 @@
 """Index tensors of one step, built once on the host and shared by all layers.
 
-Row order is the same everywhere: decode rows first, then prefill segments. Slot `-1` as `src` is the zero
-state; `-1` as `dst` stores nothing. Index tensors are int32 unless said. A step may be padded so that a recorded
-graph serves it: padded decode rows and segments have `src = dst = -1` and no tokens, keys or parts, padded list
-entries have row -1. Sizes that vary are read from the device; host copies (`lens`, `query_lens`, `host_kv_lens`)
-are for operators on the host, and are empty where the index lives elsewhere: `on_host` reads them from the device.
+Row order is the same everywhere: decode rows first, then prefill segments. Slot -1 as `src` is the zero state; -1 as
+`dst` stores nothing. Index tensors are int32 unless a comment says otherwise.
+
+A step may be padded so that a recorded graph can run it. Padded decode rows and segments have `src = dst = -1` and no
+tokens, keys or parts; padded list entries have row -1. Kernels read varying sizes from the device. Host copies (`lens`,
+`query_lens`, `host_kv_lens`) serve operators on the host. They are empty for an index on another device; `on_host`
+then reads the device.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-TILE = 64  # tokens of one row that a tiled kernel takes at a time
+TILE = 64  # tokens of one row per tile of a tiled kernel
 PART_BLOCKS = 2  # blocks of keys in the smallest part of a decode row
-SHORT_BLOCKS = 8  # longer rows have parts of twice as many: few programs would wait for one block after another
-MAX_PARTS = 64  # of one decode row
+SHORT_BLOCKS = 8  # blocks; longer rows have parts of twice PART_BLOCKS, so that loads of one program overlap
+MAX_PARTS = 64  # parts of one decode row
 
 IntArray = npt.NDArray[np.int32]
 
 
 def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
-    """`[NT, 2]`: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
+    """Return `[NT, 2]`: (row, offset of its first token in the row) of every 64-token tile of rows of `lens` tokens."""
     if not len(lens):
         return np.empty((0, 2), np.int32)
     counts = -(-lens // TILE)
@@ -36,11 +38,11 @@ def tile_table(lens: IntArray, first_row: int = 0) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class KeySplits:
-    """How the keys of decode rows are split into parts for programs that run at once.
+    """Splits the keys of decode rows into parts, which programs attend to in parallel.
 
-    With `wanted`, a step has about so many parts, dealt to its rows by their lengths. Without, a row's parts are a
-    function of its own length, and so are its bits. So many tokens of a row that follow each other are `folded`: their
-    keys are read once.
+    With `wanted`, a step has about that many parts, distributed to its rows by their lengths. Without it, a row's
+    parts, and therefore its bits, depend on its own length alone. `folded` is the number of consecutive tokens of a row
+    that share one pass over their keys.
     """
 
     block_size: int = TILE
@@ -48,7 +50,7 @@ class KeySplits:
     folded: int = 1
 
     def table(self, kv_lens: IntArray) -> tuple[IntArray, IntArray]:
-        """`[NP, 3]` (row, first block, end block), and each row's first part `[N + 1]`."""
+        """Return the parts `[NP, 3]` (row, first block, end block) and each row's first part `[N + 1]`."""
         blocks = -(-kv_lens.astype(np.int64) // self.block_size)
         sizes = self._sizes(blocks)
         counts = -(-blocks // sizes)
@@ -59,8 +61,10 @@ class KeySplits:
         return np.stack([rows, first, end], axis=1).astype(np.int32), pointers
 
     def folded_table(self, kv_lens: IntArray, lens: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The same of rows with `lens` tokens, each of which sees `kv_lens[N]` keys; and the first of the tokens that
-        each is folded with `[N]`, whose parts are those of all."""
+        """Return `table` for rows with `lens` tokens, each of which sees `kv_lens[N]` keys, and each token's lead
+        `[N]`.
+
+        The lead is the first of the tokens that are folded together; its parts serve all of them."""
         counts, behind = -(-lens // self.folded), np.cumsum(lens)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.repeat(behind - lens, counts) + within * self.folded
@@ -72,14 +76,14 @@ class KeySplits:
         return parts, running_total(each), np.repeat(first, end - first).astype(np.int32)
 
     def most(self, num_rows: int, max_blocks: int) -> int:
-        """Parts that a step of `num_rows` rows of up to `max_blocks` blocks can have."""
+        """Return the most parts that a step of `num_rows` rows of up to `max_blocks` blocks can have."""
         if self.wanted is not None:
             return min(num_rows * min(MAX_PARTS, -(-max_blocks // PART_BLOCKS)), num_rows + self.wanted)
         blocks = np.arange(1, max_blocks + 1)
         return num_rows * int(np.max(-(-blocks // self._sizes(blocks))))
 
     def _sizes(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Blocks in each part of each row."""
+        """Return the number of blocks in each part of each row."""
         if self.wanted is None:
             long = PART_BLOCKS * 2
             return np.where(blocks <= SHORT_BLOCKS, PART_BLOCKS, long * np.maximum(1, -(-blocks // (MAX_PARTS * long))))
@@ -89,14 +93,14 @@ class KeySplits:
 
 
 def running_total(lens: Sequence[int] | npt.NDArray[np.integer]) -> IntArray:
-    """`[n + 1]`: 0, then the sums of the first 1, 2, .. n."""
+    """Return the cumulative sums with a leading zero, `[n + 1]`."""
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(np.asarray(lens, np.int32), out=out[1:])
     return out
 
 
 class _Rows:
-    """What each row reads and writes."""
+    """Base of the indexes that name the slots each row reads and writes."""
 
     __slots__ = ()
     src: Tensor
@@ -119,15 +123,17 @@ class DecodeIndex(_Rows):
 
 @dataclass(frozen=True, slots=True)
 class VerifyIndex(_Rows):
-    """`B` rows of one token or more, the first of which is certain and the others drafts.
+    """Describes `B` rows of one or more tokens, of which the first is certain and the others are drafts.
 
-    Row `b` first folds: the state in slot `src[b]` goes on by the first `pending[b]` tokens whose records are in line
-    `read[b]`; after `mark[b]` of them (0: nowhere) it also goes to slot `mark_dst[b]`. Of a row planned ahead the mark
-    may be beyond the pending ones: that slot's contents are then of no account. Then come the row's tokens
-    `[cu_tokens[b], cu_tokens[b + 1])`. The state after a row's only token goes to slot `dst[b]`. A row with drafts
-    writes the state before its tokens there, and of each token a record to line `write[b]`. Records that are read by
-    the program alone which writes them, such as a channel's inputs, have one line for both, `line[b]`. A padded row has
-    no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which the operators answer zeros.
+    1. Row `b` folds: the operator advances the state of slot `src[b]` by the first `pending[b]` tokens, whose records
+       are in line `read[b]`. After `mark[b]` of them (0: never) it also stores the state in slot `mark_dst[b]`. For a
+       row that was planned ahead, the mark may lie beyond the pending tokens; that slot's contents then mean nothing.
+    2. It computes the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`.
+    3. A row with one token stores the state after it in slot `dst[b]`. A row with drafts stores the state before its
+       tokens there, and a record of each token in line `write[b]`.
+
+    Records that only the program that wrote them reads, such as a channel's inputs, use one line for both, `line[b]`.
+    A padded row has no tokens and `src = dst = -1`. Tokens after the last row's are padding; their outputs are zero.
     """
 
     src: Tensor  # [B]
@@ -142,27 +148,30 @@ class VerifyIndex(_Rows):
 
     @property
     def columns(self) -> list[Tensor]:
-        """All fields but the last, in their order."""
+        """The columns that kernels read, in the order of their arguments."""
         return [getattr(self, name) for name in self.__slots__[:-1]]
 
     @property
     def single_columns(self) -> list[Tensor]:
-        """The same for records that have one line."""
+        """`columns` for records that are read and written in one line."""
         return [*self.columns[:-2], self.line, self.line]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordIndex(_Rows):
-    """`B` rows of one token or more, the first of which is certain and the others drafts, whose states are written at
-    multiples of `interval` tokens.
+    """Describes `B` rows of one or more tokens whose states are written at multiples of `interval` tokens.
 
-    Row `b` has the state after `written[b]` tokens in slot `src[b]`, and in line `line[b]` records of the `held[b]`
-    tokens behind them. Where these come to a multiple of the interval, the state goes on to the last one and is
-    written to slot `dst[b]`, after `mark[b]` of them (0: nowhere; of a row planned ahead it may be beyond) also to slot
-    `mark_dst[b]`. Elsewhere it goes to `dst[b]` as it is if `src[b]` is another slot. Then come the row's tokens
-    `[cu_tokens[b], cu_tokens[b + 1])`, each of which leaves a record. Records stand at their position modulo the line's
-    length. A padded row has no tokens and `src = dst = -1`; tokens behind those of all rows are padding, for which the
-    operators answer zeros.
+    A row's first token is certain and the others are drafts. Slot `src[b]` holds the state after `written[b]` tokens,
+    and line `line[b]` holds records of the `held[b]` tokens that follow them.
+
+    1. If these tokens reach a multiple of the interval, the operator folds the records up to the last such multiple and
+       stores the state in slot `dst[b]`. After `mark[b]` of them (0: never) it also stores the state in slot
+       `mark_dst[b]`. For a row that was planned ahead, the mark may lie beyond the records. If nothing is folded, the
+       state is copied to `dst[b]` if that is another slot.
+    2. It computes the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`. Each token leaves a record.
+
+    A record lies at its position modulo the line's length. A padded row has no tokens and `src = dst = -1`. Tokens
+    after the last row's are padding; their outputs are zero.
     """
 
     interval: int
@@ -177,19 +186,18 @@ class RecordIndex(_Rows):
 
     @property
     def columns(self) -> list[Tensor]:
-        """All fields but the first, in their order."""
+        """The columns that kernels read, in the order of their arguments."""
         return [getattr(self, name) for name in self.__slots__[1:]]
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentIndex(_Rows):
-    """`N` prefill segments, laid end to end.
+    """Describes `N` prefill segments, laid end to end.
 
-    Segment `n` reads its initial state from slot `src[n]` and writes its final state to `dst[n]`. Its saves
-    are entries `[save_ptr[n], save_ptr[n+1])`: after `save_pos[e]` tokens of the segment (1 <= save_pos <= len,
-    ascending, a multiple of 64 from the segment's start unless it is the segment's length) the state also
-    goes to slot `save_dst[e]`. Within one launch no slot is written twice, and no slot that a row reads is
-    written by another row or by a save.
+    Segment `n` reads its initial state from slot `src[n]` and writes its final state to slot `dst[n]`. Its saves are
+    the entries `[save_ptr[n], save_ptr[n+1])`: after `save_pos[e]` tokens of the segment the state is also stored in
+    slot `save_dst[e]`. Positions ascend, and each is a multiple of 64 from the segment's start or the segment's length.
+    Within one launch no slot is written twice, and no slot that a row reads is written by another row or by a save.
     """
 
     cu_seqlens: Tensor  # [N + 1]
@@ -203,33 +211,33 @@ class SegmentIndex(_Rows):
 
     @property
     def columns(self) -> list[Tensor]:
-        """What kernels read of it, in the order of the fields."""
+        """The columns that kernels read, in the order of their arguments."""
         return [self.cu_seqlens, self.src, self.dst, self.save_ptr, self.save_pos, self.save_dst]
 
     def on_host(self) -> tuple[int, ...]:
-        """The segments' lengths; where there is no host copy this waits for the device."""
+        """Return the segments' lengths. Waits for the device if there is no host copy."""
         return self.lens or tuple(self.cu_seqlens.diff().tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """What attention kernels run over."""
+    """The tiles and parts that attention kernels run over."""
 
-    tiles: Tensor  # [NT, 2]: the tiles of the rows behind the decodes, see `tile_table`
+    tiles: Tensor  # [NT, 2]: the tiles of the prefill rows, see `tile_table`
     parts: Tensor  # [NP, 3]: the parts of the decode rows, see `KeySplits`
     part_ptr: Tensor  # [num_decodes + 1]: row r's parts are [part_ptr[r], part_ptr[r+1])
-    lead: Tensor | None = None  # [num_decodes]: of up to `folded` rows that follow each other the one with their parts
+    lead: Tensor | None = None  # [num_decodes]: the row whose parts serve a row and up to `folded - 1` rows after it
     folded: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionIndex:
-    """Where this step's `T` tokens of `N` rows go, and what each row attends to.
+    """Says where the `T` tokens of this step's `N` rows are stored, and which keys each row attends to.
 
-    Row `r` owns queries `[cu_queries[r], cu_queries[r+1])`, the last of its `kv_lens[r]` tokens; block `i` of
-    its tokens is `block_table[table_rows[r], i]`. The first `num_decodes` rows have one query each.
-    `slot_mapping[t]` = block * block_size + offset of token `t`, or -1 for a token that is stored elsewhere or
-    not at all. Decode rows do not see keys before `first_key`; with one there are no other rows.
+    Row `r` owns the queries `[cu_queries[r], cu_queries[r+1])`, which are the last of its `kv_lens[r]` tokens. Block
+    `i` of its tokens is `block_table[table_rows[r], i]`. The first `num_decodes` rows have one query each.
+    `slot_mapping[t]` is block * block_size + offset of token `t`, or -1 for a token that is not stored here. Decode
+    rows do not see keys before `first_key`; a step with a `first_key` has only decode rows.
     """
 
     num_decodes: int
@@ -244,13 +252,13 @@ class AttentionIndex:
     first_key: int = 0
 
     def on_host(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(query lengths, key lengths) of the rows; where there are no host copies this waits for the device."""
+        """Return (query lengths, key lengths) of the rows. Waits for the device if there are no host copies."""
         if self.query_lens:
             return self.query_lens, self.host_kv_lens
         return tuple(self.cu_queries.diff().tolist()), tuple(self.kv_lens.tolist())
 
     def without(self, rows: Sequence[int]) -> AttentionIndex:
-        """For kernels over tiles: the same, but for the tiles of those rows."""
+        """Return a copy without the tiles of `rows`, for kernels that run over tiles."""
         assert self.work is not None
         tiles = self.work.tiles
         for row in rows:

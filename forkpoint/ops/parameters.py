@@ -1,4 +1,4 @@
-"""What layers give operators beside plain tensors: how a recurrence, a scan or a router computes, norms and scales."""
+"""Operator arguments that are not plain tensors: the form of a recurrence, a scan or a router, norms and scales."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-Out: TypeAlias = Tensor | None  # where an answer goes, if not to a tensor of its own
-Records: TypeAlias = Sequence[Tensor]  # what a layer's tokens leave, in the order that its operator names them
+Out: TypeAlias = Tensor | None  # the output tensor; with None the operator allocates one
+Records: TypeAlias = Sequence[Tensor]  # the records that a layer's tokens leave, in the order its operator documents
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """What a layer's recurrence computes. `mixed` is laid out `[q (H*K) | k (H*K) | v (HV*V)]`.
+    """The form of a layer's recurrence. `mixed` is laid out `[q (H*K) | k (H*K) | v (HV*V)]`.
 
-    A token multiplies a head's state by `e^g`, `g = -exp(A_log) * step`, `step = softplus(a + dt_bias)` within
-    `step_limit`, adds `beta v k^T`, and reads `S q`. With the delta rule, what the state has for k is taken from v
-    first, q and k are l2-normalised (eps 1e-6 under the root), q scaled by K**-0.5, and `beta = sigmoid(b)`. Without
-    it (Mamba-2: q is C, k is B, v is x) they are taken as they are, and `beta = step`.
+    For each token and head: `S <- e^g S`, with `g = -exp(A_log) * step` and `step = softplus(a + dt_bias)` clamped to
+    `step_limit`; then `S <- S + beta v k^T`; the output is `S q`. With the delta rule, `S k` is subtracted from v
+    first, q and k are l2-normalised (eps 1e-6 under the root), q is scaled by K**-0.5, and `beta = sigmoid(b)`. Without
+    it (Mamba-2, where q is C, k is B and v is x) q and k are used as they are, and `beta = step`.
     """
 
     num_k_heads: int  # H
@@ -30,12 +30,12 @@ class Recurrence:
     double_beta: bool = False  # beta is 2 sigmoid(b) (OLMo-Hybrid)
     delta: bool = True
     step_limit: tuple[float, float] = (0.0, math.inf)
-    per_key: bool = False  # each key dim has a decay of its own (KDA), with the delta rule and H = HV alone
-    bound: float | None = None  # of those: g = bound * sigmoid(exp(A_log) (a + dt_bias)) instead
+    per_key: bool = False  # each key dim has its own decay (KDA); requires the delta rule and H = HV
+    bound: float | None = None  # for `per_key`: g = bound * sigmoid(exp(A_log) (a + dt_bias)) instead
 
     @property
     def num_decays(self) -> int:
-        """Of a token: what `a` has."""
+        """Number of decays of one token, the width of `a`."""
         return self.num_v_heads * (self.key_dim if self.per_key else 1)
 
     @property
@@ -45,17 +45,17 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceParams:
-    """A layer's recurrence and its constants, fp32 `[HV]` each; with decays for each key `dt_bias[HV * K]`."""
+    """A layer's recurrence and its constants, fp32 `[HV]` each. With a decay per key, `dt_bias` is `[HV * K]`."""
 
     spec: Recurrence
     A_log: Tensor
     dt_bias: Tensor
-    D: Tensor | None = None  # `D v` is added to what is read
+    D: Tensor | None = None  # `D v` is added to the output
 
 
 class RecurrenceInputs(NamedTuple):
-    """Of `T` tokens of a recurrence: `mixed[T, mixed_dim]` after the convolution, raw `a[T, num_decays]` and, with the
-    delta rule alone, raw `b[T, HV]`."""
+    """The inputs of `T` tokens: `mixed[T, mixed_dim]` after the convolution, raw `a[T, num_decays]`, and raw `b[T,
+    HV]`, which is None without the delta rule."""
 
     mixed: Tensor
     a: Tensor
@@ -63,8 +63,8 @@ class RecurrenceInputs(NamedTuple):
 
 
 class ConvTaps(NamedTuple):
-    """Of a layer's convolution: `weight[D, W]`, `bias[D]`, and whether SiLU is last. Fastest on a GPU where each tap's
-    weights lie side by side."""
+    """A layer's convolution: `weight[D, W]`, `bias[D]`, and whether SiLU follows. GPUs are fastest if the weights of
+    one tap are contiguous."""
 
     weight: Tensor
     bias: Tensor | None
@@ -72,7 +72,7 @@ class ConvTaps(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """Of `T` tokens of a selective scan: `x`, the raw step `dt` and the gate `z` `[T, D]`, `b` and `c` `[T, N]`."""
+    """The inputs of `T` tokens of a selective scan: `x`, raw step `dt` and gate `z` `[T, D]`, `b` and `c` `[T, N]`."""
 
     x: Tensor
     dt: Tensor
@@ -83,7 +83,7 @@ class ScanInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScanParams:
-    """Per-layer constants, fp32: rates `A[D, N]` (negative), `dt_bias[D]`, and `skip[D]`, x's way past the state."""
+    """A scan layer's fp32 constants: rates `A[D, N]` (negative), `dt_bias[D]`, and the skip connection `skip[D]`."""
 
     A: Tensor
     dt_bias: Tensor
@@ -101,19 +101,20 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """The factors of keys and values that are kept in 8 bits (float8_e4m3fn): a value is what is kept times its token's
-    and head's factor, fp32 `[P, Hkv, 64, 1]`, strided views of the same arena."""
+    """The scales of keys and values in 8 bits (float8_e4m3fn), one per token and head.
+
+    The value is the stored number times its scale. Scales are fp32 `[P, Hkv, 64, 1]`, strided views of the arena."""
 
     k: Tensor
     v: Tensor
 
     @classmethod
     def of(cls, cache: Mapping[str, Tensor]) -> KVScales | None:
-        """A layer's, if its keys and values are in 8 bits."""
+        """Return a layer's scales, or None if its keys and values are not in 8 bits."""
         return cls(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None
 
     def fit(self, cache: Tensor) -> bool:
-        """Whether they are dense in the blocks of `cache[P, Hkv, 64, D]` and both lie the same way."""
+        """Return whether both are dense within the blocks of `cache[P, Hkv, 64, D]` and have equal strides."""
         shape, stride = cache.shape[:3], (cache.shape[2], 1)
         return all(s.shape[:3] == shape and s.stride()[1:3] == stride for s in (self.k, self.v)) and (
             self.k.stride(0) == self.v.stride(0)
@@ -122,12 +123,13 @@ class KVScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRule:
-    """How the experts of a token are chosen and weighed.
+    """How the router chooses and weighs a token's experts.
 
-    A share is the softmax over all scores, or each score's sigmoid. The `top_k` experts of the largest shares, a
-    correction bias added, are chosen; with groups, among the `top_groups` groups of neighbours whose two best add up
-    to most. They weigh their shares without the bias, divided by `eps` and their sum if `normalise`, times `scale`.
-    The `num_shared` experts behind the routed ones weigh the sigmoid of their gate, or 1 if they are plain.
+    An expert's share is the softmax over all scores, or the sigmoid of its own score. The `top_k` experts with the
+    largest share plus correction bias are chosen. With groups, only the `top_groups` groups of adjacent experts compete
+    whose two best experts have the largest sum. A chosen expert's weight is its share without the bias, divided by the
+    sum of the chosen shares plus `eps` if `normalise`, times `scale`. The `num_shared` experts after the routed ones
+    weigh the sigmoid of their gate, or 1 if they are plain.
     """
 
     top_k: int
