@@ -1,5 +1,8 @@
-"""Steps of a recurrence in Triton: rows of one token and rows with drafts, whose tokens have the same bits. Formulas
-are in reference.py."""
+"""Recurrence steps in Triton, for rows of one token and for rows with drafts. reference.py has the formulas.
+
+A token has the same bits in both kinds of rows. A program computes a few value rows of one head of one row: it reads
+that part of the state once and writes it once.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from forkpoint.ops.recurrence.gates import (
     weight,
 )
 
-UNIT = 16  # of which the compiler knows whether it divides a stride or an address
+UNIT = 16  # elements and bytes; the compiler specialises kernels on whether a stride or address is a multiple
 
 
 @triton.jit
@@ -35,7 +38,7 @@ def normed(q, k, scale):
 
 @triton.jit
 def _updated(state, kept, fresh, k, PER_KEY: tl.constexpr):
-    """`e^g S + u k^T`; with decays for each key of a state that has decayed."""
+    """Return `e^g S + u k^T`. With PER_KEY, `state` has decayed already."""
     return tl.fma(fresh[:, None], k[None, :], state) if PER_KEY else kept * state + fresh[:, None] * k[None, :]
 
 
@@ -83,8 +86,9 @@ def _step_kernel(
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head of one row: the state is read once and written once. Without `cu_tokens` rows have
-    one token each and nothing pending; without COMPUTES there are no tokens."""
+    """Compute BLOCK_V value rows of one head of one row: read the state, fold records, compute tokens, write the state.
+
+    Without `cu_tokens`, rows have one token each and no records to fold. Without COMPUTES there are no tokens."""
     await_inputs(OVERLAP)
     tile, head, row = head_tile(HV, V, BLOCK_V)
     key_head = head // (HV // H)
@@ -174,19 +178,19 @@ def _step_kernel(
 def recurrence_decode(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
-    """One recurrent step per row -> `[B, HV, V]`, in `out` if given."""
+    """Compute one recurrent step per row; return `[B, HV, V]`, in `out` if it is given."""
     return _launch(inputs, params, pool, index, (), result(inputs, params, pool, out))
 
 
 def recurrence_verify(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
 ) -> Tensor:
-    """See `table.RecurrenceVerify`; what tokens of no row get is zero."""
+    """Implement `table.RecurrenceVerify`. Tokens of no row get zeros."""
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool))
 
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The states after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the states, and store the states at the marks."""
     inputs, params = no_tokens(pool, records)
     _launch(inputs, params, pool, index, records, inputs.mixed)
 
@@ -199,7 +203,7 @@ def _launch(
     records: Records,
     out: Tensor,
 ) -> Tensor:
-    """Without `records` rows have one token each."""
+    """Launch the step kernel. Without `records`, rows have one token each."""
     spec, num_rows, num_tokens = params.spec, len(index), inputs.mixed.shape[0]
     assert all(record.is_contiguous() for record in records), "records must be dense"
     block_v = min(launch_table(pool.device).state_values, triton.next_power_of_2(spec.value_dim))
@@ -214,8 +218,10 @@ def _launch(
 
 
 def _aligned(mixed: Tensor) -> Tensor:
-    """Rows that begin at multiples of UNIT elements and bytes. Else the compiler gives lanes other elements of keys
-    where it stores them too, and sums of them would have other bits with drafts than without."""
+    """Return `mixed`, or a copy whose rows start at multiples of UNIT elements and bytes.
+
+    Otherwise the compiler would assign keys to other lanes in the variant that also stores them, and sums would have
+    other bits with drafts than without."""
     if not len(mixed) or (mixed.stride(0) % UNIT == 0 and mixed.data_ptr() % UNIT == 0):
         return mixed
     width = mixed.shape[1]

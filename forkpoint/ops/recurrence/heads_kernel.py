@@ -1,6 +1,9 @@
-"""What a recorded step does before it reads states, in Triton: see record_kernel.py. For each token and key head a
-record, gates, and what its key and query find in the records and in the tokens of the row before it. Of rows of one
-token each the short convolution may be in the same launch."""
+"""The first launch of a step with records (record_kernel.py): everything that does not need the state.
+
+For each token and key head it writes a record and gates. It computes the products of the token's key and query with the
+recorded keys and with the row's earlier tokens, weighted by the decays between them. For rows of one token, the launch
+may include the short convolution.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from forkpoint.ops.recurrence.state_rows import (
 )
 from forkpoint.platforms.table import traits_of
 
-MOST_TOGETHER = 512  # gates of a kind of some tokens: of more, a warp has no registers
-MOST_REGISTERS = 128  # of a program that convolves: those of 128 rows are on the processors at once
+MOST_TOGETHER = 512  # scores that a warp can hold in registers to store the gates of TOKENS tokens together
+MOST_REGISTERS = 128  # per thread of a program that convolves, so that the programs of 128 rows run at once
 
 
 @triton.jit
 def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
-    """A token's channels in x's dtype, as `conv_update` stores them; their window goes on by one."""
+    """Return a token's convolved channels in x's dtype, with conv_update's rounding, and advance their window."""
     newest = tl.load(x, mask=present, other=0.0)
     total = tl.zeros(present.shape, tl.float32)
     for j in tl.static_range(W - 1):
@@ -49,15 +52,18 @@ def _convolved(x, old, taps, new, row_stride, present, kept, W: tl.constexpr):
 
 @triton.jit
 def _products(others, given, TF32: tl.constexpr):
-    """`[others, given]`: each of some keys by each of others; in bfloat16 and float16 they are exact."""
+    """Return the products `[others, given]` of two sets of keys. Products of bfloat16 and float16 keys are exact."""
     others, given = as_factor(others), tl.trans(as_factor(given))
     return whole_product(others, given, TF32) if given.dtype == tl.float32 else tl.dot(others, given)
 
 
 @triton.jit
 def _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, place, shared):
-    """Store the gates of token `place` of `past`: what becomes of what its key and its query find in the state, in
-    entries before it and in itself; `since` are sums of g, `[entries, heads]`."""
+    """Store the gates and scores of token `place` of `past`, for all value heads.
+
+    The gates are: decay times key scale, beta, key times query, decay times query scale. The scores are the products of
+    its key and its query with each earlier entry, times the decay since that entry. `since[entries, heads]` are
+    cumulative sums of g."""
     total = tl.sum(tl.where((past == place)[:, None], since, 0.0), axis=0)
     left = tl.where((past < place)[:, None], tl.exp(total[None, :] - since), 0.0)
     tl.store(gate_at, tl.exp(total) * k_scale, mask=shared)
@@ -71,8 +77,10 @@ def _leave(gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, pas
 
 @triton.jit
 def _leave_together(gate_at, found, grown, beta, since, past, own_places, shared):
-    """As `_leave`, of TOKENS tokens at `own_places` of `past`; by what keys and queries in turn have found `[entries,
-    2 * TOKENS]`, and their scales. `gate_at`, `beta` and `shared` are `[TOKENS, heads]`."""
+    """Store the gates and scores of TOKENS tokens, at `own_places` of `past`, as `_leave` does for one token.
+
+    `found[entries, 2 * TOKENS]` are the products of keys and queries in turn, and `grown` their scales. `gate_at`,
+    `beta` and `shared` are `[TOKENS, heads]`."""
     by_key, by_query = tl.split(tl.reshape(found, (past.shape[0], own_places.shape[0], 2)))
     k_scale, q_scale = tl.split(tl.reshape(grown, (own_places.shape[0], 2)))
     is_own, before = past[:, None] == own_places[None, :], past[:, None] < own_places[None, :]
@@ -137,8 +145,9 @@ def _heads_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Of one key head of a row, with the value heads that share it; also records keys and decays. With a convolution of
-    W taps rows have one token or none, and what it makes of them goes to `convolved`."""
+    """Compute one key head of a row and the value heads that share it: records of keys and decays, gates and scores.
+
+    With a convolution (W > 0) rows have at most one token, and its output goes to `convolved`."""
     pid = tl.program_id(0)
     key_head, row = pid % H, pid // H
     first = tl.load(cu_tokens + row).to(tl.int64)
@@ -159,7 +168,7 @@ def _heads_kernel(
         k_taps = load_rows(taps + channel * tap_channel, tap_stride, present, W)
         q_taps = load_rows(taps + (channel - H * K) * tap_channel, tap_stride, present, W)
         v_taps = load_rows(taps + v_channel * tap_channel, tap_stride, is_value, W)
-    # Value heads are padded to a power of two; of entries those kept come first, then the row's tokens.
+    # Value heads are padded to a power of two. Entries are the records that stay, then the row's tokens.
     head = key_head * (HV // H) + tl.arange(0, GROUP)
     shared = tl.arange(0, GROUP) < HV // H
     kept, fresh = past < rest, (past >= rest) & (past < rest + length)
@@ -172,7 +181,7 @@ def _heads_kernel(
     scale_at = scales + entry * H + key_head
     old_scale = read_line(scale_at, kept, past, end, LENGTH, H, STRAIGHT)
     rate, bias = tl.load(a_log + head, mask=shared, other=0.0), tl.load(dt_bias + head, mask=shared, other=0.0)
-    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    await_inputs(OVERLAP)  # nothing loaded above was written by the previous launch
     key_at, b_at = mixed + first * mixed_stride + channel, b + first * b_stride + head
     if W > 0:
         raw_b = tl.load(b_at, mask=shared & (length > 0), other=0.0)
@@ -209,8 +218,8 @@ def _heads_kernel(
     write_line(scale_at, new_scale, fresh, past, end, LENGTH, H, STRAIGHT)
     write_line(decay_at, g, fresh[:, None] & shared[None, :], past[:, None], end, LENGTH, HV, STRAIGHT)
     if W > 0 or STRAIGHT:
-        for t in range(1 if W > 0 else length):  # with a convolution also of padded rows, which leave nothing
-            if STRAIGHT:  # the compiler for NPUs takes no pointers that a branch moves
+        for t in range(1 if W > 0 else length):  # a convolution also runs padded rows, whose masks are empty
+            if STRAIGHT:  # the compiler for NPUs rejects pointers that a branch changes
                 own_at, own_b = key_at + t * mixed_stride, b_at + t * b_stride
                 raw, raw_q = tl.load(own_at, mask=col < K, other=0.0), tl.load(own_at - H * K, mask=col < K, other=0.0)
                 raw_b = tl.load(own_b, mask=shared, other=0.0)
@@ -230,7 +239,7 @@ def _heads_kernel(
             _leave(
                 gate_at, by_key, by_query, by_own, k_scale, q_scale, beta, since, past, rest + t, shared & (length > 0)
             )
-    else:  # all tokens' products at once
+    else:  # the products of TOKENS tokens at once
         one, both = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
         for begin in range(0, length, TOKENS):
             token, count = first + begin, length - begin
@@ -282,8 +291,10 @@ def launch_heads(
     most: int,
     sizes: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """(mixed, gates), convolved if they are to be; `kept` are the records of keys, scales and decays, `convolution` its
-    taps, windows and their rows, `most` tokens of a row."""
+    """Launch the kernel; return (mixed, gates).
+
+    `mixed` is convolved if there is a `convolution` (taps, windows, rows). `kept` are the records of keys, key scales
+    and decays. `most` is the largest number of tokens of a row."""
     ((mixed, *gated), options), spec, form = described(inputs, params), params.spec, straight(inputs.mixed.device)
     num_tokens, group = mixed.shape[0], spec.num_v_heads // spec.num_k_heads
     gates = kept[1].new_empty(num_tokens, spec.num_v_heads, GATES.value + 2 * sizes["PAST"])

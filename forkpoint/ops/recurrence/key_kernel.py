@@ -1,11 +1,14 @@
-"""The delta rule with a decay for each key (KDA) in Triton; reference.py has the formulas.
+"""Prefill of the delta rule with a decay per key (KDA) in Triton. reference.py has the formulas.
 
-As in prefill_kernel.py chunks are made ready, by three launches, before a fourth carries states through them. Decays
-stand inside the products of keys. The first launch writes q and k times what is left of them, the second their
-products: a row's decay to a key is the product of one that ends and one that starts at the first row of the row's 16.
-Keys before those have no positive exponent. Keys of the same 16 rows have, and decays are not bounded: where they are
-so strong that the exponent would be large, each pair of such rows has its own exponential. The third inverts the
-chunk's system.
+Three launches prepare all chunks at once, and a fourth carries the states through them:
+
+1. `_chunk_kernel` writes q and k multiplied by their decays.
+2. `_pair_kernel` writes the products of keys and queries, with the decays inside the products. Rows are processed in
+   blocks of 16. The decay from a key to a row is the product of the decay from the key to the block's first row and the
+   decay from there to the row. Exponents of keys before the block are never positive. Exponents within the block can be
+   positive and large; then each pair of rows gets its own exponential.
+3. `_invert_kernel` inverts each chunk's triangular system.
+4. `_scan_kernel` walks each segment's chunks in order, with BLOCK_V value rows of the state per program.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from forkpoint.ops.parameters import Out, RecurrenceInputs, RecurrenceParams
 from forkpoint.ops.recurrence.gates import L2_EPS, described, head_tile, key_decay, result, weight
 from forkpoint.ops.recurrence.solve import BLOCKS, CHUNK, SUB, chunk_place, first_chunk, unit_lower_inverse
 
-# The largest exponent whose power bfloat16 and fp32 hold, and float16.
+# Largest exponents whose powers fit in bfloat16 and fp32, and in float16.
 WIDEST, WIDEST_HALF = tl.constexpr(60.0), tl.constexpr(8.0)
-SCAN_VALUES = 32  # value rows of a program that carries a state through a prompt
+SCAN_VALUES = 32  # value rows per program of the scan
 
 
 @triton.jit
@@ -47,8 +50,10 @@ def _chunk_kernel(
     BOUND: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One chunk of one head: `totals[entry]`, the sums of its logs of decays up to each row, `[C, K]`, and
-    `keys[entry]`, the factors of `S k`, `S q` and of the state's update, `[3, C, K]`."""
+    """Compute one chunk of one head.
+
+    Writes `totals[entry]`, the cumulative sums of g, `[C, K]`, and `keys[entry]`, the factors of `S k`, of `S q` and of
+    the state's update, `[3, C, K]`."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     tile, head = pid // H, pid % H
@@ -98,8 +103,10 @@ def _pair_kernel(
     DOUBLE_BETA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """SUB rows i of a chunk: `sum_d x_id k_jd e^{total_id - total_jd}` with all rows j of the chunk, for x = q where
-    i >= j, else 0 -> `scores`, and for x = beta k where i > j, else 0 -> fp32 `systems`; both `[entries, C, C]`."""
+    """Compute SUB rows i of a chunk against all its rows j: `sum_d x_id k_jd e^{total_id - total_jd}`.
+
+    Writes `scores[entries, C, C]` with x = q, zero unless i >= j, and fp32 `systems[entries, C, C]` with x = beta k,
+    zero unless i > j."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     block, head, tile = pid % BLOCKS, pid // BLOCKS % H, pid // (BLOCKS * H)
@@ -111,7 +118,7 @@ def _pair_kernel(
     start, count, entry = chunk_place(cu_seqlens, segment, offset, head, H)
     sub, at, col = tl.arange(0, SUB), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, in_k, first_row = block * SUB + sub, col < K, block * SUB
-    # Keys up to the last of these rows.
+    # Keys up to the last of these rows; later keys have score zero.
     past = (at < first_row + SUB) & (at < count)
     key_at = mixed + H * K + (start.to(tl.int64) + at)[:, None] * mixed_stride + (head * K + col)[None, :]
     k = tl.load(key_at, mask=past[:, None] & in_k[None, :], other=0.0).to(tl.float32)
@@ -161,7 +168,7 @@ def _invert_kernel(
     DOUBLE_BETA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One chunk of one head: `(I + systems[entry])^-1 diag(beta)` -> `inverses[entry]`, `[C, C]`."""
+    """Write `(I + systems[entry])^-1 diag(beta)` of one chunk of one head to `inverses[entry]`, `[C, C]`."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     tile, head = pid // H, pid % H
@@ -201,7 +208,7 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head's state, `[K, V]`, through all chunks of one segment."""
+    """Carry BLOCK_V value rows of one head's state, held as `[K, V]`, through all chunks of one segment."""
     await_inputs(OVERLAP)
     tile, head, segment = head_tile(H, V, BLOCK_V)
     kind = inverses.dtype.element_ty
@@ -220,7 +227,7 @@ def _scan_kernel(
     square = row[:, None] * CHUNK + row[None, :]
     num_chunks = tl.cdiv(length, CHUNK)
     for e in range(save, last_save + 1):
-        # From the state stored before up to the next: Triton 3.6 and 3.7 take a `begin = end` below for a constant.
+        # Chunks between two stored states. `begin = end` below would be a constant to Triton 3.6 and 3.7.
         begin, end, target = num_chunks * 0, num_chunks, tl.load(dst + segment)
         if e > save:
             begin = tl.cdiv(tl.load(save_pos + e - 1), CHUNK)
@@ -243,7 +250,7 @@ def _scan_kernel(
             fresh = tl.dot(inverse, rest.to(kind), input_precision="ieee").to(kind)
             answer = tl.dot(past_q, old, input_precision="ieee") + tl.dot(score, fresh, input_precision="ieee")
             state = state * whole[:, None] + tl.dot(tl.trans(new_k), fresh, input_precision="ieee")
-            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # round as if the state were stored and resumed here
             place_at = out_at + token.to(tl.int64)[:, None] * (H * V)
             tl.store(place_at, answer.to(out.dtype.element_ty), mask=in_values)
         if target >= 0:
@@ -254,8 +261,10 @@ def _scan_kernel(
 def _ready_chunks(
     inputs: RecurrenceInputs, params: RecurrenceParams, index: SegmentIndex, block_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of all chunks: (inverses times beta `[entries, C, C]`, scores `[entries, C, C]`, factors of keys
-    `[entries, 3, C, K]`, decays over the chunk `[entries, K]` fp32)."""
+    """Run the first three launches.
+
+    Returns (inverses times beta `[entries, C, C]`, scores `[entries, C, C]`, key factors `[entries, 3, C, K]`, decays
+    over each chunk `[entries, K]` fp32)."""
     assert index.tiles is not None, "kernels need the index's tiles"
     spec, heads, dim = params.spec, params.spec.num_v_heads, params.spec.key_dim
     (mixed, a, b, *constants), _ = described(inputs, params)
@@ -284,8 +293,9 @@ def _ready_chunks(
 def key_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
-    """`recurrence_prefill` where each key has its own decay: `a[T, H * K]`. Scratch memory is about
-    `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""
+    """Implement `recurrence_prefill` for a decay per key: `a[T, H * K]`.
+
+    Scratch memory is about `T * H * (3 K + 128)` elements of the inputs' dtype and `T * H * (K + 64)` in fp32."""
     spec, mixed, out = params.spec, inputs.mixed, result(inputs, params, pool, out)
     heads, dim, value_dim = spec.num_v_heads, spec.key_dim, spec.value_dim
     block_k = max(16, triton.next_power_of_2(dim))

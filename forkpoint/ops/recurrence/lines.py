@@ -1,16 +1,22 @@
-"""What the kernels of recorded rows share: lines of records, of which the oldest may be anywhere."""
+"""Ring buffers of records ("lines") for the kernels of rows whose states are written every few tokens.
+
+A record lies at its position modulo the line's length, so the oldest record may lie anywhere in the line. In the
+STRAIGHT form, for devices that drop the masks of gathered loads, a line is read as two contiguous pieces.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-GATES = tl.constexpr(4)  # of a token: what a key finds in the state grows by, beta, key by query, what a query finds
+# Values per token and head in front of its scores: decay times key scale, beta, key times query, decay times query
+# scale.
+GATES = tl.constexpr(4)
 
 
 @triton.jit
 def extent(row, written, held, INTERVAL: tl.constexpr):
-    """Of a row: tokens of the state in its slot, records to be folded, those that stay."""
+    """Return, for a row: (tokens in the state of its slot, records to fold, records that stay)."""
     own, count = tl.load(written + row), tl.load(held + row)
     folded = tl.maximum((own + count) // INTERVAL * INTERVAL - own, 0)
     return own, folded, count - folded
@@ -18,23 +24,23 @@ def extent(row, written, held, INTERVAL: tl.constexpr):
 
 @triton.jit
 def places(begin, past, LENGTH: tl.constexpr, STRAIGHT: tl.constexpr):
-    """Where in its line the tokens from `begin` on are; in the straight form those that begin the line anew are counted
-    on behind its end."""
+    """Return the places of tokens `begin + past` in their line. In the STRAIGHT form, places that wrap around continue
+    past the line's end."""
     return begin % LENGTH + past if STRAIGHT else (begin + past) % LENGTH
 
 
 @triton.jit
 def end_of_line(begin, low, high, LENGTH: tl.constexpr):
-    """Which of the tokens `[low, high)` after `begin` begins the line anew; `high` if none does."""
+    """Return the first of the tokens `[low, high)` after `begin` that wraps around to the line's start, or `high`."""
     return tl.minimum(tl.maximum(LENGTH - begin % LENGTH, low), high)
 
 
 @triton.jit
 def read_line(entries, present, past, end, LENGTH: tl.constexpr, SIZE: tl.constexpr, STRAIGHT: tl.constexpr):
-    """Of a line of LENGTH entries of SIZE those `present`, in the shape of `entries`; from `end` on they begin it anew.
+    """Load the `present` entries of a line of LENGTH entries of SIZE values, in the shape of `entries`.
 
-    `present` are those between two numbers, and `end` is neither below nor above: to the compiler for NPUs a range
-    whose end lies before its beginning has a negative length.
+    Entries from `end` on wrap around. `present` is a contiguous range, and `end` lies within it, because the compiler
+    for NPUs gives a range whose end is before its start a negative length.
     """
     if STRAIGHT:
         near = tl.load(entries, mask=present & (past < end), other=0.0)
@@ -47,7 +53,7 @@ def read_line(entries, present, past, end, LENGTH: tl.constexpr, SIZE: tl.conste
 
 @triton.jit
 def write_line(entries, values, present, past, end, LENGTH: tl.constexpr, SIZE: tl.constexpr, STRAIGHT: tl.constexpr):
-    """As `read_line`."""
+    """Store `values` to the entries that `read_line` would load."""
     if STRAIGHT:
         tl.store(entries, values, mask=present & (past < end))
         tl.store(entries - LENGTH * SIZE, values, mask=present & (past >= end))

@@ -1,10 +1,14 @@
-"""Chunked recurrences in Triton; reference.py has the formulas.
+"""Chunked recurrences in Triton. reference.py has the formulas.
 
-Two launches. The first works on all 64-token chunks at once: gates, the chunk's scores, and for the delta rule norms of
-q and k and the inverse of the chunk's triangular system. The second walks each segment's chunks in order, with the fp32
-state in registers, and stores the state to slots where the index says so. Held transposed, each product's left operand
-there is the result of the one before and stays in registers. Products take bfloat16 operands for bfloat16 inputs and
-fp32 operands otherwise; every sum is fp32.
+Two launches compute a prefill:
+
+1. `_chunk_kernel` works on all 64-token chunks at once: gates, the chunk's scores, and for the delta rule the norms of
+   q and k and the inverse of the chunk's triangular system.
+2. `_scan_kernel` walks each segment's chunks in order, with the fp32 state in registers. It stores the state to slots
+   where the index says so. In the transposed (TURN) form, each product's left operand is the previous result and stays
+   in registers.
+
+Products have bfloat16 operands for bfloat16 inputs and fp32 operands otherwise. Every sum is fp32.
 """
 
 from __future__ import annotations
@@ -25,13 +29,13 @@ from forkpoint.ops.recurrence.key_kernel import key_prefill
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk, unit_lower_inverse
 from forkpoint.platforms.table import traits_of
 
-# Of what a chunk's two launches share, per token: the factors of `S k`, of `S q`, of k in the state's update, and of
-# the state itself from the chunk's start.
+# Values per token that the first launch leaves for the second: the factors of `S k`, of `S q`, of k in the state's
+# update, and of the state itself since the chunk's start.
 GAINS = tl.constexpr(4)
-WIDE_KEYS = 128  # wider ones leave registers for NARROW value rows alone
-MIN_WIDTH = 64  # of a tile of keys; value rows of a program that is one of many
-NARROW = 32  # value rows of a program that is one of few
-CHUNK_REGISTERS = 168  # of a thread, so that three programs share a processor
+WIDE_KEYS = 128  # key dims; with more, registers suffice only for NARROW value rows
+MIN_WIDTH = 64  # keys in a tile at least; value rows per program when there are many programs
+NARROW = 32  # value rows per program when there are few programs
+CHUNK_REGISTERS = 168  # per thread, so that three programs share a processor
 
 
 @triton.jit
@@ -61,9 +65,9 @@ def _chunk_kernel(
     HIGH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One chunk of one value head. Rows and columns behind a segment's end get zeros.
+    """Compute one chunk of one value head. Rows and columns past a segment's end are zeros.
 
-    `k_scale` is what k is multiplied by: its norm, or without the delta rule beta.
+    `k_scale` multiplies k: its inverse norm with the delta rule, beta without it.
     """
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
@@ -123,7 +127,7 @@ def _turned(x, TURN: tl.constexpr):
 
 @triton.jit
 def _product(left, right, TURN: tl.constexpr):
-    """`left @ right` of a plain `left`; with TURN `right` and the result are held transposed."""
+    """Return `left @ right`. With TURN, `right` and the result are held transposed."""
     if TURN:
         result = tl.dot(right, tl.trans(left), input_precision="ieee")
     else:
@@ -138,7 +142,8 @@ def _by_token(gain, TURN: tl.constexpr):
 
 @triton.jit
 def _in_slot(at, col, K: tl.constexpr, TURN: tl.constexpr):
-    """Where value row `at`, key `col` of one head lies, as `[keys, values]`, or with TURN `[values, keys]`."""
+    """Return the offsets of value rows `at` and keys `col` in a head's slot: `[keys, values]`, or transposed with
+    TURN."""
     return at[:, None] * K + col[None, :] if TURN else at[None, :] * K + col[:, None]
 
 
@@ -169,9 +174,9 @@ def _scan_kernel(
     DELTA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head's state, through all chunks of one segment.
+    """Carry BLOCK_V value rows of one head's state through all chunks of one segment.
 
-    The state and all that is computed from it is held `[.., V]`, or with TURN `[V, ..]`.
+    The state and everything computed from it is held as `[.., V]`, or with TURN as `[V, ..]`.
     """
     await_inputs(OVERLAP)
     tile, head, segment = head_tile(HV, V, BLOCK_V)
@@ -204,12 +209,12 @@ def _scan_kernel(
     new_k, whole = tl.load(gain + 2 * CHUNK + row, mask=real, other=0.0), tl.load(gain + GAINS * CHUNK - 1)
     begin = num_chunks * 0
     for e in range(save, last_save + 1):
-        # Up to the next state to store.
+        # Chunks up to the next state to store.
         end, target = num_chunks, tl.load(dst + segment)
         if e < last_save:
             end, target = tl.cdiv(tl.load(save_pos + e), CHUNK), tl.load(save_dst + e)
         for i in range(begin, end):
-            # The next chunk's, under way during this one's products.
+            # Load the next chunk during this chunk's products.
             gain = gains + (entry + tl.minimum(i + 1, num_chunks - 1) * HV) * (GAINS * CHUNK)
             if DELTA:
                 next_past_k = tl.load(gain + row)
@@ -235,7 +240,7 @@ def _scan_kernel(
                 fresh = given
             left = (fresh * _by_token(new_k, TURN)).to(kind)
             state = state * whole + _product(tl.trans(k), left, TURN)
-            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # round as if the state were stored and resumed here
             answer = _product(q, old, TURN) * _by_token(past_q, TURN)
             answer += _product(score, fresh.to(kind), TURN)
             if skip is not None:
@@ -245,7 +250,8 @@ def _scan_kernel(
                 past_k = next_past_k
             past_q, new_k, whole = next_past_q, next_new_k, next_whole
         if target >= 0:
-            # `nothing` keeps the addresses from being made before the loops, where they would fill the registers.
+            # `nothing` keeps the compiler from computing the addresses before the loops, where they would fill
+            # registers.
             nothing = tl.minimum(end - begin, 0)
             slot = pool + target.to(tl.int64) * slot_stride + head * (V * K)
             tl.store(slot + _in_slot(at + nothing, col, K, TURN), state.to(pool.dtype.element_ty), mask=in_state)
@@ -253,10 +259,10 @@ def _scan_kernel(
 
 
 def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
-    """How the second launch runs: `programs` is how many it has if each takes NARROW value rows.
+    """Return the launch options of the scan. `programs` is its number of programs with NARROW value rows each.
 
-    The results are the same bits. Few programs wait for loads and one product for the other: narrow tiles and loads
-    far ahead. Many programs are bound by what they load: wide tiles.
+    All options give the same bits. Few programs are limited by latency, so they use narrow tiles and load far ahead.
+    Many programs are limited by their loads, so they use wide tiles.
     """
     if block_k > WIDE_KEYS or launch_table(mixed.device).narrow_scans:
         return {"BLOCK_V": NARROW, "TURN": False, "num_warps": 4, "num_stages": 1}
@@ -270,7 +276,7 @@ def _scan_options(mixed: Tensor, block_k: int, programs: int) -> dict[str, Any]:
 def _chunks(
     inputs: RecurrenceInputs, params: RecurrenceParams, index: SegmentIndex, block_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first launch: (systems, scores, gains)."""
+    """Run the first launch; return (systems, scores, gains)."""
     assert index.tiles is not None, "kernels need the index's tiles"
     shape, mixed, (given, options) = params.spec, inputs.mixed, described(inputs, params)
     entries = (mixed.shape[0] // TILE + len(index)) * shape.num_v_heads
@@ -289,7 +295,7 @@ def _chunks(
 def recurrence_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
-    """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
+    """Run the recurrence over segments; return `[T, HV, V]`, in `out` if it is given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Scratch memory is about `T * HV * 144` elements of the
     inputs' dtype.

@@ -1,5 +1,7 @@
-"""Rows that leave records, in torch: those with drafts, see VerifyIndex, and those whose states are written every few
-tokens, see RecordIndex."""
+"""Recurrence steps whose tokens leave records, in torch.
+
+VerifyIndex describes rows with drafts. RecordIndex describes rows whose states are written every few tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from forkpoint.ops.state_copy.reference import folded, read_slots, turns, verifi
 def recurrence_verify(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: VerifyIndex, records: Records
 ) -> Tensor:
-    """Inputs of `T` tokens -> `[T, HV, V]`; reads and writes `pool[P, HV, V, K]` and the records
-    as `index` says."""
+    """Compute the rows' tokens; return `[T, HV, V]`. `index` says which slots of `pool[P, HV, V, K]` and which records
+    are read and written."""
     tokens, spec, (updates, keys, decays) = prepare(inputs, params), params.spec, records
     mixed = inputs.mixed
     out = mixed.new_empty(mixed.shape[0], spec.num_v_heads, spec.value_dim)
@@ -34,7 +36,7 @@ def recurrence_verify(
 
 
 def recurrence_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The states after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the states, and store the states at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 
@@ -59,8 +61,10 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """See `table.Recorded`. The states are taken on by all that is recorded; kernels read instead of the state
-    before a token, with `c` the sum of g since the slot's state S, `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`."""
+    """Implement `table.Recorded` by folding all records before the tokens.
+
+    Kernels compute the same without folding: a product of the state before a token with x is
+    `e^c S x + sum_i e^{c - c_i} (k_i . x) u_i`, where S is the slot's state and c the sum of g since S."""
     states, (updates, *kept) = _taken_on(pool, index, records), records
     tokens, spec, mixed = prepare(inputs, params), params.spec, inputs.mixed
     size = spec.num_k_heads * spec.key_dim
@@ -80,12 +84,12 @@ def recurrence_record(
 
 
 def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
-    """What recurrence_record does before the tokens."""
+    """Fold the records that are due into the states, as recurrence_record does before its tokens."""
     _taken_on(pool, index, records)
 
 
 def _taken_on(pool: Tensor, index: RecordIndex, records: Records) -> Tensor:
-    """The states `[B, HV, V, K]` fp32 after all that is recorded; writes those that are due."""
+    """Return the states `[B, HV, V, K]` fp32 after all records, and write those that are due to their slots."""
     states, (updates, keys, scales, decays) = read_slots(pool, index.src).float(), records
     group, held = updates.shape[2] // keys.shape[2], index.held
     due = (index.written + held) // index.interval * index.interval - index.written

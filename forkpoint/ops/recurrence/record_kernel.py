@@ -1,7 +1,11 @@
-"""Rows whose states are written every few tokens, in Triton: see RecordIndex. record.py has the formulas.
+"""Recurrence steps for rows whose states are written every few tokens (RecordIndex), in Triton.
 
-A first kernel, in heads_kernel.py, does what does not need the state. The second reads states, a few value rows in each
-of many programs.
+record.py has the formulas. Two launches compute a step:
+
+1. heads_kernel.py, one program per row and key head, computes everything that does not need the state: records, gates,
+   and the products of keys and queries with the recorded keys.
+2. `_record_kernel`, one program per row, head and BLOCK_V value rows, reads its part of the state once. Most rows only
+   read it. A row whose records reach a multiple of the interval folds them and writes the state.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from forkpoint.ops.recurrence.state_rows import (
 from forkpoint.ops.recurrence.straight_record_kernel import straight_record_kernel
 from forkpoint.platforms.table import traits_of
 
-MOST_CHANNELS = 512  # of the value heads of a key head, that the first kernel convolves
-BLOCK_V = 16  # value rows of a program
-MOST_REGISTERS = 128  # of which sixteen programs fit
+MOST_CHANNELS = 512  # value channels of a key head that the first kernel can convolve in one program
+BLOCK_V = 16  # value rows per program
+MOST_REGISTERS = 128  # per thread, so that sixteen programs fit on a processor
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
@@ -57,8 +61,9 @@ def _record_kernel(
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head of one row, of at most MOST tokens: the state is read, and written where it is
-    taken on or moves."""
+    """Compute BLOCK_V value rows of one head of one row with at most MOST tokens.
+
+    The state is read once. It is written only if records are folded or if it moves to another slot."""
     part, head, row = head_tile(S.HV, S.V, BLOCK_V)
     src, dst, cu_tokens, line, written, held, mark, mark_dst = index
     at = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -67,17 +72,17 @@ def _record_kernel(
     length, last = (tl.load(cu_tokens + row + 1) - first).to(tl.int32), tl.load(cu_tokens + num_rows)
     own, position, marked = tl.load(line + row).to(tl.int64), tl.load(mark + row), tl.load(mark_dst + row).to(tl.int64)
     start, folded, rest = extent(row, written, held, S.INTERVAL)
-    AT_ONCE: tl.constexpr = S.INTERVAL <= FOLDS and S.LINE < 2 * S.INTERVAL  # no two intervals
+    AT_ONCE: tl.constexpr = S.INTERVAL <= FOLDS and S.LINE < 2 * S.INTERVAL  # one interval is due at most
     place, inside = state_tile(pool + head * (S.V * S.K), at * S.K, at < S.V, S.K, S.BLOCK_K, LANES)
     slot, there = place + source * slot_stride, inside & (source >= 0)
     line_at = records[0] + (own * S.LINE * S.HV + head) * S.V
     read = mixed, mixed_stride, gates, line_at, start + folded
-    # Two ways whole, so that each has in its registers what it needs: most rows only read their states.
+    # The two branches repeat code so that each keeps only its own values in registers. Most rows only read their state.
     if folded > 0:
         position = tl.where(position <= folded, position, 0)
         middle = tl.where(position > 0, position, folded)
         state = tl.load(slot, mask=there, other=0.0).to(tl.float32)
-        if AT_ONCE:  # what is folded is on its way together with the state
+        if AT_ONCE:  # load the records together with the state
             recorded = to_fold(0, middle, start, own, head, at, records, S)
         state = (
             folded_in(state, recorded, S.TF32) if AT_ONCE else fold(state, 0, middle, start, own, head, at, records, S)
@@ -85,7 +90,7 @@ def _record_kernel(
         if position > 0:
             tl.store(place + marked * slot_stride, state.to(pool.dtype.element_ty), mask=inside)
             state = fold(state, middle, folded, start, own, head, at, records, S)
-        await_inputs(OVERLAP)  # the first kernel has waited for all that is loaded above
+        await_inputs(OVERLAP)  # the first kernel has already waited for everything loaded above
         if COMPUTES:
             loaded = inputs_of(first, length, rest, head, at, *read, S)
         if target >= 0:
@@ -93,7 +98,7 @@ def _record_kernel(
         if COMPUTES:
             answer(state, loaded, first, length, rest, head, at, read, skip, out, S, MOST)
     else:
-        kept = tl.load(slot, mask=there, other=0.0)  # in the pool's dtype
+        kept = tl.load(slot, mask=there, other=0.0)  # unconverted, for the copy
         await_inputs(OVERLAP)
         if COMPUTES:
             loaded = inputs_of(first, length, rest, head, at, *read, S)
@@ -102,7 +107,7 @@ def _record_kernel(
         if COMPUTES:
             answer(kept.to(tl.float32), loaded, first, length, rest, head, at, read, skip, out, S, MOST)
     if COMPUTES:
-        for token in range(last + row, num_tokens, num_rows):  # padding's
+        for token in range(last + row, num_tokens, num_rows):  # padding
             nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
             tl.store(out + (token * S.HV + head) * S.V + at, nothing, mask=at < S.V)
 
@@ -115,7 +120,7 @@ def recurrence_record(
     records: Records,
     out: Out = None,
 ) -> Tensor:
-    """See `table.Recorded`; what tokens of no row get is zero."""
+    """Implement `table.Recorded`. Tokens of no row get zeros."""
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out))
 
 
@@ -130,7 +135,8 @@ def conv_record(
     records: Records,
     out: Out = None,
 ) -> Tensor | None:
-    """See `table.ConvRecord`: without a bias, with SiLU, and where few value heads share a key head."""
+    """Implement `table.ConvRecord` for convolutions without bias and with SiLU, and up to MOST_CHANNELS value
+    channels."""
     spec, convolution = params.spec, (taps.weight, windows, rows)
     if taps.bias is not None or not taps.silu or spec.num_v_heads // spec.num_k_heads * spec.value_dim > MOST_CHANNELS:
         return None
@@ -138,7 +144,7 @@ def conv_record(
 
 
 def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
-    """What recurrence_record does before the tokens."""
+    """Fold the records that are due into the states, as recurrence_record does before its tokens."""
     inputs, params = no_tokens(pool, records)
     _launch(inputs, params, pool, index, records, inputs.mixed)
 
@@ -156,7 +162,7 @@ def _launch(
     assert all(record.is_contiguous() for record in records), "records must be dense"
     num_tokens, num_rows = inputs.mixed.shape[0], len(index)
     shapes: dict[str, Any] = {**sizes(spec), "INTERVAL": index.interval, "LENGTH": kept[0].shape[1]}
-    most = 1 if convolution is not None else updates.shape[1] + 1 - index.interval  # tokens of a row
+    most = 1 if convolution is not None else updates.shape[1] + 1 - index.interval  # tokens of a row at most
     shapes |= {"BLOCK_K": key_block(spec), "PAST": triton.next_power_of_2(index.interval - 1 + most)}
     options = {**overlap(pool.device, num_tokens), "num_warps": 1, "num_stages": 1}
     mixed = gates = inputs.mixed

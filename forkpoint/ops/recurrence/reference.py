@@ -6,8 +6,7 @@ State `S[V, K]` per value head. One token: `S' = e^g S`, `u = beta (v - S' k)`, 
 A chunk of C tokens, with `c = cumsum(g)` and `A_ij = beta_i (k_i . k_j) e^{c_i - c_j}` for i > j:
 `(I + A) [U | W] = [diag(beta) V | diag(beta e^c) K]`, `V' = U - W S^T`,
 `O = diag(e^c) Q S^T + tril(Q K^T e^{c_i - c_j}) V'`, `S <- e^{c_C} S + sum_j e^{c_C - c_j} v'_j k_j^T`.
-Where each key has a decay of its own (Kimi Team 2025, "Kimi Linear"), the exponentials stand inside the products of
-keys.
+With a decay per key (Kimi Team 2025, "Kimi Linear"), the exponentials move inside the products of keys.
 All arithmetic is fp32, whatever the dtype of inputs and pool.
 """
 
@@ -24,13 +23,13 @@ from forkpoint.ops.parameters import Out, Recurrence, RecurrenceInputs, Recurren
 from forkpoint.ops.state_copy.reference import read_slots, write_slots
 
 CHUNK = 64
-SUB = 16  # rows of a block of `_decayed`
+SUB = 16  # rows per block in `_decayed`
 L2_EPS = 1e-6
 
 
 class Tokens(NamedTuple):
-    """Per token, fp32: q, k `[T, H, K]` (normalised, q scaled), v `[T, HV, V]`, beta `[T, HV]`, g alike or
-    `[T, HV, K]`."""
+    """Prepared inputs, fp32: q, k `[T, H, K]` (normalised, q scaled), v `[T, HV, V]`, beta `[T, HV]`, and g `[T, HV]`
+    or, with a decay per key, `[T, HV, K]`."""
 
     q: Tensor
     k: Tensor
@@ -77,7 +76,7 @@ class _Chunks(NamedTuple):
 
 
 def _chunk_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
-    """(chunked row of each token `[T]`, first chunk of each segment and the end `[N + 1]`)."""
+    """Return (chunked row of each token `[T]`, first chunk of each segment and the end `[N + 1]`)."""
     rows: list[Tensor] = []
     first = [0]
     for length in lens:
@@ -87,7 +86,7 @@ def _chunk_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, li
 
 
 def _to_chunks(x: Tensor, rows: Tensor, num_chunks: int) -> Tensor:
-    """`[T, heads, ...] -> [NC, heads, C, ...]`; rows past a segment's end are zeros."""
+    """Rearrange `[T, heads, ...]` to `[NC, heads, C, ...]`. Rows past a segment's end are zeros."""
     padded = x.new_zeros(num_chunks * CHUNK, *x.shape[1:])
     padded[rows] = x
     return padded.view(num_chunks, CHUNK, *x.shape[1:]).transpose(1, 2)
@@ -112,20 +111,20 @@ def _within_chunks(tokens: Tokens, rows: Tensor, num_chunks: int, shape: Recurre
 
 
 def _scored(xs: tuple[Tensor, ...], k: Tensor, total: Tensor) -> list[Tensor]:
-    """Of each x `(x_i . k_j) e^{c_i - c_j}` of i >= j, else 0: `[NC, H, C, K]` each -> `[NC, HV, C, C]`."""
+    """Return `(x_i . k_j) e^{c_i - c_j}` for i >= j, else 0, of each x: `[NC, H, C, K]` -> `[NC, HV, C, C]`."""
     upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).triu(1)
-    # Masked before the exponential: above the diagonal it may overflow.
+    # Mask before the exponential, which may overflow above the diagonal.
     decays = (total - total.transpose(-1, -2)).masked_fill_(upper, float("-inf")).exp_()
-    products = (torch.cat(xs, dim=2) @ k.transpose(-1, -2)).chunk(len(xs), dim=2)  # one product for all
+    products = (torch.cat(xs, dim=2) @ k.transpose(-1, -2)).chunk(len(xs), dim=2)  # one product for all xs
     group = total.shape[1] // k.shape[1]
     return [(x if group == 1 else x.repeat_interleave(group, dim=1)) * decays for x in products]
 
 
 def _decayed(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """The same where each key has its own decay: `sum_d x_id k_jd e^{c_id - c_jd}`.
+    """Return `sum_d x_id k_jd e^{c_id - c_jd}` for i >= j, else 0: `_scored` with a decay per key.
 
-    Blocks of rows take the decay from their first row on, so that no exponent is positive; within a block on the
-    diagonal every pair has its own.
+    A block of rows counts decays from its first row, so that no exponent is positive. Within a block on the diagonal,
+    every pair has its own exponential.
     """
     out = x.new_zeros(*x.shape[:3], CHUNK)
     behind = torch.ones(SUB, SUB, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
@@ -144,7 +143,7 @@ def _decayed(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
 def recurrence_prefill(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: SegmentIndex, out: Out = None
 ) -> Tensor:
-    """The recurrence over segments -> `[T, HV, V]`, in `out` if given.
+    """Run the recurrence over segments; return `[T, HV, V]`, in `out` if it is given.
 
     Reads and writes `pool[P, HV, V, K]` as `index` says. Everything inside chunks is batched over segments,
     heads and chunks; only the pass over a segment's chunks is serial.
@@ -165,7 +164,7 @@ def recurrence_prefill(
         fresh = chunks.u[at] if chunks.w is None else chunks.u[at] - chunks.w[at] @ before
         answers[at] = chunks.q_decayed[at] @ before + chunks.intra[at] @ fresh
         after = before * chunks.decay[at] + chunks.k_decayed[at].transpose(-1, -2) @ fresh
-        after = after.to(pool.dtype).float()  # as if it were stored and resumed from here
+        after = after.to(pool.dtype).float()  # round as if the state were stored and resumed here
         if everyone:
             states = after
         else:
@@ -182,7 +181,7 @@ def _skip(answer: Tensor, v: Tensor, params: RecurrenceParams) -> Tensor:
 
 
 def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
-    """Chunk of the segment after which to save -> (segment, slot)."""
+    """Map each chunk number to the (segment, slot) pairs to save after it."""
     ptr, positions, slots = index.save_ptr.tolist(), index.save_pos.tolist(), index.save_dst.tolist()
     found: dict[int, list[tuple[int, int]]] = {}
     for n in range(len(index)):
@@ -195,7 +194,7 @@ def _saves_by_chunk(index: SegmentIndex) -> dict[int, list[tuple[int, int]]]:
 def recurrence_decode(
     inputs: RecurrenceInputs, params: RecurrenceParams, pool: Tensor, index: DecodeIndex, out: Out = None
 ) -> Tensor:
-    """One recurrent step per row -> `[B, HV, V]`, in `out` if given.
+    """Compute one recurrent step per row; return `[B, HV, V]`, in `out` if it is given.
 
     The old state is read once, for `S k` and `S q` together: `o = e^g S q + u (k . q)`.
     """
@@ -207,8 +206,10 @@ def recurrence_decode(
 
 
 def advance(states: Tensor, tokens: Tokens, params: RecurrenceParams) -> tuple[Tensor, Tensor, Tensor]:
-    """One token for each of `states[B, HV, V, K]` fp32, in place. -> answers `[B, HV, V]`, and what they were updated
-    by: u `[B, HV, V]`, decays `[B, HV, 1]`, or `[B, HV, K]` where each key has its own."""
+    """Advance `states[B, HV, V, K]` fp32 in place by one token each.
+
+    Returns the outputs `[B, HV, V]`, the updates u `[B, HV, V]`, and the decays `[B, HV, 1]`, or `[B, HV, K]` with a
+    decay per key."""
     shape = params.spec
     group = shape.num_v_heads // shape.num_k_heads
     kq = torch.stack((tokens.k, tokens.q), dim=-1).repeat_interleave(group, dim=1)  # [B, HV, K, 2]
@@ -225,5 +226,5 @@ def advance(states: Tensor, tokens: Tokens, params: RecurrenceParams) -> tuple[T
 
 
 def fold(states: Tensor, u: Tensor, keys: Tensor, decay: Tensor) -> None:
-    """`S <- e^g S + u k^T` in place: u `[B, HV, V]`, keys `[B, HV, K]`, decays `[B, HV, 1]` or `[B, HV, K]`."""
+    """Apply `S <- e^g S + u k^T` in place: u `[B, HV, V]`, keys `[B, HV, K]`, decays `[B, HV, 1]` or `[B, HV, K]`."""
     states.mul_(decay.unsqueeze(-2)).add_(u.unsqueeze(-1) * keys.unsqueeze(-2))

@@ -1,4 +1,8 @@
-"""Value rows of a state beside records and tokens, for the kernels of recorded rows: see record_kernel.py."""
+"""Tiles of a state's value rows, and their products with records and tokens, for record_kernel.py.
+
+Tensor cores multiply fp32 by splitting each number into its first 11 bits and the rest. Tiles are loaded in the lane
+order that such a product expects, so no value moves between lanes.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,36 @@ import triton.language as tl
 
 from forkpoint.ops.recurrence.lines import GATES
 
-SIDE = tl.constexpr(32)  # keys of a value row that lie side by side in a tile
-LANES = tl.constexpr(16)  # of a tile that is a factor of a product
-TOKENS = tl.constexpr(4)  # of a row that read its state together
-FOLDS = tl.constexpr(8)  # records that are folded together
+SIDE = tl.constexpr(32)  # keys in the last axis of a tile that is summed over keys
+LANES = tl.constexpr(16)  # keys in the last axis of a tile that is a factor of a tensor-core product
+TOKENS = tl.constexpr(4)  # tokens of a row that read its state together
+FOLDS = tl.constexpr(8)  # records that are folded in one product
 
 
 class Sizes(NamedTuple):
-    """Of heads, of lines of records, and of blocks."""
+    """Sizes of heads, of lines of records, and of blocks."""
 
     H: int
     HV: int
     K: int
     V: int
     INTERVAL: int
-    LENGTH: int  # of a line of keys, scales and decays
+    LENGTH: int  # entries of a line of keys, key scales and decays
     BLOCK_K: int
-    PAST: int  # records and tokens in a block, behind those that are folded
-    LINE: int  # of updates
+    PAST: int  # unfolded records and tokens, padded to a power of two
+    LINE: int  # entries of a line of updates
     DELTA: bool
-    FOUND: int  # of a block of PAST in a product
-    TF32: bool  # products of fp32 by the first 11 bits
+    FOUND: int  # PAST, padded to what a tensor-core product needs
+    TF32: bool  # whether products of fp32 use tensor cores
 
 
 @triton.jit
 def state_tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr = SIDE):
-    """(pointers, which of them there are) of K values at each of `head_at + at`, `[rows, BLOCK_K / SIDE, SIDE]`.
+    """Return (pointers, mask) of K values at each of `head_at + at`, `[rows, BLOCK_K / SIDE, SIDE]`.
 
-    The compiler gives a warp's lanes to the axes by what it takes to be contiguous: first to the last, the others to
-    the first. With SIDE eight have a row: a sum over keys is three exchanges between lanes for every four rows, not
-    five for each. With LANES four have one, and load four keys each.
+    The compiler assigns a warp's lanes to the last axis first and then to the first axis. With SIDE, eight lanes share
+    a row, so a sum over keys takes three exchanges between lanes for four rows instead of five for one. With LANES,
+    four lanes share a row and load four keys each.
     """
     col = tl.arange(0, BLOCK_K // SIDE)[None, :, None] * SIDE + tl.arange(0, SIDE)[None, None, :]
     place = tl.max_contiguous(head_at + at[:, None, None] + col, (2, 1, 4 if SIDE == LANES else SIDE))
@@ -47,7 +51,7 @@ def state_tile(head_at, at, present, K: tl.constexpr, BLOCK_K: tl.constexpr, SID
 
 @triton.jit
 def beside(key, SIDE: tl.constexpr = SIDE):
-    """A key as it lies beside each row of a tile."""
+    """Reshape a key so that it broadcasts over the rows of a tile."""
     return tl.reshape(key, (key.shape[0] // SIDE, SIDE))[None, :, :]
 
 
@@ -58,8 +62,9 @@ def product(state, key, SIDE: tl.constexpr = SIDE):
 
 @triton.jit
 def as_factor(tile):
-    """A tile `[rows, BLOCK_K / LANES, LANES]` as `[rows, BLOCK_K]`, with its keys in an order in which a product of
-    tensor cores finds them in the lanes that have loaded them, and leaves its sums there."""
+    """Reshape a tile `[rows, BLOCK_K / LANES, LANES]` to `[rows, BLOCK_K]` for a tensor-core product.
+
+    The keys are permuted so that the product finds each one in the lane that loaded it."""
     ROWS: tl.constexpr = tile.shape[0]
     PARTS: tl.constexpr = tile.shape[1]
     parts = tl.permute(tl.reshape(tile, (ROWS, PARTS, 4, 2, 2)), (0, 1, 3, 2, 4))
@@ -68,7 +73,7 @@ def as_factor(tile):
 
 @triton.jit
 def _tile_of(factor):
-    """The tile of which `as_factor` makes this."""
+    """Undo `as_factor`."""
     ROWS: tl.constexpr = factor.shape[0]
     PARTS: tl.constexpr = factor.shape[1] // LANES
     parts = tl.permute(tl.reshape(factor, (ROWS, PARTS, 2, 4, 2)), (0, 1, 3, 2, 4))
@@ -77,14 +82,14 @@ def _tile_of(factor):
 
 @triton.jit
 def _split(value):
-    """The first 11 bits of each fp32 `value`, which a product takes as they are, and what is left."""
+    """Split each fp32 value into its first 11 bits, which are exact in TF32, and the rest."""
     high = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, value - high
 
 
 @triton.jit
 def _halves(tile):
-    """Two tiles, each with half of the keys."""
+    """Split a tile into two, each with half of the keys."""
     ROWS: tl.constexpr = tile.shape[0]
     PARTS: tl.constexpr = tile.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, PARTS, LANES)), (0, 2, 3, 1)))
@@ -92,16 +97,16 @@ def _halves(tile):
 
 @triton.jit
 def whole_product(a, b, TF32: tl.constexpr):
-    """`a b` of fp32, in fp32."""
+    """Return the product of two fp32 matrices in fp32."""
     return tl.dot(a, b, input_precision="tf32x3" if TF32 else "ieee")
 
 
 @triton.jit
 def multiplied(state, keys, TF32: tl.constexpr):
-    """`[value rows, keys]`: each row of a tile by each key of another, with 22 bits of the state or all."""
+    """Return the products `[value rows, keys]` of state rows and keys, with 22 bits of the state or all of them."""
     if not TF32 or keys.dtype == tl.float32:
         found = whole_product(as_factor(state), tl.trans(as_factor(keys.to(tl.float32))), TF32)
-    else:  # four sums, of which none waits for all the others; keys of sixteen bits are exact
+    else:  # four independent sums hide latency; 16-bit keys are exact in TF32
         high, low = _split(state)
         first, second = _halves(keys.to(tl.float32))
         high_first, high_second = _halves(high)
@@ -116,8 +121,9 @@ def multiplied(state, keys, TF32: tl.constexpr):
 
 @triton.jit
 def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
-    """Of the records `[begin, end)` since `start`, FOLDS at most, each twice: updates of value rows `at`, keys, what is
-    left of each of them at `end`, and what of the state."""
+    """Load the records `[begin, end)` since `start`, at most FOLDS, each twice (once per part of its update).
+
+    Returns (updates of value rows `at`, keys, decay of each record until `end`, decay of the state until `end`)."""
     updates, keys, scales, decays = records
     key_head, twice = head // (S.HV // S.H), tl.arange(0, 2 * FOLDS)
     one = twice % FOLDS
@@ -129,7 +135,7 @@ def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
     update = tl.load(update_at[None, :] + at[:, None], mask=(at < S.V)[:, None] & there[None, :], other=0.0)
     key_at, inside = state_tile(keys, (entry * S.H + key_head) * S.K, there, S.K, S.BLOCK_K, LANES)
     key = tl.load(key_at, mask=inside, other=0.0)
-    # Of both the same to the last bit, since each has one part of an update.
+    # Both copies have equal decays, because each carries one part of an update.
     since = tl.reshape(tl.cumsum(tl.reshape(decay, (2, FOLDS)), axis=1), (2 * FOLDS,))
     total = tl.sum(tl.where(twice == FOLDS - 1, since, 0.0), axis=0)
     return update, key, tl.exp(total - since) * scale, tl.exp(total)
@@ -137,8 +143,10 @@ def to_fold(begin, end, start, own, head, at, records, S: tl.constexpr):
 
 @triton.jit
 def folded_in(state, recorded, TF32: tl.constexpr):
-    """The state after records as of `to_fold`. What they bring is added to it last: tensor cores cut off what a sum has
-    beyond 24 bits, which states that hardly decay would lose again and again."""
+    """Return the state after the records that `to_fold` loaded.
+
+    Their product is added to the state last. Tensor cores truncate sums to 24 bits, and a state that hardly decays
+    would lose bits again and again if it took part in the product."""
     update, key, share, left = recorded
     update, is_first = update * share[None, :], (tl.arange(0, 2 * FOLDS) < FOLDS)[None, :]
     if TF32:
@@ -155,7 +163,7 @@ def folded_in(state, recorded, TF32: tl.constexpr):
 
 @triton.jit
 def fold(state, begin, end, start, own, head, at, records, S: tl.constexpr):
-    """The state, of value rows `at`, after records `[begin, end)` of those since `start`."""
+    """Return the state of value rows `at` after the records `[begin, end)` since `start`."""
     for i in range(begin, end, FOLDS):
         state = folded_in(state, to_fold(i, end, start, own, head, at, records, S), S.TF32)
     return state
@@ -163,7 +171,7 @@ def fold(state, begin, end, start, own, head, at, records, S: tl.constexpr):
 
 @triton.jit
 def keys_and_queries(mixed, stride, token, count, key_head, H: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(pointers, which of them there are) of tiles: a key and a query of each of `count` tokens from `token` on."""
+    """Return (pointers, mask) of a tile with the keys and queries, in turn, of `count` tokens from `token` on."""
     both = tl.arange(0, 2 * TOKENS)
     at = (token + both // 2) * stride + (key_head + (1 - both % 2) * H) * K
     return state_tile(mixed, at, both // 2 < count, K, BLOCK_K, LANES)
@@ -171,15 +179,13 @@ def keys_and_queries(mixed, stride, token, count, key_head, H: tl.constexpr, K: 
 
 @triton.jit
 def _scattered(rows, columns):
-    """Pointers `[rows, n / 4, 4]` to values that may lie anywhere, one a lane: four lanes have the last axis, eight the
-    first, as in a product."""
+    """Return pointers `[rows, n / 4, 4]` to scattered values, one per lane, in the lane order of a product."""
     return tl.multiple_of(tl.max_contiguous(rows + columns, (2, 1, 4)), (1, 1, 1))
 
 
 @triton.jit
 def inputs_of(token, count, rest, head, at, mixed, stride, gates, line_at, begin, S: tl.constexpr):
-    """Of `count` tokens from `token` on keys and queries, value rows `at` of the `rest` records since `begin`, and how
-    much of each record they find."""
+    """Load keys and queries of `count` tokens, the updates of value rows `at` of `rest` records, and their scores."""
     both, past = tl.arange(0, 2 * TOKENS), tl.reshape(tl.arange(0, S.FOUND), (1, S.FOUND // 4, 4))
     place, inside = keys_and_queries(mixed, stride, token, count, head // (S.HV // S.H), S.H, S.K, S.BLOCK_K)
     given = tl.load(place, mask=inside, other=0.0)
@@ -210,7 +216,7 @@ def advance(
     S: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store answers and updates of `count` tokens, TOKENS or MOST of them; `loaded` as of `inputs_of`."""
+    """Compute and store the outputs and updates of up to TOKENS (or MOST) tokens from what `inputs_of` loaded."""
     given, kept, by = loaded
     one, both = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
     is_one, SIZE = one < count, GATES + 2 * S.PAST
@@ -222,7 +228,8 @@ def advance(
     grown = tl.load(grown_at, mask=both // 2 < count, other=0.0)
     beta, own = tl.load(gate_at + 1, mask=is_one, other=0.0), tl.load(gate_at + 2, mask=is_one, other=0.0)
     others = ()
-    for j in tl.static_range((MOST if MOST < TOKENS else TOKENS) - 1):  # what later ones find in each
+    # the scores of later tokens with each earlier one
+    for j in tl.static_range((MOST if MOST < TOKENS else TOKENS) - 1):
         other_at, later = gate_at + GATES + rest + j, (one > j) & is_one
         others += (tl.load(other_at, mask=later, other=0.0),)  # type: ignore[assignment]
         others += (tl.load(other_at + S.PAST, mask=later, other=0.0),)  # type: ignore[assignment]
@@ -233,7 +240,7 @@ def advance(
     value = value.to(tl.float32)
     update = (value - by_key if S.DELTA else value) * beta[None, :]
     for j in tl.static_range(len(others) // 2):
-        # Not even what is not finite counts before it.
+        # A select, not a product with zero, because an update that is not finite must not reach earlier tokens.
         fresh, later = tl.sum(tl.where((one == j)[None, :], update, 0.0), axis=1)[:, None], (one > j)[None, :]
         if S.DELTA:
             update -= tl.where(later, fresh * (beta * others[2 * j])[None, :], 0.0)
@@ -241,7 +248,7 @@ def advance(
     answer += own[None, :] * update
     if skip is not None:
         answer += tl.load(skip + head) * value
-    tl.debug_barrier()  # what is read of the line above is written over
+    tl.debug_barrier()  # the records read above are overwritten below
     line = line_at + ((begin + rest + one) % S.LINE * (S.HV * S.V))[None, :] + at[:, None]
     tl.store(line, update, mask=there)
     out_at = out + ((token + one) * S.HV + head)[None, :] * S.V + at[:, None]
@@ -250,10 +257,10 @@ def advance(
 
 @triton.jit
 def answer(state, loaded, token, count, rest, head, at, read, skip, out, S: tl.constexpr, MOST: tl.constexpr):
-    """As `advance`, of at most MOST tokens; `read` are the last arguments of `inputs_of`."""
+    """Compute up to MOST tokens, TOKENS at a time; `read` are the last arguments of `inputs_of`."""
     advance(state, loaded, token, count, rest, head, at, *read, skip, out, S, MOST)
     if MOST > TOKENS:
         for t in range(TOKENS, count, TOKENS):
-            tl.debug_barrier()  # the tokens before are records now
+            tl.debug_barrier()  # the previous tokens are records now
             more = inputs_of(token + t, count - t, rest + t, head, at, *read, S)
             advance(state, more, token + t, count - t, rest + t, head, at, *read, skip, out, S, MOST)

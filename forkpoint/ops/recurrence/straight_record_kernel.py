@@ -1,5 +1,7 @@
-"""The kernel of record_kernel.py that reads states, for devices that drop masks of rows in no straight line and know no
-tuples: records and tokens are taken one by one."""
+"""The second kernel of record_kernel.py for devices that drop the masks of gathered loads and lack tuples (NPUs).
+
+It processes records and tokens one by one.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def straight_record_kernel(
     DELTA: tl.constexpr,
     COMPUTES: tl.constexpr,
 ):
-    """BLOCK_V value rows of one head of one row: the state is read, and written where it is taken on or moves."""
+    """Compute BLOCK_V value rows of one head of one row, as `_record_kernel` does."""
     tile, head, row = head_tile(HV, V, BLOCK_V)
     key_head = head // (HV // H)
     col, at, past = tl.arange(0, BLOCK_K), tile * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, PAST)
@@ -75,7 +77,7 @@ def straight_record_kernel(
         kept_at = update_at[None, :] + places(begin, past, LINE, True)[:, None] * (HV * V)
         kept_here, end = (past < rest)[:, None] & (at < V)[None, :], end_of_line(begin, 0, rest, LINE)
         kept = read_line(kept_at, kept_here, past[:, None], end, LINE, HV * V, True)
-        tl.debug_barrier()  # what is read of the line above is written over
+        tl.debug_barrier()  # the records read above are overwritten below
         first = tl.load(cu_tokens + row).to(tl.int64)
         length = (tl.load(cu_tokens + row + 1) - first).to(tl.int32)
         for t in range(length):
@@ -99,6 +101,6 @@ def straight_record_kernel(
             tl.store(out + (token * HV + head) * V + at, answer.to(out.dtype.element_ty), mask=at < V)
             tl.store(update_at + (begin + rest + t) % LINE * (HV * V), update, mask=at < V)
             kept = tl.where((past == rest + t)[:, None], update[None, :], kept)
-        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding
             nothing = tl.zeros((BLOCK_V,), out.dtype.element_ty)
             tl.store(out + (token * HV + head) * V + at, nothing, mask=at < V)
