@@ -1,4 +1,4 @@
-"""Elementwise gates in Triton; see reference.py for what they compute."""
+"""Elementwise gates in Triton. reference.py has the formulas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.fp8_kernel import Rounded, store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK as SCALE_BLOCK
 
-BLOCK = tl.constexpr(1024)  # elements of a program
+BLOCK = tl.constexpr(1024)  # elements per program
 PIECE = tl.constexpr(SCALE_BLOCK)
 
 
@@ -61,7 +61,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor, rounded: bool = False) -> Tensor:
-    """`silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype, for products also in FP8 if `rounded`."""
+    """Return `silu(x[:, :I]) * x[:, I:]` for `x[T, 2I]`, in x's dtype; with `rounded` it also carries its FP8 form."""
     assert gate_up.stride(1) == 1, "elements of a row lie side by side"
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = Rounded.room(rows, size, like=gate_up, rounded=rounded)

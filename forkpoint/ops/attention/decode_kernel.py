@@ -1,4 +1,6 @@
-"""Attention of rows with one query: each part of a row's keys by itself. A row with one part has its answer then."""
+"""Attention of rows with one query. Each part of a row's keys is attended to separately and joined in another launch.
+A row with one part needs no second launch.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ def decode_kernel(
     FIRST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Programs take turns over (part, key head), KEYS keys at a time. A row's only part is its answer; else the sums
-    of a part's query heads go to its line of the scratch. The rows that one leads are read with it."""
+    """Attend to the parts that this program takes in turn, each for one key head, KEYS keys at a time.
+
+    A row's only part is its output. Otherwise the sums of a part's query heads go to its line of the scratch. Rows that
+    share keys with a lead row are computed together with it."""
     SUBS: tl.constexpr = BLOCK // KEYS
     LEAST: tl.constexpr = 16 if v_scales is None else FEWEST_WIDENED
     BLOCK_M: tl.constexpr = triton.next_power_of_2(GROUP * FOLDED) if GROUP * FOLDED > 16 else 16
@@ -69,13 +73,13 @@ def decode_kernel(
         table = block_table + line.to(tl.int64) * table_stride
         coming = tl.load(table + low)
         place, position, present = 0, tl.zeros((BLOCK_M,), tl.int32) + kv_len - 1, m < GROUP
-        head, token = kv_head * GROUP + m, row.to(tl.int64)  # the first of the places
+        head, token = kv_head * GROUP + m, row.to(tl.int64)  # of the first row and query head
         if FOLDED > 1:
             place, each = m // GROUP, row + tl.arange(0, FOLDED)
             count = tl.sum((tl.load(lead + each, mask=each < num_decodes, other=-1) == row).to(tl.int32), axis=0)
             position, present, kv_len = position + place, place < count, kv_len + count - 1
             head = kv_head * GROUP + m % GROUP
-        # What was read so far has been there since before the step.
+        # Everything read so far is older than this step.
         await_inputs(OVERLAP)
         q_at = q + token * q_token + (place * q_token + head * q_head)[:, None] + at[None, :]
         rows = tl.load(q_at, mask=present[:, None] & (at < D)[None, :], other=0.0)
@@ -84,7 +88,7 @@ def decode_kernel(
         m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
         for j in range(low * SUBS, tl.minimum(end * SUBS, tl.cdiv(kv_len, KEYS))):
             block, first = coming.to(tl.int64), j % SUBS * KEYS
-            # A turn ahead, so that the loads of the next keys need not wait for where they are.
+            # Load block numbers a turn ahead, so that the loads of the next keys need not wait for them.
             coming = tl.load(table + tl.minimum((j + 1) // SUBS, end - 1))
             key_scales, value_scales = k_scales, v_scales
             if k_scales is not None:
@@ -113,4 +117,4 @@ def decode_kernel(
             tl.store(acc_ptr + entry[:, None] * DV + at_v[None, :], acc, mask=inside)
             tl.store(l_ptr + entry, l_i, mask=present)
             tl.store(m_ptr + entry, m_i, mask=present)
-    await_inputs(OVERLAP)  # of programs without a turn
+    await_inputs(OVERLAP)  # for programs without a turn

@@ -1,8 +1,8 @@
-"""Attention of many new tokens of one row to keys and values that were made of latents, in Triton.
+"""Attention of one row's many new tokens over keys and values computed from latents, in Triton.
 
-Over latents a query and a key meet in R + P dims, and a value has R. Keys and values that are made of them by the
-heads' own matrices have a fraction of these, but each takes a product: it pays where many queries share them. PIECE
-keys are made at a time, whatever the row's length; sums go on from piece to piece.
+Over latents, a query and a key have R + P dims and a value has R dims. Keys and values computed by the heads' own
+matrices have far fewer dims, but each of them costs a product. That pays where many queries share them. PIECE keys are
+computed at a time, whatever the row's length, and the softmax sums continue from piece to piece.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from forkpoint.ops.attention.softmax import LOG2_E, LOWEST, add_scores, add_values, of_seen, scratch
 from forkpoint.ops.metadata import AttentionIndex
 
-PIECE = 8192  # keys that are made at once
-KEYS = tl.constexpr(64)  # that a program takes at a time
-QUERIES = 128  # of a program
+PIECE = 8192  # keys computed from latents at a time
+KEYS = tl.constexpr(64)  # keys per step of a program
+QUERIES = 128  # queries per program
 
 
 @triton.jit(do_not_specialize=["num_queries", "first_key", "before", "num_keys"])
@@ -49,11 +49,11 @@ def _expanded_kernel(
     V: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """BLOCK_M queries of one head over a piece of `num_keys` keys from `first_key` on, which starts `before` tokens
-    before the queries; `up[., HEADS * (K + V)]` has keys and values, `latent` the part of the key that heads share.
-    The sums go on from the scratch unless it is the first piece, and back to it unless it is the last.
+    """Attend with BLOCK_M queries of one head to a piece of `num_keys` keys from `first_key` on.
 
-    Late tiles, which see the most keys, start first; programs of one head are neighbours.
+    The piece starts `before` tokens before the queries. `up[., HEADS * (K + V)]` holds keys and values, `latent` the
+    part of the key that all heads share. Sums are loaded from the scratch unless this is the first piece, and stored
+    there unless it is the last. Late tiles see the most keys and start first. Programs of one head are adjacent.
     """
     BLOCK_K: tl.constexpr = triton.next_power_of_2(K) if K > 16 else 16
     BLOCK_P: tl.constexpr = triton.next_power_of_2(P) if P > 16 else 16
@@ -80,7 +80,7 @@ def _expanded_kernel(
     up_at = up + head * (K + V)
     position = before + query
     end = tl.minimum(num_keys, before + tl.minimum((tile + 1) * BLOCK_M, num_queries))
-    full = tl.maximum(0, tl.minimum(num_keys, before + tile * BLOCK_M + 1)) // KEYS * KEYS  # which all queries see
+    full = tl.maximum(0, tl.minimum(num_keys, before + tile * BLOCK_M + 1)) // KEYS * KEYS  # keys that every query sees
     for masked in tl.static_range(2):
         from_key, to_key = 0, full
         if masked:
@@ -117,7 +117,7 @@ def latent_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """See `forkpoint.ops.table.LatentPrefill`."""
+    """Implement `table.LatentPrefill`."""
     num_queries, kv_len = index.query_lens[row], index.host_kv_lens[row]
     heads, dim, value_dim = own.shape[1], own.shape[2], out.shape[2]
     assert own.stride(2) == 1 and shared.stride(2) == 1 and out.is_contiguous(), "rows must be dense"

@@ -1,4 +1,4 @@
-"""What lies between the projection and attention, composed of a norm, a rotation (may be in place) and a write."""
+"""The operators between projections and attention, composed of a norm, a rotation (maybe in place) and a write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rope: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Operators, by their names, that are composed of these; `store_rows` is `kv_write` of one tensor."""
+    """Operators composed of the given norm, rotation and writes. `store_rows` is `kv_write` of one tensor."""
 
     rmsnorm: RMSNorm
     rope: Rope
@@ -37,7 +37,7 @@ class Inputs:
         slot_mapping: Tensor,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """See `table.QKNormRopeWrite`."""
+        """Implement `table.QKNormRopeWrite`."""
         if norm is not None:
             q, k = self.rmsnorm(q, norm.q_weight, norm.eps), self.rmsnorm(k, norm.k_weight, norm.eps)
         if cos_sin is not None:
@@ -56,7 +56,7 @@ class Inputs:
         cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See `table.LatentWrite`."""
+        """Implement `table.LatentWrite`."""
         normed, key = self.rmsnorm(latent[:, : len(weight)], weight, eps), latent[:, len(weight) :]
         if cos_sin is not None:
             q_rope, key = self.rope(q_rope, key.unsqueeze(1), cos_sin, positions)

@@ -1,6 +1,6 @@
-"""Norm and rotation of queries and keys and the write of keys and values, in one Triton launch.
+"""Norm and rotation of queries and keys, and the write of keys and values, in one Triton launch.
 
-What single operators would round is rounded here too: normalised heads, then rotated ones, to the inputs' dtype.
+Normalised heads and rotated heads are rounded to the inputs' dtype, as separate operators would round them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAST_AMAX = tl.constexpr(scaled.LEAST_AMAX)
 
 @triton.jit
 def _normed(x_at, weight_at, mask, inside, scale, NORM: tl.constexpr):
-    """Columns of heads, multiplied by `scale[rows]` and their weights and rounded; in fp32."""
+    """Load columns of heads, multiply them by `scale[rows]` and their weights, and round; return fp32."""
     x = tl.load(x_at, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     if NORM:
@@ -41,8 +41,9 @@ def _heads(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """From rows `x_at[rows, 1]` to rows `out_at[rows, 1]`: norm, and rotation of the first 2 * HALF dims. With
-    `scale_at` one row alone, divided by the scale that it is given there, as `_fp8_scale` makes it."""
+    """Normalise rows `x_at[rows, 1]`, rotate their first 2 * HALF dims, and store them to rows `out_at[rows, 1]`.
+
+    With `scale_at` there is one row; it is divided by its FP8 scale, which is stored there."""
     dtype: tl.constexpr = out_at.dtype.element_ty
     given: tl.constexpr = x_at.dtype.element_ty
     at, low = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, triton.next_power_of_2(HALF) if HALF > 0 else 1)
@@ -80,7 +81,7 @@ def _heads(
 
 @triton.jit
 def _fp8_scale(largest):
-    """With which the largest magnitude becomes FP8_MAX."""
+    """Return the scale that maps the largest magnitude to FP8_MAX."""
     return tl.maximum(largest, LEAST_AMAX) / FP8_MAX
 
 
@@ -120,7 +121,8 @@ def _inputs_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Of one token the query heads of one key head, or that key head and its value. HALF is 0 without rotation."""
+    """Compute the query heads of one key head of one token, or that key head and its value. HALF is 0 without
+    rotation."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     token, unit = (pid // (2 * HEADS)).to(tl.int64), pid % (2 * HEADS)
@@ -165,7 +167,7 @@ def qk_norm_rope_write(
     slot_mapping: Tensor,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """See `forkpoint.ops.table.QKNormRopeWrite`; the inputs may be views of one projection's rows."""
+    """Implement `table.QKNormRopeWrite`. The inputs may be views of one projection's rows."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and (cos_sin is None or cos_sin.is_contiguous())
     assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous(), "a head's share of a block is dense"
     assert scales is None or scales.fit(k_cache), "scales lie in their blocks, one for each key"

@@ -1,8 +1,9 @@
 """Paged attention in Triton.
 
-Query rows of one key head are the rows of one product (GQA). Prefill takes tiles of queries; decode takes parts of a
-row's keys and puts them together in a second launch, as prefill does where its tiles alone would leave most of the
-device idle. Launches depend on the shapes of tensors alone, so that a recorded graph serves any step that fits them.
+The query heads of one key head are the rows of one product (GQA). Prefill programs compute tiles of queries. Decode
+programs compute parts of a row's keys, which a second launch joins. Prefill also splits keys and joins them where its
+tiles alone would leave most of the device idle. Launches depend only on tensor shapes, so a recorded graph can run any
+step that fits them.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from forkpoint.ops.metadata import TILE, AttentionIndex, AttentionWork
 from forkpoint.ops.parameters import KVScales
 from forkpoint.platforms.table import traits_of
 
-WAVES_OF_PARTS = 16  # programs of `decode_kernel` for each processor, at most; they take turns
-PREFILL_REGISTERS = 128  # of a thread, where a head has up to 128 dims
-MAX_WAVES = 4  # of programs that share keys; bounds the room for their sums
-FEW_DECODES = 16  # rows up to which programs have a processor each, and load far ahead
-SOME_DECODES = 64  # up to which they load as far ahead, of fewer keys; other bits
+WAVES_OF_PARTS = 16  # programs of `decode_kernel` per processor at most; with more parts, programs take turns
+PREFILL_REGISTERS = 128  # per thread, for heads of up to 128 dims, so that two programs share a processor
+MAX_WAVES = 4  # waves of programs that split keys, which bounds the memory of their sums
+FEW_DECODES = 16  # rows; up to here each program has a processor and loads far ahead
+SOME_DECODES = 64  # rows; up to here programs load as far ahead, with fewer keys a step (and other bits)
 
 
 @functools.cache
 def num_splits(num_programs: int, at_once: int) -> int:
-    """Over how many programs to spread the keys of each of `num_programs` tiles and key heads, `at_once` running.
+    """Return over how many programs to split the keys of each of `num_programs` tiles and key heads.
 
-    That of least time, counted in whole waves of programs, if putting together costs 1 % for each.
+    `at_once` programs run at the same time. The best split takes the fewest whole waves, if joining costs 1 % per
+    split.
     """
 
     def cost(splits: int) -> float:
@@ -49,7 +51,7 @@ def num_splits(num_programs: int, at_once: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call's tensors and what they say about shapes."""
+    """One call's tensors and the sizes that follow from their shapes."""
 
     q: Tensor
     k_cache: Tensor
@@ -79,7 +81,7 @@ class _Call:
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """Where rows have their keys, as all kernels are given it."""
+        """The tensors that locate rows and keys, in the order of the kernels' arguments."""
         return self.index.kv_lens, self.index.table_rows, self.index.block_table
 
     @property
@@ -93,7 +95,8 @@ class _Call:
     def launch(
         self, kernel: Any, programs: int, where: tuple[Tensor | None, ...], counts: tuple[int, ...], **options: Any
     ) -> None:
-        """A kernel over keys and values; `where` is what it is given before the rows' tensors, `counts` what behind."""
+        """Launch a kernel over keys and values. `where` precedes the tensors of `rows` in its arguments, `counts`
+        follow."""
         scales = (None, None) if self.scales is None else (self.scales.k, self.scales.v)
         scale_block = None if self.scales is None else self.scales.k.stride(0)
         strides = (*self.q.stride()[:2], *self.k_cache.stride()[:2], *self.v_cache.stride()[:2], scale_block)
@@ -107,8 +110,8 @@ class _Call:
 
 
 def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1) -> None:
-    """Put together in `call.out[T, H, Dv]` the parts of decode rows, or what `splits` programs found of each tile, of
-    `queries` queries to a program."""
+    """Join the parts of decode rows, or the `splits` shares of each tile of `queries` queries, in `call.out[T, H,
+    Dv]`."""
     work, index, sizes, heads = call.work, call.index, call.sizes, call.q.shape[1]
     num_queries = work.tiles.shape[0] * TILE if splits else index.num_decodes
     parts = (work.part_ptr, *((None, work.tiles) if splits else (work.lead, None)))
@@ -119,8 +122,9 @@ def _join(call: _Call, sums: Sequence[Tensor], splits: int = 0, queries: int = 1
 
 
 def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
-    """Whether `latent_step_kernel` is for these queries `[T, H, R + P]` and latents `[N, 1, block, R + P]`: two of its
-    programs fit on a processor, and tiles of them can be described."""
+    """Return whether `latent_step_kernel` supports queries `[T, H, R + P]` and latents `[N, 1, block, R + P]`.
+
+    Two of its programs must fit on a processor, and tensor descriptors must be able to describe the tiles."""
     (_, heads, dim), block = q.shape, cache.shape[2]
     fits = q.element_size() == 2 and heads <= 32 and rank in (64, 128, 256, 512) and dim - rank == 64 and block == TILE
     aligned = cache.data_ptr() % 16 == 0 and 2 * cache.stride(0) % 16 == 0
@@ -129,19 +133,20 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """The operator. With `deterministic` the sums of a query are made in one order, wherever its request was cut
-    into chunks and whatever is beside it; otherwise the keys of few queries are spread over programs as the device has
-    room for them."""
+    """The `paged_attention` operator.
+
+    With `deterministic`, a query's sums are added in one order, however its prompt was cut and whatever else is in the
+    batch. Otherwise the keys of a few queries are split among as many programs as the device can run."""
 
     deterministic: bool
 
     def _decode_launch(self, num_rows: int) -> tuple[int, int]:
-        """Keys that a program of decode rows takes at a time, and how many loads of them are under way."""
+        """Return the keys per step of a decode program, and the number of loads in flight."""
         if num_rows <= FEW_DECODES:
             return 64, 3
         if self.deterministic:
             return 64, 2
-        return 32, (3 if num_rows <= SOME_DECODES else 2)  # with 2 four programs fit on a processor
+        return 32, (3 if num_rows <= SOME_DECODES else 2)  # with 2 loads in flight, four programs fit on a processor
 
     def __call__(
         self,
@@ -154,8 +159,7 @@ class PagedAttention:
         gate: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`, times the sigmoid of
-        `gate[T, Hq * Dv]`; `Hq / Hkv` at most 64."""
+        """Implement `table.PagedAttention`, for `Hq / Hkv` of at most 64."""
         if v_cache.stride(2) != v_cache.shape[3]:
             assert window is None and gate is None, "latents are attended to without windows and gates"
             return self._latent(q, k_cache, v_cache.shape[3], index, scale)
@@ -172,7 +176,7 @@ class PagedAttention:
         return out
 
     def _latent(self, q: Tensor, cache: Tensor, rank: int, index: AttentionIndex, scale: float) -> Tensor:
-        """All heads of `q[T, H, R + P]` over one latent of each token, `cache[P, 1, block, R + P]` -> `[T, H, R]`."""
+        """Attend with all heads of `q[T, H, R + P]` to latents `cache[P, 1, block, R + P]`; return `[T, H, R]`."""
         (tokens, heads, dim), table = q.shape, launch_table(q.device)
         if heads > table.latent_heads:
             parts = torch.split(q, int(table.latent_heads), 1)
@@ -194,10 +198,11 @@ class PagedAttention:
         stepped = num_parts and _takes_steps(q, cache, rank)
         decodes = (True, work.parts, max(16, wide_heads))
         for decode, items, rows in [decodes, *((False, tiles, block_m) for tiles in in_turns)]:
-            # What on-chip memory has room for.
+            # Limits of on-chip memory.
             keys = table.latent_keys // 2 if wide or rows > table.latent_rows else table.latent_keys
             if decode and stepped:
-                from forkpoint.ops.attention.latent_step_kernel import latent_steps  # not every Triton has Gluon
+                # imported late, because not every Triton has Gluon
+                from forkpoint.ops.attention.latent_step_kernel import latent_steps
 
                 where = (out, *sums, work.parts, work.part_ptr, *call.rows, index.num_decodes)
                 latent_steps(q, cache, rank, num_parts, where, call.scale, call.overlap)
@@ -207,11 +212,11 @@ class PagedAttention:
                 strides = (index.block_table.stride(0), *q.stride()[:2], cache.stride(0))
                 programs = items.shape[0] * (1 if decode else subs * splits)
                 form = {"BLOCK_M": rows, "DECODE": decode, "SPLIT": splits > 1 and not decode}
-                # The sums of few rows fit in the registers of four warps.
+                # The sums of a few rows fit in the registers of four warps.
                 form |= {"num_warps": 8 if wide or rows > 32 else 4, "num_stages": 1 if wide else 2, **call.overlap}
                 form["KEYS"] = min(keys, cache.shape[2])
                 latent_kernel[(programs,)](*operands, *counts, *strides, call.scale, **sizes, **form)
-            # Parts are put together before shares take their place.
+            # Join parts before shares reuse the scratch.
             if decode and index.num_decodes:
                 _join(call, sums)
         if splits > 1:
@@ -245,11 +250,11 @@ class PagedAttention:
         form = straight(call.q.device)
         heads_wide = triton.next_power_of_2(group) if form["STRAIGHT"] else group
         queries = min(TILE, block_m // heads_wide)
-        programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # of a tile
+        programs = triton.cdiv(TILE, queries) * sizes["HEADS"]  # programs per tile
         at_once = traits_of(call.q.device).num_processors
         splits = 1 if self.deterministic else num_splits(num_tiles * programs, at_once)
         sums = scratch(num_tiles * TILE * heads * splits if splits > 1 else 0, sizes["DV"], call.q.device)
-        # Two such programs share a processor: one multiplies while the other takes exponentials.
+        # Two such programs share a processor: one multiplies while the other computes exponentials.
         narrow = max(sizes["D"], sizes["DV"]) <= 128 and splits == 1 and not wide and call.scales is None
         capped = capped_registers(call.q.device, PREFILL_REGISTERS) if narrow and block_m == 128 else {}
         for tiles in turns(work.tiles, programs * splits):  # in parts only if there are no splits

@@ -1,9 +1,10 @@
-"""Attention over latents in Triton: all heads share one key of R + P dims for each token, whose first R are its value.
+"""Attention over latents in Triton. All heads share one key of R + P dims per token, and its first R dims are the
+value.
 
-Columns of a product are (query, head) pairs, and its rows keys or dims of values: of these there are enough for the
-matrix units where heads are few. Keys are read as R and P dims, so that neither is padded to the next power of two of
-both together, and what was read of a latent serves scores and sums. Decode rows are taken in parts, which
-`join_kernel` puts together; tiles of queries see all their keys in one order.
+The columns of a product are (query, head) pairs, and its rows are keys or value dims, so that models with few heads
+still fill the matrix units. Keys are loaded as R and P dims separately, because R + P is not a power of two. A loaded
+latent serves both scores and sums. Decode rows are computed in parts, which `join_kernel` joins. Tiles of queries see
+all their keys in one order.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def latent_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`items` are parts of decode rows (see `KeySplits`), one for each program, or tiles, one for SUBS programs of
-    QUERIES queries, or (SPLIT) for so many in each share of their keys. Sums that are not a query's only ones go to the
-    scratch: of a part to its line, of a share as in `prefill_kernel`."""
+    """Attend to one part of a decode row, or with QUERIES queries of a tile to all its keys or (SPLIT) a share of them.
+
+    `items` are parts (see `KeySplits`), one per program, or tiles, each for SUBS programs (times the shares). If a
+    query has several sums, they go to the scratch: a part's to its line, a share's as in `prefill_kernel`."""
     await_inputs(OVERLAP)
     BLOCK_R: tl.constexpr = triton.next_power_of_2(R) if R > 16 else 16
     BLOCK_P: tl.constexpr = triton.next_power_of_2(P) if P > 16 else 16
@@ -148,7 +150,7 @@ def latent_kernel(
 
 @triton.jit
 def _rotated(at, out_at, angle, mask, low, HALF: tl.constexpr):
-    """Rows `at` rotated to rows `out_at`; `low` are the first halves' columns."""
+    """Rotate rows `at` and store them to rows `out_at`. `low` are the columns of the first half."""
     cos, sin = tl.load(angle + low, mask=low < HALF, other=0.0), tl.load(angle + HALF + low, mask=low < HALF, other=0.0)
     first = tl.load(at + low[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF + low[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -179,7 +181,7 @@ def _write_kernel(
     ROTATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: its latent, normed, and its rotated key to the cache, its rotated queries to `out`."""
+    """Compute one token: store its normalised latent and rotated key in the cache, and its rotated queries in `out`."""
     await_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     angle = cos_sin + tl.load(positions + token) * P
@@ -217,7 +219,7 @@ def latent_write(
     cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See `forkpoint.ops.table.LatentWrite`."""
+    """Implement `table.LatentWrite`."""
     assert latent.stride(1) == 1 and q_rope.stride(2) == 1 and cache[0, 0].is_contiguous(), "rows must be dense"
     tokens, heads, dim = q_rope.shape
     rank = weight.shape[0]

@@ -1,8 +1,8 @@
-"""Steps over latents on a Hopper GPU, in Gluon: `latent_kernel` for rows of one query, its tiles and waits by hand.
+"""Decode attention over latents on a Hopper GPU, in Gluon: `latent_kernel` with explicit tiles and waits.
 
-A program holds tiles of latents as they were loaded, for scores and sums, and asks for another when the matrix units
-are through with one. With one tile two programs share a processor: one waits, or takes exponentials, while the other
-multiplies. Programs that have a processor each hold two tiles.
+A program keeps tiles of latents in shared memory for both scores and sums, and requests the next tile when the matrix
+units have finished with one. With one tile per program, two programs share a processor: one multiplies while the other
+waits or computes exponentials. Programs with a processor of their own hold two tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEYS = gl.constexpr(TILE)
 
 @gluon.jit
 def _ask(value_tiles, rope_tiles, block, wanted, arrived, latent, rope):
-    """Load a block's latents, if they are wanted."""
+    """Start loading a block's latents, if there is such a block."""
     mbarrier.expect(arrived, value_tiles.block_type.nbytes + rope_tiles.block_type.nbytes, pred=wanted)
     tma.async_copy_global_to_shared(rope_tiles, [block, 0, value_tiles.block_shape[2]], arrived, rope, pred=wanted)
     tma.async_copy_global_to_shared(value_tiles, [block, 0, 0], arrived, latent, pred=wanted)
@@ -63,8 +63,10 @@ def latent_step_kernel(
     STAGES: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """One of `items`, parts of decode rows; columns of products are heads. `value_tiles` and `rope_tiles` describe the
-    cache: tiles of KEYS latents' R dims and of their last P. STAGES tiles are held."""
+    """Attend to one of `items`, the parts of decode rows. The columns of products are heads.
+
+    `value_tiles` and `rope_tiles` describe tiles of the cache: the R dims of KEYS latents, and their last P dims. The
+    program holds STAGES tiles."""
     await_inputs(OVERLAP)
     COLUMNS: gl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
     pid = gl.program_id(0)
@@ -108,7 +110,7 @@ def latent_step_kernel(
         tile, rope = latents.index(turn).reshape([KEYS, R]), rotated.index(turn).reshape([KEYS, P])
         block = gl.load(table + gl.minimum(j + STAGES, end - 1))
         mbarrier.wait(here, (j - low) // STAGES & 1)
-        if stored < KEYS:  # what lies behind a row's last latent may be anything
+        if stored < KEYS:  # memory after a row's last latent may hold anything
             kept = (gl.arange(0, KEYS, gl.SliceLayout(1, LOADED)) < stored)[:, None]
             for c in gl.static_range(R // P):
                 part = tile.slice(c * P, P, 1)
@@ -151,7 +153,7 @@ def latent_steps(
     scale: float,
     options: dict[str, Any],
 ) -> None:
-    """Launch it; `operands` are its arguments from `out` to `num_decodes`."""
+    """Launch the kernel; `operands` are its arguments from `out` to `num_decodes`."""
     _, heads, dim = q.shape
     tiles, shape, strides = gl.NVMMASharedLayout(128, 16, 3), [cache.shape[0], TILE, dim], [cache.stride(0), dim, 1]
     described = (TensorDescriptor(cache, shape, strides, [1, TILE, width], tiles) for width in (rank, dim - rank))

@@ -1,4 +1,4 @@
-"""Attention of tiles of queries; where there are too few tiles, several programs share a tile's keys."""
+"""Attention of tiles of queries in Triton. If there are too few tiles, several programs split a tile's keys."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from forkpoint.ops.attention.softmax import FEWEST_WIDENED, LOWEST, add_scores, 
 from forkpoint.ops.launch import await_inputs
 from forkpoint.ops.metadata import TILE
 
-FEWEST = tl.constexpr(4)  # blocks of keys that are worth a program
+FEWEST = tl.constexpr(4)  # blocks of keys that are worth a program of their own
 TOKENS = tl.constexpr(TILE)
 
 
 @triton.jit
 def _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of QUERIES queries of a tile: (row, first and last query in the row, the row's first token, tokens before the
-    row's queries, first and end block of the keys that they see). A tile of padding has last <= first."""
+    """Return the bounds of QUERIES queries of a tile.
+
+    They are: row, first and last query in the row, the row's first token, tokens before the row's queries, and the
+    first and end block of the keys they see. A padding tile has last <= first."""
     row, offset = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     present = row >= 0
     row = tl.maximum(row, 0)
@@ -34,7 +36,8 @@ def _place(tiles, cu_queries, kv_lens, tile, sub, window, QUERIES: tl.constexpr,
 
 @triton.jit
 def _spots(token, token_stride, head, head_stride, at, QUERIES: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets `[QUERIES, WIDE, columns]` of queries from `token` on and heads from `head` on: straight lines."""
+    """Return offsets `[QUERIES, WIDE, columns]` of queries from `token` on and heads from `head` on, without
+    gathers."""
     tokens, heads = token + tl.arange(0, QUERIES), head + tl.arange(0, WIDE)
     return tokens[:, None, None] * token_stride + (heads * head_stride)[None, :, None] + at[None, None, :]
 
@@ -80,11 +83,11 @@ def prefill_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """QUERIES queries of one tile, all heads of one key head, over all their keys or (SPLIT) an even share of them.
+    """Attend with QUERIES queries of one tile and all query heads of one key head to all keys or (SPLIT) a share of
+    them.
 
-    Late tiles, which see the most keys, start first; programs that share keys are neighbours. The sums of a share go
-    to the scratch, entry
-    `((tile * TOKENS + query) * num_splits + share) * num_heads + head`, unless it is the only one.
+    Late tiles see the most keys and start first. Programs that share keys are adjacent. Unless there is one share, its
+    sums go to the scratch, entry `((tile * TOKENS + query) * num_splits + share) * num_heads + head`.
     """
     await_inputs(OVERLAP)
     SUBS: tl.constexpr = (TOKENS + QUERIES - 1) // QUERIES
@@ -105,7 +108,7 @@ def prefill_kernel(
     kv_len = before + last
     if (first < last) & (low < end):
         m, at, at_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        WIDE: tl.constexpr = BLOCK_M // QUERIES  # heads and, with STRAIGHT, those that make them a power of two
+        WIDE: tl.constexpr = BLOCK_M // QUERIES  # heads; with STRAIGHT, padded to a power of two
         if STRAIGHT:
             head, token = kv_head * GROUP, (start + first).to(tl.int64)
             present = (tl.arange(0, QUERIES) < last - first)[:, None] & (tl.arange(0, WIDE) < GROUP)[None, :]
@@ -125,7 +128,7 @@ def prefill_kernel(
         m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
         table = block_table + tl.load(table_rows + row).to(tl.int64) * table_stride
         full = low
-        if window is None and not SPLIT:  # a share is too short for two loops
+        if window is None and not SPLIT:  # a share is too short to split its loop
             full = tl.minimum(end, tl.maximum(low, (before + first + 1) // BLOCK))
         for masked in tl.static_range(2):
             from_block, to_block = low, full
@@ -205,8 +208,9 @@ def join_kernel(
     QUERIES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One query head of one query, of which several programs saw some keys each: a decode row's parts (without `tiles`;
-    no parts give zeros), or the shares of a tile."""
+    """Join the sums of one query head of one query: a decode row's parts (without `tiles`), or the shares of a tile.
+
+    A row without parts gets zeros."""
     within, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     if tiles is None:
         own = tl.load(lead + within) if FOLDED > 1 else within

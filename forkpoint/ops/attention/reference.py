@@ -12,11 +12,11 @@ from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.parameters import KVScales
 
 QUERY_TILE = 256
-FIXED_TILE = 64  # queries per tile in deterministic mode, on the absolute grid
+FIXED_TILE = 64  # queries per tile in deterministic mode; tiles start at multiples of it
 
 
 def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x[T, H, D]` as float8_e4m3fn and the factors `[T, H, 1]`, fp32, that give it back."""
+    """Quantise `x[T, H, D]` to float8_e4m3fn; return it and the fp32 scales `[T, H, 1]`."""
     wide = x.float()
     factor = wide.abs().amax(-1, keepdim=True).clamp_min(LEAST_AMAX) / FP8_MAX
     return (wide / factor).to(CODES), factor
@@ -38,7 +38,7 @@ def kv_write(
 
 
 def store_rows(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store `x[T, H, D]` in a `[P, H, block_size, D]` cache; -1 stores nothing."""
+    """Store `x[T, H, D]` in a `[P, H, block_size, D]` cache. Slot -1 stores nothing."""
     present = slot_mapping >= 0
     if not bool(present.all()):
         x, slot_mapping = x[present], slot_mapping[present]
@@ -47,26 +47,28 @@ def store_rows(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
 
 
 def _gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, num_tokens: int, num_padded: int) -> Tensor:
-    """The first `num_tokens` tokens of a row, `[1, Hkv, num_padded, D]`, zeros behind them; with scales in fp32."""
+    """Gather the first `num_tokens` tokens of a row as `[1, Hkv, num_padded, D]`, padded with zeros; scaled ones in
+    fp32."""
     _, heads, size, dim = cache.shape
     found = cache[blocks] if scales is None else cache[blocks].float() * scales[blocks]
     row = found.transpose(0, 1).reshape(1, heads, blocks.shape[0] * size, dim)
     if num_padded > num_tokens:
-        # What lies in a block behind the last token is anything, NaN included.
+        # A block may hold anything after the last token, NaN included.
         row = F.pad(row[:, :, :num_tokens], (0, 0, 0, num_padded - num_tokens))
     return row[:, :, :num_padded]
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """`q[Hq, D]` over all of `k`, `v` `[1, Hkv, L, D]` -> `[Hq, Dv]`."""
+    """Attend with `q[Hq, D]` to all of `k`, `v` `[1, Hkv, L, D]`; return `[Hq, Dv]`."""
     if window is not None:
         k, v = k[:, :, -window:], v[:, :, -window:]
-    grouped = q.view(1, k.shape[1], -1, q.shape[-1])  # heads that share keys are the queries of one product
+    grouped = q.view(1, k.shape[1], -1, q.shape[-1])  # query heads of one key head are the rows of one product
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape[0], -1)
 
 
 def _tile(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Queries `q[Tq, Hq, D]` at positions from `start` over keys at positions from 0 -> `[Tq, Hq, Dv]`."""
+    """Attend with queries `q[Tq, Hq, D]` at positions from `start` to keys at positions from 0; return `[Tq, Hq,
+    Dv]`."""
     at = torch.arange(start, start + q.shape[0], device=q.device).unsqueeze(1)
     keys = torch.arange(k.shape[2], device=q.device)
     mask = keys <= at
@@ -89,9 +91,10 @@ def paged_attention(
     scales: KVScales | None = None,
     fixed: bool = False,
 ) -> Tensor:
-    """Causal attention of `q[T, Hq, D]` over the rows' blocks -> `[T, Hq, Dv]`, times the sigmoid of
-    `gate[T, Hq * Dv]`. `fixed`: in shapes that depend on a query's position alone: tiles on the absolute 64-token grid,
-    padded with zero queries, over keys up to the tile's end. Decode rows see shapes of their own length."""
+    """Implement `table.PagedAttention`.
+
+    With `fixed`, the shapes of products depend only on a query's position: tiles of 64 queries on the absolute grid,
+    padded with zero queries, over keys up to the tile's end. The shapes of a decode row depend on its own length."""
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3])
     caches: list[tuple[Tensor, Tensor | None]] = [(k_cache, None), (v_cache, None)]
     if scales is not None:
@@ -114,14 +117,14 @@ def paged_attention(
 
 
 def _segment(q: Tensor, start: int, k: Tensor, v: Tensor, scale: float, window: int | None, fixed: bool) -> Tensor:
-    """Queries at positions from `start` on, tile after tile, over keys up to each tile's end."""
+    """Attend tile after tile with queries at positions from `start` on, to keys up to each tile's end."""
     tile, end = FIXED_TILE if fixed else QUERY_TILE, start + len(q)
     low = start // FIXED_TILE * FIXED_TILE if fixed else start
     padded = F.pad(q, (0, 0, 0, 0, start - low, k.shape[2] - end))
     parts = []
     for at in range(low, k.shape[2], tile):
         own, keys, values = padded[at - low : at - low + tile], k[:, :, : at + tile], v[:, :, : at + tile]
-        if fixed:  # copies, because a slice of a longer row has other strides than the same keys of a shorter one
+        if fixed:  # copy, because a slice of a longer row has other strides, which may change the bits
             own, keys, values = own.contiguous(), keys.contiguous(), values.contiguous()
         parts.append(_tile(own, at, keys, values, scale, window))
     return torch.cat(parts)[start - low : end - low]

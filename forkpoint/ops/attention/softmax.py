@@ -1,4 +1,4 @@
-"""What the attention kernels share: one block of keys added to running sums, and parts of sums put together."""
+"""The online softmax that attention kernels share: adding a block of keys to running sums, and joining sums."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor
 from forkpoint.ops.activation.kernel import sigmoid
 
 LOG2_E = 1.4426950408889634
-LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: a row that has seen nothing stays free of NaN
-# Columns of 8-bit values; of fewer, once widened, Triton 3.6 multiplies the wrong ones on Hopper.
+LOWEST = tl.constexpr(-1.0e30)  # below any score, but finite, so that a row without keys never yields NaN
+# Columns of 8-bit values at least. With fewer, Triton 3.6 multiplies the wrong widened columns on Hopper.
 FEWEST_WIDENED = tl.constexpr(64)
-PARTS = tl.constexpr(8)  # that are added at once
+PARTS = tl.constexpr(8)  # parts joined per step
 
 
 @triton.jit
 def add_scores(scores, q, keys_at, scales, D: tl.constexpr):
-    """Products of query rows and keys of D dims, added to `scores` unless that is None. Keys in 8 bits have `scales`.
-    What lies behind the last stored key may be anything."""
+    """Multiply query rows by keys of D dims, and add the products to `scores` unless it is None.
+
+    8-bit keys have `scales`. Memory after the last stored key may hold anything."""
     BLOCK_D: tl.constexpr = q.shape[1]
     at = tl.arange(0, BLOCK_D)
     keys = tl.load(keys_at) if BLOCK_D == D else tl.load(keys_at, mask=(at < D)[:, None], other=0.0)
     if scales is not None:
-        keys = keys.to(q.dtype)  # exact
+        keys = keys.to(q.dtype)  # exact conversion
     if scores is None:
         scores = tl.dot(q, keys, input_precision="ieee")
     else:
@@ -36,7 +37,7 @@ def add_scores(scores, q, keys_at, scales, D: tl.constexpr):
 
 @triton.jit
 def of_seen(scores, position, first_key, window, FIRST: tl.constexpr):
-    """Scores of keys from `first_key` on, of those that rows at `position[M]` see."""
+    """Mask the scores of keys from `first_key` on that rows at `position[M]` do not see."""
     key = first_key + tl.arange(0, scores.shape[1])
     back = position[:, None] - key[None, :]
     seen = back >= 0
@@ -62,11 +63,12 @@ def add_values(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One step of the online softmax: add a block of keys from `first_key` on to (acc, l_i, m_i) of query rows.
+    """Add a block of keys from `first_key` on to the running sums (acc, l_i, m_i) of query rows.
 
-    With scores s, `m_i` is the largest s, `l_i` the sum of 2^(s - m_i), `acc` the sum of 2^(s - m_i) times the values.
-    `scale` includes log2(e) and is positive. A block that a row does not see leaves its sums as they are, bit for bit.
-    Values are multiplied in `dtype`, and in 8 bits have `scales`; in MASKED blocks some may never have been stored.
+    With scores s, `m_i` is the largest s, `l_i` the sum of 2^(s - m_i), and `acc` the sum of 2^(s - m_i) times the
+    values. `scale` includes log2(e) and is positive. A block that a row does not see leaves its sums unchanged, bit for
+    bit. Values are multiplied in `dtype`; 8-bit values have `scales`. In MASKED blocks, some values may never have been
+    stored.
     """
     BLOCK_DV: tl.constexpr = acc.shape[1]
     key, at = tl.arange(0, scores.shape[1]), tl.arange(0, BLOCK_DV)
@@ -91,9 +93,10 @@ def add_values(
 
 @triton.jit
 def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
-    """Columns `at` of the output of one query and head from `count` parts.
+    """Join `count` parts into columns `at` of the output of one query and head.
 
-    Parts are entries `first`, `first + stride` .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. No parts give zeros.
+    The parts are entries `first`, `first + stride`, .. of `acc_ptr[., DV]`, `l_ptr[.]`, `m_ptr[.]`. Without parts the
+    output is zero.
     """
     acc = tl.zeros(at.shape, tl.float32)
     l_i, m_i = 0.0, -1.0e30
@@ -116,12 +119,12 @@ def join(acc_ptr, l_ptr, m_ptr, first, count, stride, at, DV: tl.constexpr):
 
 @triton.jit
 def gated(answer, gate):
-    """`answer * sigmoid(gate)` in fp32, of the answer as it would be stored without a gate."""
+    """Return `answer * sigmoid(gate)` in fp32, with the answer rounded as it would be stored without a gate."""
     return answer.to(gate.dtype).to(tl.float32) * sigmoid(gate.to(tl.float32))
 
 
 def scratch(num_entries: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(acc, l_i, m_i) of parts: `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers for each."""
-    # Both begin at a multiple of 16 bytes, which kernels look at.
+    """Allocate (acc, l_i, m_i): `num_entries` rows of `value_dim` fp32 sums, and two fp32 numbers per row."""
+    # Both start at multiples of 16 bytes, because kernels are specialised on that.
     l_i, m_i = torch.empty(2, -(-num_entries // 4) * 4, dtype=torch.float32, device=device)
     return torch.empty(num_entries, value_dim, dtype=torch.float32, device=device), l_i, m_i

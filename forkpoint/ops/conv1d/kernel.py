@@ -1,4 +1,8 @@
-"""Causal depthwise convolution in Triton. Sums are in fp32 with one rounding at the end."""
+"""Causal depthwise convolution in Triton. Sums are fp32, with one rounding at the end.
+
+A prefill program computes one tile of tokens of a block of channels, token by token, with the last inputs in registers.
+An update program computes one row's token for a block of channels.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from forkpoint.ops.metadata import DecodeIndex, SegmentIndex
 from forkpoint.ops.parameters import ConvTaps
 
 TILE = tl.constexpr(TOKEN_TILE)
-CHANNELS = 256  # of a prefill program
-FEW_TOKENS = 512  # of a prefill: up to here programs take SHORT tokens, for there are few of them; else LONG
+CHANNELS = 256  # channels per prefill program
+FEW_TOKENS = 512  # tokens of a prefill; up to here programs compute SHORT tokens, so that there are enough programs
 SHORT, LONG = 8, 16
-UPDATE_CHANNELS = 256  # of an update program
+UPDATE_CHANNELS = 256  # channels per update program
 
 
 @triton.jit
 def _store_window(
     x, pool, source, target, position, x_stride, slot_stride, row_stride, channel, present, W: tl.constexpr
 ):
-    """The window after `position` tokens to slot `target`. Rows ascend, so that `target` may be `source`."""
+    """Store the window after `position` tokens in slot `target`. Rows ascend, so `target` may equal `source`."""
     for j in tl.static_range(W - 1):
         back = position - (W - 1) + j
         place = pool + target.to(tl.int64) * slot_stride + j * row_stride + channel
@@ -43,7 +47,7 @@ def _store_window(
 
 @triton.jit
 def load_rows(first, stride, mask, COUNT: tl.constexpr):
-    """A tuple of what lies at `first`, `first + stride`, .."""
+    """Load COUNT blocks, at `first`, `first + stride`, .., as a tuple."""
     rows = ()
     for j in tl.static_range(COUNT):
         rows += (tl.load(first + j * stride, mask=mask, other=0.0),)  # type: ignore[assignment]
@@ -52,7 +56,7 @@ def load_rows(first, stride, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def _before(here, old, x_stride, row_stride, offset, length, source, present, BACK: tl.constexpr, W: tl.constexpr):
-    """The input BACK tokens before a part's first one: of the segment, or of the window that it starts from."""
+    """Load the input BACK tokens before a part's first token, from the segment or from the window it starts with."""
     value = tl.zeros(present.shape, here.dtype.element_ty)
     if offset > 0:
         value = tl.load(here - BACK * x_stride, mask=present & (offset < length), other=0.0)
@@ -89,9 +93,9 @@ def _prefill_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """TOKENS tokens of a tile one after another, BLOCK channels, the last inputs kept in registers.
+    """Compute TOKENS tokens of a tile one after another, for BLOCK channels.
 
-    The program of a segment's first tokens alone looks at its old window and stores new ones.
+    Only the program of a segment's first tokens reads the old window and stores new windows.
     """
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
@@ -108,12 +112,12 @@ def _prefill_kernel(
     present = channel < D
     first = x + start.to(tl.int64) * x_stride
     here = first + offset.to(tl.int64) * x_stride + channel
-    if STRAIGHT:  # the compiler for NPUs knows no tuples
+    if STRAIGHT:  # the compiler for NPUs lacks tuples
         old = pool + source.to(tl.int64) * slot_stride + channel
     else:
         taps, window = load_rows(weight + channel * w_channel, w_tap, present, W), ()
         for j in tl.static_range(W - 1):
-            # Parts are longer than a window: it lies before the segment, or inside.
+            # Parts are longer than a window, so the input lies before the segment or inside it.
             value = tl.zeros((BLOCK,), x.dtype.element_ty)
             if offset > 0:
                 value = tl.load(here - (W - 1 - j) * x_stride, mask=present & (offset < length), other=0.0)
@@ -148,7 +152,7 @@ def _prefill_kernel(
             total = silu_fp32(total)
         tl.store(place + t * D, total.to(out.dtype.element_ty), mask=inside)
     if offset == 0:
-        # The segment may write the slot that it reads: every warp has read the old window by now.
+        # The segment may write the slot that it reads. Every warp has read the old window by now.
         tl.debug_barrier()
         for e in range(tl.load(save_ptr + segment), tl.load(save_ptr + segment + 1)):
             target, position = tl.load(save_dst + e), tl.load(save_pos + e)
@@ -188,14 +192,14 @@ def _update_kernel(
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
     present = channel < D
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
-    # Without branches all loads are under way at once.
+    # Without branches, all loads are in flight together.
     seen, kept = present & (source >= 0), present & (target >= 0)
     old, new = pool + source * slot_stride + channel, pool + target * slot_stride + channel
     taps_at = weight + channel * w_channel
     if not STRAIGHT:
         taps = load_rows(taps_at, w_tap, present, W)
         window = load_rows(old, row_stride, seen, W - 1)
-    await_inputs(OVERLAP)  # all but x is older than the launch before
+    await_inputs(OVERLAP)  # the previous launch writes only x
     newest = tl.load(x + row * x_stride + channel, mask=present, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(W - 1):
@@ -206,7 +210,7 @@ def _update_kernel(
             value, tap = window[j], taps[j]
         total += value.to(x.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
         if j > 0:
-            # Row j - 1 has been read already, by this very program.
+            # This program has read row j - 1 already.
             tl.store(new + (j - 1) * row_stride, value, mask=kept)
     tap = tl.load(taps_at + (W - 1) * w_tap, mask=present, other=0.0) if STRAIGHT else taps[W - 1]
     total += newest.to(tl.float32) * tap.to(tl.float32)
@@ -223,7 +227,7 @@ def check_layout(x: Tensor, pool: Tensor) -> None:
 
 
 def described(x: Tensor, taps: ConvTaps, pool: Tensor, block: int) -> dict[str, Any]:
-    """Taps, strides and sizes of a launch whose programs take `block` channels, as the kernels name them."""
+    """Return taps, strides and sizes of a launch with `block` channels per program, under the kernels' names."""
     check_layout(x, pool)
     (dim, width), (w_channel, w_tap) = taps.weight.shape, taps.weight.stride()
     strides = {"x_stride": x.stride(0), "slot_stride": pool.stride(0), "row_stride": pool.stride(1)}
@@ -232,7 +236,7 @@ def described(x: Tensor, taps: ConvTaps, pool: Tensor, block: int) -> dict[str, 
 
 
 def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:
-    """`x[T, D]` raw inputs of the segments end to end, `pool[P, W-1, D]` -> `[T, D]`.
+    """Convolve the segments' raw inputs `x[T, D]`, end to end, with windows in `pool[P, W-1, D]`; return `[T, D]`.
 
     The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
     """
@@ -248,7 +252,7 @@ def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -
 
 
 def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Tensor:
-    """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
+    """Convolve one token per row: `x[B, D]` -> `[B, D]`. Reads the windows `index.src`, writes `index.dst`."""
     given = described(x, taps, pool, UPDATE_CHANNELS)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     form = straight(x.device) | overlap(x.device, x.shape[0])

@@ -2,7 +2,7 @@
 
 A slot's window is the last W-1 raw inputs, oldest first. Sums are in fp32 with one rounding at the end;
 products and sums are separate operations, because a fused one may round differently in the tail of a vector
-loop. Rows with drafts: see VerifyIndex.
+loop. VerifyIndex describes rows with drafts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from forkpoint.ops.metadata import DecodeIndex, SegmentIndex, VerifyIndex
 from forkpoint.ops.parameters import ConvTaps, Records
 from forkpoint.ops.state_copy.reference import folded, read_slots, verified, write_slots
 
-ROW_TILE = 32  # tokens whose sums stay in a core's cache
+ROW_TILE = 32  # tokens computed together, so that their sums stay in a core's cache
 
 
 def convolved(inputs: Tensor, taps: ConvTaps) -> Tensor:
-    """`inputs[..., W-1+L, D]` -> fp32 `[..., L, D]`."""
+    """Convolve `inputs[..., W-1+L, D]`; return fp32 `[..., L, D]`."""
     width = taps.weight.shape[1]
     length = inputs.shape[-2] - width + 1
     wide, weights = inputs.float(), taps.weight.float().t().contiguous()
@@ -32,7 +32,7 @@ def convolved(inputs: Tensor, taps: ConvTaps) -> Tensor:
 
 
 def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -> Tensor:
-    """`x[T, D]` raw inputs of the segments end to end, `pool[P, W-1, D]` -> `[T, D]`.
+    """Convolve the segments' raw inputs `x[T, D]`, end to end, with windows in `pool[P, W-1, D]`; return `[T, D]`.
 
     The window after each segment goes to `index.dst`, the one after `save_pos` tokens to `save_dst`.
     """
@@ -58,14 +58,14 @@ def conv_prefill(x: Tensor, taps: ConvTaps, pool: Tensor, index: SegmentIndex) -
 
 
 def conv_update(x: Tensor, taps: ConvTaps, pool: Tensor, index: DecodeIndex) -> Tensor:
-    """One token per row: `x[B, D]` -> `[B, D]`; reads the windows `index.src`, writes `index.dst`."""
+    """Convolve one token per row: `x[B, D]` -> `[B, D]`. Reads the windows `index.src`, writes `index.dst`."""
     inputs = torch.cat((read_slots(pool, index.src).to(x.dtype), x.unsqueeze(1)), dim=1)
     write_slots(pool, index.dst, inputs[:, 1:])
     return convolved(inputs, taps).squeeze(1).to(x.dtype)
 
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
-    """`x[T, D]` -> `[T, D]`; reads and writes `pool[P, W-1, D]` and records `[L, M, D]` as `index` says."""
+    """Convolve rows with drafts: `x[T, D]` -> `[T, D]`. `index` says which windows and records are used."""
     (lines,), out = records, torch.empty_like(x)
 
     def advance(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
@@ -79,7 +79,7 @@ def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, rec
 
 
 def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The windows after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the windows, and store the windows at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 

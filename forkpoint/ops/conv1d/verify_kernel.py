@@ -1,4 +1,4 @@
-"""The convolution of rows with drafts in Triton: see VerifyIndex. Each token's arithmetic is that of kernel.py."""
+"""The convolution of rows with drafts (VerifyIndex) in Triton. A token has the same bits as in kernel.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forkpoint.ops.parameters import ConvTaps, Records
 
 @triton.jit
 def _window(pool, source, line, position, channel, row_stride, seen, D: tl.constexpr, W: tl.constexpr):
-    """The window after `position` records, `[rows, channels]`, and where its rows lie in a slot."""
+    """Return the window after `position` records, `[rows, channels]`, and the places of its rows in a slot."""
     row = tl.arange(0, triton.next_power_of_2(W - 1))[:, None]
     at, shown = position + row, channel[None, :]
     old = tl.load(pool + source + at * row_stride + shown, mask=(at < W - 1) & seen[None, :], other=0.0)
@@ -25,7 +25,7 @@ def _window(pool, source, line, position, channel, row_stride, seen, D: tl.const
 
 @triton.jit
 def _leave(out, record, last, total, newest, bias, channel, present, length, target, SILU: tl.constexpr):
-    """A token's answer, and its input: in the record, or in the window if it is the row's only one."""
+    """Store a token's output, and its input in the record, or in the window if it is the row's only token."""
     if bias is not None:
         total += tl.load(bias + channel, mask=present, other=0.0).to(tl.float32)
     if SILU:
@@ -70,7 +70,7 @@ def _verify_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one row. Without COMPUTES there are no tokens."""
+    """Compute BLOCK channels of one row. Without COMPUTES there are no tokens."""
     pid = tl.program_id(0)
     row = pid // PIECES
     channel = (pid % PIECES) * BLOCK + tl.arange(0, BLOCK)
@@ -90,20 +90,20 @@ def _verify_kernel(
         taps_at = weight + channel * w_channel
         if not STRAIGHT:
             taps = load_rows(taps_at, w_tap, present, W)
-    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
-    tl.debug_barrier()  # what is stored may lie where the old window and its records were
+    await_inputs(OVERLAP)  # nothing loaded above was written by the previous launch
+    tl.debug_barrier()  # the stores below may overwrite the old window and its records
     if position > 0:
         tl.store(pool + tl.load(mark_dst + row).to(tl.int64) * slot_stride + in_slot, marked, mask=inside)
     if COMPUTES:
         x_at = x + first * x_stride + channel
         write_at = inputs + tl.load(write + row).to(tl.int64) * (MOST * D) + channel
         out_at, last = out + first * D + channel, pool + target * slot_stride + (W - 2) * row_stride + channel
-        if STRAIGHT:  # the compiler for NPUs knows no tuples
+        if STRAIGHT:  # the compiler for NPUs lacks tuples
             for t in range(length):
                 newest = tl.load(x_at + t * x_stride, mask=present, other=0.0)
                 total = tl.zeros((BLOCK,), tl.float32)
                 for j in tl.static_range(W - 1):
-                    at = t + j - (W - 1)  # of the row's tokens, or before them
+                    at = t + j - (W - 1)  # index among the row's tokens; negative before them
                     near = tl.load(x_at + at * x_stride, mask=present & (at >= 0), other=0.0)
                     past = tl.sum(tl.where(behind == t + j, window.to(tl.float32), 0.0), axis=0)
                     value = tl.where(at >= 0, near, past.to(x.dtype.element_ty)).to(tl.float32)
@@ -127,24 +127,24 @@ def _verify_kernel(
                         total += window_on[t + j].to(tl.float32) * taps[j].to(tl.float32)
                     own, record, newest = out_at + t * D, write_at + t * D, window_on[t + W - 1]
                     _leave(own, record, last, total, newest, bias, channel, present, length, target, SILU)
-        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+        for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding
             nothing = tl.zeros((BLOCK,), out.dtype.element_ty)
             tl.store(out + token * D + channel, nothing, mask=present)
     if target >= 0:
-        alone = (length == 1).to(tl.int32)  # the window goes on by the row's only token
+        alone = (length == 1).to(tl.int32)  # the window advances by the row's only token
         place = pool + target * slot_stride + in_slot - alone * row_stride
         tl.store(place, window, mask=inside & (behind >= alone))
 
 
 def conv_verify(x: Tensor, taps: ConvTaps, pool: Tensor, index: VerifyIndex, records: Records) -> Tensor:
-    """See `table.ConvVerify`; what tokens of no row get is zero."""
+    """Implement `table.ConvVerify`. Tokens of no row get zeros."""
     out = x.new_empty(x.shape)
     _launch(x, taps, pool, out, index, records)
     return out
 
 
 def conv_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The windows after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the windows, and store the windows at the marks."""
     none = pool.new_empty(0, pool.shape[2])
     taps = ConvTaps(none.new_empty(pool.shape[2], pool.shape[1] + 1), None, False)
     _launch(none, taps, pool, none, index, records)

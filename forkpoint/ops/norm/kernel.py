@@ -1,4 +1,5 @@
-"""Root-mean-square norms in Triton; a row is reduced in one tile of fixed width, whatever is beside it."""
+"""Root-mean-square norms in Triton. A row is reduced in one tile of fixed width, so its bits never depend on the
+batch."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from forkpoint.ops.linear.parts_kernel import sum_of_parts
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.unmade import Parts
 
-TILE = 1024  # elements of a program, unless one row is wider
+TILE = 1024  # elements per program, unless one row is wider
 FLAGS = ("GATED", "GATE_FIRST", "SIGMOID", "ADD")
-PIECE = tl.constexpr(BLOCK)  # of a row that is rounded to FP8
+PIECE = tl.constexpr(BLOCK)  # elements that share an FP8 scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -48,12 +49,13 @@ def _norm_kernel(
     STRAIGHT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`other` is the gate (GATED) or the residual, which is written (ADD); OWN_WEIGHTS: of each head. Both are older
-    than x, so that they can be read while the launch that writes x is still at work. PARTS: x is the sum of so many, of
-    one row to a program; 0: it is as it is. With
-    `codes` all heads of a token, side by side, are written in FP8 too."""
+    """Normalise one or more rows.
+
+    `other` is the gate (GATED) or the residual, which is also written (ADD). OWN_WEIGHTS: each head has its own weight.
+    Gate and residual are older than x, so they are read while the launch that writes x still runs. PARTS > 0: x is the
+    sum of PARTS partial sums, one row per program. With `codes`, all heads of a token are also written in FP8."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
-    if STRAIGHT:  # rows of one token
+    if STRAIGHT:  # a program computes rows of one token
         parts = tl.cdiv(heads, ROWS)
         head, at = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         inside = (head < heads)[:, None] & (at < D)[None, :]
@@ -101,13 +103,13 @@ def _norm_kernel(
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """(of a token, of a head) for `[T, D]` or `[T, heads, D]` whose last dim is dense."""
+    """Return the strides (of a token, of a head) of `[T, D]` or `[T, heads, D]`, whose last dim is dense."""
     assert x.stride(-1) == 1, f"the last dim must be dense; strides are {x.stride()}"
     return (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)
 
 
 def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: bool, **flags: bool) -> Tensor:
-    """`flags` are those of the kernel that hold."""
+    """Launch the kernel; `flags` are its boolean options."""
     shares, num_parts, part_stride = None, 0, 0
     like = x
     if isinstance(x, Parts):
@@ -135,15 +137,16 @@ def _norm(x: Tensor, other: Tensor | None, weight: Tensor, eps: float, rounded: 
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
-    """Over the last dim of `x[T, D]` or `x[T, heads, D]`, `weight[D]` fp32; result in x's dtype, for products also in
-    FP8 if `rounded`."""
+    """Normalise the last dim of `x[T, D]` or `x[T, heads, D]` with `weight[D]` fp32; return x's dtype.
+
+    With `rounded`, the result also carries its FP8 form for products."""
     return _norm(x, None, weight, eps, rounded)
 
 
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm of `residual + x`, `residual`), after `residual += x` in place; x may be `Parts`."""
+    """Add x, which may be `Parts`, to the residual in place; return (norm of the residual, residual)."""
     return _norm(x, residual, weight, eps, rounded, ADD=True), residual
 
 
@@ -156,5 +159,5 @@ def gated_rmsnorm(
     sigmoid: bool = False,
     rounded: bool = False,
 ) -> Tensor:
-    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype."""
     return _norm(x, gate, weight, eps, rounded, GATED=True, GATE_FIRST=gate_first, SIGMOID=sigmoid)

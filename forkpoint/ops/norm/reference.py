@@ -9,18 +9,18 @@ from forkpoint.ops.activation import reference as activation
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
-    """fp32 `x / sqrt(mean(x^2) + eps)` over the last dim."""
+    """Return fp32 `x / sqrt(mean(x^2) + eps)` over the last dim."""
     wide = x.float()
     return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dim of `x[..., D]`, `weight[D]` fp32; result in x's dtype."""
+    """Normalise the last dim of `x[..., D]` with `weight[D]` fp32; return x's dtype."""
     return (_normalised(x, eps) * weight).to(x.dtype)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of `residual + x`, `residual + x`); neither argument is written."""
+    """Return (norm of `residual + x`, `residual + x`). Neither argument is written."""
     total = residual + x
     return rmsnorm(total, weight, eps), total
 
@@ -28,7 +28,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 def gated_rmsnorm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool = False, sigmoid: bool = False
 ) -> Tensor:
-    """`rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`; result in x's dtype."""
+    """Return `rmsnorm(x) * weight * silu(gate)` over the last dim of `[T, HV, V]`, in x's dtype."""
     wide = gate.float()
     factor = activation.sigmoid(wide) if sigmoid else activation.silu(wide)
     if gate_first:

@@ -1,4 +1,8 @@
-"""What only the device knows of a step's rows when it begins, and what has to be put right by it."""
+"""Columns of a step that depend on results which only the device has when the step starts.
+
+With `async_scheduling` a step is issued before the previous step's sampled ids and accepted drafts reach the host. The
+plan assumes that every draft is accepted. `missed` counts, for each row, the drafts in flight that were rejected.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,36 @@ from torch import Tensor
 
 from forkpoint.config import MAX_DRAFTS
 
-NOT_FINITE = -1  # in place of a token id: the logits were not
+NOT_FINITE = -1  # stands in place of a token id whose logits were not finite
 
 
 class IdColumns(NamedTuple):
-    """The first `N` ids of a step: a draft of the device's own, else what the row sampled last where `ids` has less
-    than 0."""
+    """The first `N` token ids of a step, of which some are known only on the device.
 
-    ids: Tensor  # [>= N] int64, put right in place
-    rows: Tensor  # [N] int64, into last_sampled
+    The id is a draft from the device where `draft_at` names one; otherwise the row's last sampled id where `ids` is
+    negative; otherwise `ids`."""
+
+    ids: Tensor  # [>= N] int64, corrected in place
+    rows: Tensor  # [N] int64, indexes last_sampled
     last_sampled: Tensor  # int64
     drafted: Tensor | None = None  # [rows, most] int64
-    draft_at: Tensor | None = None  # [N] int64, into drafted end to end; -1: not a draft of the device's
+    draft_at: Tensor | None = None  # [N] int64, indexes flattened `drafted`; -1: not a draft from the device
 
 
 class LateColumns(NamedTuple):
-    """Of `N` rows of tokens, `[.., N]` end to end, how far they are behind what was planned: `missed[late[n]]`. Put
-    right in place are positions, kv_lens and slots, and the records of `B <= N` rows, `missed[records_late[b]]` behind.
+    """Positions, lengths, slots and record counts that are too large by the rejected drafts, to be corrected in place.
+
+    Token columns are `[.., N]`, flattened; column n is `missed[late[n]]` tokens behind the plan. The records of `B <=
+    N` rows are `missed[records_late[b]]` behind.
     """
 
     missed: Tensor  # int64
     late: Tensor  # [N] int64
     positions: Tensor  # [.., N] int64
     kv_lens: Tensor  # [.., N] int32
-    slots: Tensor | None  # [.., N] int64: those of the positions, by table; -1 stays
+    slots: Tensor | None  # [.., N] int64, looked up in `table` for the corrected positions; -1 stays -1
     table_rows: Tensor  # [N] int32
-    table: Tensor  # [lines, blocks] int32, of block_size tokens
+    table: Tensor  # [lines, blocks] int32, blocks of block_size tokens
     block_size: int
     records_late: Tensor  # [B] int64
     pending: Tensor  # [B]
@@ -41,15 +49,15 @@ class LateColumns(NamedTuple):
 
 
 class WindowColumns(NamedTuple):
-    """The positions that a step with drafts samples, row after row (`runtime.windows`), and what is brought up to date
-    by which of them count."""
+    """The positions that a step with drafts samples, row after row (`runtime.windows`), and the columns to update with
+    the number of accepted ones."""
 
-    drafts: Tensor  # [P] int64: the id that is to follow each; none is behind a row's last
-    rows: Tensor  # [R] int64, into last_sampled and missed
+    drafts: Tensor  # [P] int64: the draft that follows each position; a row's last position has none
+    rows: Tensor  # [R] int64, indexes last_sampled and missed
     starts: Tensor  # [R] int64
     sizes: Tensor  # [R] int64
     last_sampled: Tensor  # int64
     missed: Tensor  # int64
     drafted: Tensor | None = None  # [rows, most] int64
-    draft_at: Tensor | None = None  # [P] int64, into drafted end to end; -1: `drafts` has it
-    most: int = 1 + MAX_DRAFTS  # no size is larger
+    draft_at: Tensor | None = None  # [P] int64, indexes flattened `drafted`; -1: the draft is in `drafts`
+    most: int = 1 + MAX_DRAFTS  # upper bound of `sizes`

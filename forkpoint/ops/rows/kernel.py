@@ -1,4 +1,4 @@
-"""The bookkeeping of a step's rows in Triton, each operator in one launch."""
+"""The bookkeeping of a step's rows in Triton, one launch per operator. columns.py describes the arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from forkpoint.config import MAX_DRAFTS
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, LateColumns, WindowColumns
 
-TILE = tl.constexpr(128)  # tokens of a program
-WIDTH = tl.constexpr(1024)  # values
-MOST = tl.constexpr(triton.next_power_of_2(1 + MAX_DRAFTS))  # positions of a row
+TILE = tl.constexpr(128)  # tokens per program
+WIDTH = tl.constexpr(1024)  # values per program of `newest`
+MOST = tl.constexpr(triton.next_power_of_2(1 + MAX_DRAFTS))  # positions of a row, padded to a power of two
 COLUMNS = ("token_ids", "finite", "drafts", "rows", "starts", "sizes", "draft_at")
 FAILED = tl.constexpr(NOT_FINITE)
 
@@ -98,12 +98,13 @@ def _accept_kernel(
     if draft_at is not None:
         there = tl.load(draft_at + place, mask=own, other=-1)
         draft = tl.where(there < 0, draft, tl.load(drafted + there, mask=there >= 0, other=0))
-    last = tl.min(tl.where(own & (answer == draft), MOST, at))  # that counts: the first whose draft is wrong
+    # the last accepted position: the first one whose draft is wrong
+    last = tl.min(tl.where(own & (answer == draft), MOST, at))
     tl.store(told + place, answer, mask=own)
     tl.store(told + num_positions + row, (last + 1).to(tl.int64))
     line = tl.load(rows + row)
     newest_id = tl.sum(tl.where(at == last, answer, 0))
-    tl.store(last_sampled + line, tl.maximum(newest_id, 0))  # a row that failed has no id
+    tl.store(last_sampled + line, tl.maximum(newest_id, 0))  # a row that is not finite has no id
     tl.store(missed + line, size - 1 - last)
 
 

@@ -1,4 +1,4 @@
-"""The bookkeeping of a step's rows in torch, where nothing waits for the device."""
+"""The bookkeeping of a step's rows in torch, without waiting for the device. columns.py describes the arguments."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def accept(token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
     right = answers == _drafted(columns.drafts, drafted, draft_at)
     places = starts[:, None] + torch.arange(most, device=starts.device)
     counts = right[places.clamp(max=len(answers) - 1)].cumprod(1).sum(1) + 1
-    last_sampled.index_copy_(0, rows, answers[starts + counts - 1].clamp(min=0))  # a row that failed has no id
+    last_sampled.index_copy_(0, rows, answers[starts + counts - 1].clamp(min=0))  # a row that is not finite has no id
     missed.index_copy_(0, rows, sizes - counts)
     return torch.cat((answers, counts))
 
 
 def _drafted(ids: Tensor, drafted: Tensor | None, at: Tensor | None) -> Tensor:
-    """With the drafts of the device's own."""
+    """Return `ids` with the drafts that only the device has."""
     if drafted is None or at is None:
         return ids
     return torch.where(at < 0, ids, drafted.view(-1)[at.clamp(min=0)])

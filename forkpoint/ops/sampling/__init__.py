@@ -1,1 +1,1 @@
-"""From logits to token ids: penalties, masks, the largest, and random choice."""
+"""Logits to token ids: penalties, masks, greedy choice and random sampling."""

@@ -1,7 +1,7 @@
-"""Random choice in Triton: one launch over the tiles of all rows, then one program per row.
+"""Random sampling in Triton: one launch over the tiles of all rows, then one program per row.
 
-The smallest logit kept is found by bisection over the bits of the logits, not by sorting: over the few candidates
-that the tiles' maxima leave, or, where those do not settle it, over the whole row.
+A bisection over the bits of the logits, not a sort, finds the smallest logit that top_k and top_p keep. It searches the
+few candidates that the tiles' maxima allow, or the whole row if these do not decide it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from forkpoint.ops.sampling.columns import SamplingColumns
 from forkpoint.ops.sampling.kernel import dense_rows
 
 TILE = 2048
-GROUP = 4  # tiles that a program reads at once
+GROUP = 4  # tiles that a program reads together
 FEW = 2048  # candidates that fit in registers
 WIDE = 64  # tiles whose maxima bound the candidates of a row without top_k
-STAGES = tl.constexpr(1)  # reads in flight
+STAGES = tl.constexpr(1)  # loads in flight
 WARPS = 8
-# A number of each row or tile, wherever it begins: else numbers of rows would each have kernels of their own.
+# Pointers to one number per row or tile, of any alignment. Otherwise each number of rows would compile its own kernel.
 COLUMNS = ("temperature", "reach", "top_k", "top_p", "uniform", "tops", "masses")
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero in the fp32 form of the dtype
+# low bits that are zero in the fp32 form of the dtype
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """An int32 that orders fp32 values as they are ordered; equal values have equal keys."""
+    """Return an int32 key with the order of fp32 values. Equal values have equal keys."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
@@ -43,7 +44,7 @@ def _weights(x, top, scale):
 
 @triton.jit
 def _invert(weights, target, at):
-    """The first index whose cumulative weight exceeds `target`, else the last of positive weight."""
+    """Return the first index whose cumulative weight exceeds `target`, or the last index with a positive weight."""
     total = tl.cumsum(weights, axis=0)
     behind = tl.min(tl.where((weights > 0) & (total > target), at, 2147483647))
     return tl.minimum(behind, tl.max(tl.where(weights > 0, at, 0)))
@@ -51,7 +52,7 @@ def _invert(weights, target, at):
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def _tile_mass_kernel(logits, temperature, tops, masses, stride, vocab, num_tiles, TILE: tl.constexpr):
-    """Of a tile: the largest logit (inf if one is NaN), and the sum of the weights relative to it."""
+    """Store a tile's largest logit (inf if any is NaN) and the sum of its weights relative to it."""
     row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -66,7 +67,7 @@ def _tile_mass_kernel(logits, temperature, tops, masses, stride, vocab, num_tile
 
 @triton.jit
 def _load_tiles(line, tiles, vocab, TILE: tl.constexpr):
-    """Ids and logits of several tiles, side by side in the order of `tiles`; -1 is no tile."""
+    """Load ids and logits of several tiles, in the order of `tiles`; -1 stands for no tile."""
     at = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = (tiles >= 0)[:, None] & (at < vocab)
     x = tl.load(line + at, mask=inside, other=float("-inf")).to(tl.float32)
@@ -75,7 +76,7 @@ def _load_tiles(line, tiles, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _load(line, start, vocab, COUNT: tl.constexpr):
-    """The same of COUNT ids from `start` on."""
+    """Load COUNT ids and logits from `start` on."""
     at = start + tl.arange(0, COUNT)
     x = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     return at, x, at < vocab
@@ -86,7 +87,7 @@ def _gather_candidates(
     line, low, hits, list_at, few_x, few_id, vocab,
     TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens with logits of `low` or more, in the order of ids, up to FEW of them; returns how many."""
+    """Store the tokens with logits of at least `low`, in the order of ids, up to FEW; return their number."""
     tile_at = tl.arange(0, hits.shape[0])
     tl.store(list_at + tl.cumsum(hits, axis=0) - 1, tile_at, mask=hits > 0)
     tl.debug_barrier()
@@ -113,8 +114,8 @@ def _gather_candidates(
 def _row_boundary(
     line, low, high, limit, top, scale, vocab, COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The smallest key in (low, high] from which on fewer than `limit` logits of the row are left (COUNT), or behind
-    which less than `limit` of their weight is. Each pass over the row leaves a quarter of the range."""
+    """Return the smallest key in (low, high] such that fewer than `limit` logits have at least that key (COUNT), or
+    such that logits above the key weigh less than `limit`. Each pass over the row quarters the range."""
     while high - low > 1:
         step = tl.maximum((high - low) >> 2, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step
@@ -142,11 +143,11 @@ def _row_boundary(
 
 @triton.jit
 def _threshold(line, floor_key, top_key, top, scale, k, p, whole, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest key kept, from passes over a row, or over its candidates; `whole` is the weight that top_p shares
-    out, or negative: that of what is left by then."""
+    """Return the smallest key kept, from passes over a row or its candidates. `whole` is the weight of which
+    top_p keeps a share; if negative, it is the weight of the tokens that top_k leaves."""
     low = floor_key
     if k > 0:
-        # Where fewer than k are left, `low` stays.
+        # With fewer than k logits left, `low` stays.
         end = _row_boundary(line, low, top_key + 1, k.to(tl.float32), top, scale, vocab, True, SHIFT, BLOCK)
         low = end - 1
     if p < 1.0:
@@ -167,8 +168,10 @@ def _choose_few(
     line, tile_top, low, closed, top, scale, k, p, share, total, list_at, few_x, few_id, vocab,
     SHIFT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, STRAIGHT: tl.constexpr,
 ):  # fmt: skip
-    """A token among those with logits of `low` or more; -1 if they are too many, or do not settle what is kept: what
-    is kept lies among them if `closed`, or if they have the share `p` of the row's weight `total`."""
+    """Sample a token among those with logits of at least `low`.
+
+    Returns -1 if these candidates are too many or do not decide what is kept. They decide it if `closed`, or if they
+    have the share `p` of the row's weight `total`."""
     hits = (tile_top >= low).to(tl.int32)
     count = _gather_candidates(line, low, hits, list_at, few_x, few_id, vocab, TILE, GROUP, FEW, STRAIGHT)
     chosen = -1
@@ -215,7 +218,7 @@ def _choose_kernel(
     chosen = -1
     searching = at_random & ((k > 0) | (p < 1.0) | (floor > float("-inf")))
     if searching:
-        # As many tiles as candidates are wanted have a maximum of `bound` or more.
+        # At least as many tiles as wanted candidates have a maximum of at least `bound`.
         wanted = tl.where(k > 0, k, WIDE)
         ranks = tl.sum((tile_top[None, :] >= tile_top[:, None]).to(tl.int32), axis=1)
         bound = tl.max(tl.where(ranks >= wanted, tile_top, float("-inf")))
@@ -227,7 +230,7 @@ def _choose_kernel(
                 few_x + row * FEW, few_id + row * FEW, vocab, SHIFT, TILE, GROUP, FEW, STRAIGHT,
             )  # fmt: skip
     if searching & (chosen < 0):
-        # The first key whose logits are not below `floor`, which need not be a value of their dtype.
+        # The first key not below `floor`, which need not be a value of the logits' dtype.
         floor_bits = tl.max(_key(tl.full((1,), floor, tl.float32), 0))
         floor_key = tl.where(floor_bits < 0, floor_bits >> SHIFT, (floor_bits + ((1 << SHIFT) - 1)) >> SHIFT)
         threshold = _threshold(line, floor_key.to(tl.int64), top_key, top, scale, k, p, -1.0, vocab, SHIFT, BLOCK)
@@ -261,9 +264,9 @@ def _choose_kernel(
 
 
 def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens that `columns` keep.
+    """Sample one id per row of `logits[N, V]`, by the inverse CDF in the order of ids, among the tokens `columns` keep.
 
-    -> (`[N]` int64, `[N]` bool: the largest logit is neither NaN nor infinite; else the id is meaningless).
+    Returns the ids `[N]` int64 and whether the largest logit is finite, `[N]` bool; without it the id means nothing.
     """
     num_rows, vocab = logits.shape
     device, num_tiles = logits.device, triton.cdiv(vocab, TILE)

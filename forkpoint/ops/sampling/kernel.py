@@ -12,14 +12,14 @@ from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
 ELEMENTWISE_TILE = 4096
-RANK_TILE = 4096  # ids that a program of a whole row reads at once
+RANK_TILE = 4096  # ids that a program of a whole row reads together
 
 
 @triton.jit
 def _tile_top_kernel(
     logits, tops, places, stride, vocab, num_tiles, TILE: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """The largest logit of a tile (inf if one is NaN) and its lowest id."""
+    """Store a tile's largest logit (inf if any is NaN) and its lowest id."""
     await_inputs(OVERLAP)
     row, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     at = tile * TILE + tl.arange(0, TILE)
@@ -43,7 +43,8 @@ def _top_kernel(tops, places, token_ids, finite, vocab, num_tiles, TILES: tl.con
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`logits[N, V]` -> (ids of the largest `[N]` int64, lowest first; `[N]` bool: it is neither NaN nor infinite)."""
+    """Return the ids `[N]` int64 of the largest logits of `logits[N, V]`, the lowest id among equals, and whether the
+    largest is finite, `[N]` bool."""
     num_rows, vocab = logits.shape
     device, num_tiles = logits.device, triton.cdiv(vocab, GREEDY_TILE)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -65,9 +66,10 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _rank_kernel(
     logits, token_ids, ids, ranks, stride, vocab, num_top, TOP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Put a row's `num_top` ids with the largest logits in order, and find the rank of its token.
+    """Sort a row's `num_top` ids with the largest logits, equal logits by id, and compute the rank of its token.
 
-    `ids` has them by logit. Which ids have the smallest of these logits is not defined, so they are found anew.
+    `ids` comes sorted by logit. Ids with the smallest of these logits are searched again, because a top-k cuts equal
+    logits at an arbitrary id.
     """
     row = tl.program_id(0)
     line, own = logits + row.to(tl.int64) * stride, ids + row * num_top
@@ -101,9 +103,9 @@ def _rank_kernel(
 
 
 def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Order each row of `logits[N, V]` from the largest logit to the smallest, equal ones by id.
+    """Sort each row of `logits[N, V]` from the largest to the smallest, equal logits by id.
 
-    -> (the first ids `[N, num_top]` int64; the rank `[N]` int64, from 1, of `token_ids[N]`).
+    Returns the first ids `[N, num_top]` int64, and the rank `[N]` int64, from 1, of `token_ids[N]`.
     """
     num_rows, vocab = logits.shape
     ids = torch.topk(logits, num_top, dim=1).indices
@@ -135,7 +137,7 @@ def _penalty_kernel(
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
-    """In place on `logits[N, V]` fp32."""
+    """Apply penalties to `logits[N, V]` fp32 in place."""
     num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
     operands = (logits, counts, columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
     sizes = (dense_rows(logits), dense_rows(counts), logits.shape[1], num_tiles)
@@ -160,8 +162,8 @@ def _bitmask_kernel(
 
 
 def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """-inf for the ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
-    id `i` at bit `i % 32` of word `i // 32`."""
+    """Set the logits of ids whose bit is 0 to -inf, in place: `logits[N, V]` fp32, `rows[M]` int64,
+    `bits[M, ceil(V / 32)]` int32, id `i` at bit `i % 32` of word `i // 32`."""
     num_tiles = triton.cdiv(logits.shape[1], ELEMENTWISE_TILE)
     sizes = (dense_rows(logits), logits.shape[1], bits.shape[1], num_tiles)
     options = {"TILE": ELEMENTWISE_TILE, "num_warps": 4, **straight(logits.device)}
@@ -169,6 +171,6 @@ def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def dense_rows(x: Tensor) -> int:
-    """The stride of the rows of `x[N, V]`, whose elements must lie side by side."""
+    """Return the row stride of `x[N, V]`, whose rows must be contiguous."""
     assert x.stride(1) == 1, f"the last dim must be dense; strides are {x.stride()}"
     return x.stride(0)

@@ -1,4 +1,5 @@
-"""Sampling in torch, for CPUs: `apply_penalties`, `sample_rows` and `top_ids` look at their data."""
+"""Sampling in torch, for CPUs. `apply_penalties`, `sample_rows` and `top_ids` branch on values, so they would wait for
+a device."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ from torch import Tensor
 
 from forkpoint.ops.sampling.columns import PenaltyColumns, SamplingColumns
 
-SLACK = 16  # more candidates than asked for, so that logits equal to the last one are rarely cut off
-FEW = 1024  # logits put in order first; all of them only where they fall short of top_p
+SLACK = 16  # candidates beyond those asked for, so that logits equal to the last one are rarely cut off
+FEW = 1024  # logits sorted first; all logits are sorted only if these do not reach top_p
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`logits[N, V]` -> (ids of the largest `[N]` int64, lowest first; `[N]` bool: it is neither NaN nor infinite)."""
+    """Return the ids `[N]` int64 of the largest logits of `logits[N, V]`, the lowest id among equals, and whether the
+    largest is finite, `[N]` bool."""
     top, token_ids = logits.max(dim=-1)
     return token_ids, torch.isfinite(top)
 
 
 def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Order each row of `logits[N, V]` from the largest logit to the smallest, equal ones by id.
+    """Sort each row of `logits[N, V]` from the largest to the smallest, equal logits by id.
 
-    -> (the first ids `[N, num_top]` int64; the rank `[N]` int64, from 1, of `token_ids[N]`).
+    Returns the first ids `[N, num_top]` int64, and the rank `[N]` int64, from 1, of `token_ids[N]`.
     """
     chosen = logits.gather(1, token_ids[:, None])
     ranks = (logits > chosen).sum(dim=1) + 1
@@ -31,7 +33,7 @@ def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
     count = min(num_top + SLACK, logits.shape[1])
     values, ids = torch.topk(logits, count, dim=1)
     if count < logits.shape[1] and (values[:, -1] == values[:, num_top - 1]).any():
-        # topk cut through equal logits, and which of them it took is not defined.
+        # topk cut through equal logits, at an arbitrary id.
         return torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :num_top], ranks
     ids = torch.sort(ids, dim=1).values
     order = torch.sort(logits.gather(1, ids), dim=1, descending=True, stable=True).indices
@@ -39,7 +41,7 @@ def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
 
 
 def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> None:
-    """In place on `logits[N, V]` fp32."""
+    """Apply penalties to `logits[N, V]` fp32 in place."""
     names = (columns.rows, columns.lines, columns.repetition, columns.frequency, columns.presence)
     for row, line, repetition, frequency, presence in zip(*(column.tolist() for column in names), strict=True):
         seen = torch.nonzero(counts[line])[:, 0]
@@ -49,8 +51,8 @@ def apply_penalties(logits: Tensor, counts: Tensor, columns: PenaltyColumns) -> 
 
 
 def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """-inf for the ids whose bit is 0: `logits[N, V]` fp32 in place, `rows[M]` int64, `bits[M, ceil(V / 32)]` int32,
-    id `i` at bit `i % 32` of word `i // 32`."""
+    """Set the logits of ids whose bit is 0 to -inf, in place: `logits[N, V]` fp32, `rows[M]` int64,
+    `bits[M, ceil(V / 32)]` int32, id `i` at bit `i % 32` of word `i // 32`."""
     vocab = logits.shape[1]
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab].bool()
@@ -58,9 +60,9 @@ def apply_bitmasks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def sample_rows(logits: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """One id per row of `logits[N, V]`, by inverse CDF in the order of ids over the tokens that `columns` keep.
+    """Sample one id per row of `logits[N, V]`, by the inverse CDF in the order of ids, among the tokens `columns` keep.
 
-    -> (`[N]` int64, `[N]` bool: the largest logit is neither NaN nor infinite; else the id is meaningless).
+    Returns the ids `[N]` int64 and whether the largest logit is finite, `[N]` bool; without it the id means nothing.
     """
     token_ids, finite = greedy(logits)
     names = (columns.temperature, columns.reach, columns.top_k, columns.top_p, columns.uniform)
@@ -95,7 +97,7 @@ def _sample(
 
 
 def _top_p_threshold(logits: Tensor, weights: Tensor, top: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The smallest of the largest logits that together have the share `top_p` of the weight."""
+    """Return the smallest of the largest logits that together have the share `top_p` of the weight."""
     share = top_p * weights.sum(dtype=torch.float64)
     values = torch.topk(logits, min(FEW, len(logits))).values
     if len(logits) > FEW and _weights(values, top, temperature).sum(dtype=torch.float64) < share:
@@ -110,7 +112,7 @@ def _weights(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: float) -> Tensor:
-    """The first index whose cumulative weight exceeds `uniform` of the total."""
+    """Return the first index whose cumulative weight exceeds `uniform` of the total."""
     cumulative = torch.cumsum(weights, dim=0, dtype=torch.float64)
     total = cumulative[-1]
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))

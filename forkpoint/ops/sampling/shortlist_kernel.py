@@ -1,5 +1,8 @@
-"""The likeliest id of a row for drafts, in Triton: a copy of the output head in four bits names a few, the head itself
-says which of them it is. A draft may be any id, so nothing depends on what the copy misses."""
+"""The likeliest id of a row, for drafts, in Triton, without reading the whole output head.
+
+A copy of the head in four bits (e2m1) names CANDIDATES ids per row, and the head's own weights choose among them. The
+choice is nearly always exact. A draft may be any id, because it is verified, so no output depends on a miss.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from forkpoint.ops.linear.scaled import LEAST_AMAX
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.platforms.table import traits_of
 
-TILE = tl.constexpr(128)  # ids of which one can be named
-CANDIDATES: Final = 16  # named for each row, of every so manyth tile one
-UNIT: Final = 256  # columns, whose halves are one step of every tile
+TILE = tl.constexpr(128)  # ids per tile, of which at most one is named
+CANDIDATES: Final = 16  # named ids per row: one from each group of tiles whose numbers are equal modulo 16
+UNIT: Final = 256  # columns; their two halves are one step of every tile
 E2M1_MAX: Final = 6.0
-E2M1_TO_E4M3: Final = 64.0  # a code of e2m1, put where e4m3 has its bits, is so much smaller
-_BETWEEN: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # of the magnitudes of e2m1 each and the next
-_PIECE_ROWS: Final = 4096  # packed together
+E2M1_TO_E4M3: Final = 64.0  # an e2m1 code placed in the bits of e4m3 is smaller by this factor
+_BETWEEN: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints between adjacent magnitudes of e2m1
+_PIECE_ROWS: Final = 4096  # rows packed together, which bounds the memory at load
 _NONE = tl.constexpr(-(1 << 31))
 
 
@@ -41,8 +44,9 @@ _HIGHER, _LOWER = tl.constexpr(_HALF % 0), tl.constexpr(_HALF % 4)
 
 @triton.jit
 def e4m3_of(codes, HIGH: tl.constexpr, BITS: tl.constexpr):
-    """The lower or the higher half of each byte as e4m3: sign, two bits of exponent, the first of the fraction. With
-    BITS four at a time."""
+    """Return the lower or the higher half of each byte as e4m3: sign, two exponent bits, the first fraction bit.
+
+    With BITS, four bytes are converted at a time."""
     if BITS:
         half: tl.constexpr = _HIGHER if HIGH else _LOWER
         wide = tl.inline_asm_elementwise(half, "=r,r", [codes], dtype=tl.uint8, is_pure=True, pack=4)
@@ -68,8 +72,10 @@ def _tile_kernel(
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Of TILE ids for each of ROWS rows a number that orders logits as they are ordered, with the place of the first of
-    the likeliest in the bits that count least. x `[M, 2 half]` is in e4m3; a row's scale would change no order."""
+    """Find the likeliest of TILE ids for each of ROWS rows.
+
+    Stores a key with the order of the logits, whose lowest bits hold the place of the first likeliest id. x `[M, 2
+    half]` is e4m3 without its scales, because a row's scale does not change the order."""
     await_before(OVERLAP)
     blocks = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0) // blocks
@@ -105,7 +111,7 @@ def _choose_kernel(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Of a row: the likeliest of every so manyth tile by its number, and by the head the likeliest of these."""
+    """Choose a row's id: the likeliest id of each group of tiles, then the likeliest of these by the head's weights."""
     await_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILES // CANDIDATES)[:, None] * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
@@ -116,13 +122,13 @@ def _choose_kernel(
     columns, named = tl.arange(0, WIDTH), ids >= 0
     line = weight + ids.to(tl.int64)[:, None] * width + columns[None, :]
     acc = tl.zeros((CANDIDATES, WIDTH), tl.float32)
-    for k in tl.static_range(0, width, WIDTH):  # so that all loads are on their way at once
+    for k in tl.static_range(0, width, WIDTH):  # unrolled, so that all loads are in flight together
         x = tl.load(hidden + row * width + k + columns).to(tl.float32)
         acc += tl.load(line + k, mask=named[:, None], other=0.0).to(tl.float32) * x[None, :]
     logit = tl.where(named, tl.sum(acc, axis=1), float("-inf"))
     top = tl.max(logit)
     likeliest = tl.min(tl.where(named & (logit == top), ids, num_ids - 1))
-    tl.store(token_ids + row, tl.maximum(likeliest, 0).to(tl.int64))  # some id, whatever the logits
+    tl.store(token_ids + row, tl.maximum(likeliest, 0).to(tl.int64))  # a valid id even if no logit is finite
     tl.store(logits + row, top)
 
 
@@ -133,11 +139,11 @@ def _tile(num_rows: int) -> Tile:
 
 
 class Shortlist:
-    """The copy: `codes[ids, K / 2]`, of which a byte has column `k` in its lower half and `k + K / 2` in its higher,
-    in e2m1; and what a row's largest element makes its scale."""
+    """The head's copy in e2m1: `codes[ids, K / 2]`, with column `k` in a byte's lower half and `k + K / 2` in its
+    higher half, and one scale per id, from its largest element."""
 
     def __init__(self, weight: Tensor, num_ids: int) -> None:
-        """Of `weight[N, K]`, K a multiple of UNIT, whose first `num_ids` rows are ids."""
+        """Pack `weight[N, K]`, with K a multiple of UNIT, whose first `num_ids` rows are ids."""
         width, self._num_tiles = weight.shape[1], max(1, triton.cdiv(num_ids, TILE.value))
         self._weight, self._num_ids = weight, num_ids
         rows = self._num_tiles * TILE.value
@@ -154,7 +160,8 @@ class Shortlist:
             self._scales[here] = scale * E2M1_TO_E4M3
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `hidden[R, K]`: (likeliest ids `[R]` int64, their logits `[R]` fp32, -inf where there is no id)."""
+        """Return the likeliest ids `[R]` int64 of `hidden[R, K]` and their logits `[R]` fp32, -inf where there is no
+        id."""
         hidden = hidden.contiguous()
         (num_rows, width), device = hidden.shape, hidden.device
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -181,12 +188,12 @@ class Shortlist:
         _choose_kernel[(num_rows,)](
             *(keys, hidden, self._weight, token_ids, logits, self._num_ids, self._num_tiles, width),
             **{"TILES": tiles, "CANDIDATES": CANDIDATES, "WIDTH": columns, **options},
-            num_warps=4 if width <= 4096 else 8,  # all columns are in registers
+            num_warps=4 if width <= 4096 else 8,  # a program holds all columns in registers
         )
         return token_ids, logits
 
 
 def shortlist(weight: Tensor, num_ids: int) -> Shortlist | None:
-    """As `OpTable.shortlist`."""
+    """Implement `OpTable.shortlist`."""
     fits = weight.dtype == torch.bfloat16 and weight.shape[1] % UNIT == 0
     return Shortlist(weight.contiguous(), num_ids) if fits and traits_of(weight.device).multiplies_fp8 else None

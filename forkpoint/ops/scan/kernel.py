@@ -1,5 +1,8 @@
-"""Steps of the selective scan in Triton: rows of one token and rows with drafts, whose tokens have the same bits.
-Formulas are in reference.py. The state is held `[N, channels]`."""
+"""Steps of the selective scan in Triton, for rows of one token and for rows with drafts. reference.py has the formulas.
+
+A token has the same bits in both kinds of rows. A program computes a block of channels of one row, with the state held
+as `[N, channels]`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,18 @@ from forkpoint.ops.metadata import DecodeIndex, VerifyIndex
 from forkpoint.ops.parameters import Out, Records, ScanInputs, ScanParams
 from forkpoint.ops.scan.prefill_kernel import scan_sizes, state_tile
 
-CHANNELS = 64  # of a program: 4 KiB of state for 16 values each
-AHEAD = tl.constexpr(3)  # turns of which loads are under way together
+CHANNELS = 64  # channels per program: 4 KiB of state with N = 16
+AHEAD = tl.constexpr(3)  # tokens whose loads are in flight together
 
 
 @triton.jit
 def _update(state, x, dt, b, rates, dt_bias):
-    """The state after a token: `state`, `rates` times log2(e) `[N, channels]`, `b` `[N]`, the others `[channels]`."""
+    """Return the state after a token. `rates`, times log2(e), are `[N, channels]`; `b` is `[N]`; others
+    `[channels]`."""
     step = softplus(dt + dt_bias)
     kept = tl.exp2(step[None, :] * rates) * state
-    return tl.fma((step * x)[None, :], b[:, None], kept)  # which product is rounded may not be left to the compiler
+    # an explicit fma, because the compiler may not choose which product is rounded
+    return tl.fma((step * x)[None, :], b[:, None], kept)
 
 
 @triton.jit
@@ -70,14 +75,15 @@ def _step_kernel(
     COMPUTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one row: the state is read once and written once. Without `cu_tokens` rows have one token each
-    and nothing pending; without COMPUTES there are no tokens."""
+    """Compute BLOCK channels of one row: read the state, fold records, compute tokens, write the state.
+
+    Without `cu_tokens`, rows have one token each and no records to fold. Without COMPUTES there are no tokens."""
     DRAFTS: tl.constexpr = cu_tokens is not None
     pid = tl.program_id(0)
     row, piece = pid // PIECES, pid % PIECES
     channel, value, present, real, in_state, in_slot, rate = state_tile(piece, rates, D, N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
-    await_inputs(OVERLAP)  # the launch before has written none of what is loaded above
+    await_inputs(OVERLAP)  # nothing loaded above was written by the previous launch
     source, target = tl.load(src + row).to(tl.int64), tl.load(dst + row).to(tl.int64)
     slot_at = pool + in_slot
     state = tl.load(slot_at + source * slot_stride, mask=in_state & (source >= 0), other=0.0).to(tl.float32)
@@ -105,7 +111,7 @@ def _step_kernel(
         if DRAFTS:
             shared = tl.load(write + row).to(tl.int64) * MOST
             drafting = present & (length > 1)
-            tl.debug_barrier()  # what is read of the line above is written over
+            tl.debug_barrier()  # the records read above are overwritten below
         for t in tl.range(0, length, num_stages=AHEAD):
             token = first + t
             x_row = _row(x + channel, x_stride, token, present)
@@ -124,24 +130,24 @@ def _step_kernel(
         if length == 1:
             tl.store(target_at, state.to(pool.dtype.element_ty), mask=in_target)
         if DRAFTS:
-            for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding's
+            for token in range(tl.load(cu_tokens + num_rows) + row, num_tokens, num_rows):  # padding
                 tl.store(out + token * D + channel, tl.zeros((BLOCK,), out.dtype.element_ty), mask=present)
 
 
 def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
-    """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
+    """Compute one token per row; return `[B, D]`, in `out` if it is given."""
     return _launch(inputs, params, pool, index, (), out)
 
 
 def scan_verify(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
-    """See `table.Recorded`; what tokens of no row get is zero."""
+    """Implement `table.Recorded` for scans. Tokens of no row get zeros."""
     return _launch(inputs, params, pool, index, records, out)
 
 
 def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The states after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the states, and store the states at the marks."""
     *lines, rates, dt_bias = records
     none = lines[0].new_empty(0, 1)
     _launch(ScanInputs(*[none] * 5), ScanParams(rates, dt_bias, dt_bias), pool, index, lines, none)
@@ -150,7 +156,7 @@ def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
 def _launch(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex | VerifyIndex, records: Records, out: Out
 ) -> Tensor:
-    """Without `records` rows have one token each."""
+    """Launch the step kernel. Without `records`, rows have one token each."""
     assert all(record.is_contiguous() for record in records), "records must be dense"
     out, num_tokens = inputs.x.new_empty(inputs.x.shape) if out is None else out, inputs.x.shape[0]
     sizes, strides = scan_sizes(inputs, params, pool, out, CHANNELS), (value.stride(0) for value in inputs)

@@ -1,12 +1,15 @@
-"""The selective scan of prompts in Triton; reference.py has the formulas.
+"""Prefill of the selective scan in Triton. reference.py has the formulas.
 
-Three launches, the outer ones over all 64-token chunks at once. The first makes of each chunk but a segment's last the
-state that it adds, from zero to its end, and the sum of its steps; the second joins them in order, `S' = e^{A sum} S +
-own`, which leaves each chunk's state at its start and saves states; the third makes outputs, and a segment's last state
-by the same join. A state at a multiple of 64 tokens therefore has the same bits wherever a prompt is cut. Segments of
-one chunk need the third alone.
+Three launches; the first and the third work on all 64-token chunks at once:
 
-States are held transposed, `[N, channels]`: a thread has all values of its channels, and their sum stays within it.
+1. `_own_kernel` computes, for every chunk except a segment's last, the state that the chunk adds to zero, and the sum
+   of its steps.
+2. `_join_kernel` joins the chunks of a segment in order, `S' = e^{A sum} S + own`. It leaves the state at each chunk's
+   start, and saves states.
+3. `_outputs_kernel` computes the outputs, and a segment's last state by the same join.
+
+A state at a multiple of 64 tokens therefore has the same bits wherever a prompt is cut. Segments of one chunk need only
+the third launch. States are held transposed, `[N, channels]`, so that a thread holds all values of its channels.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from forkpoint.ops.metadata import TILE, SegmentIndex
 from forkpoint.ops.parameters import Out, ScanInputs, ScanParams
 from forkpoint.ops.recurrence.solve import CHUNK, chunk_place, first_chunk
 
-CHANNELS = 32  # of a program that takes a chunk: one for each thread
-JOINED_CHANNELS, JOINING_WARPS = 32, 8  # of one that joins a segment's chunks
-AHEAD = tl.constexpr(4)  # chunks that it loads before they are joined
+CHANNELS = 32  # channels per program of a chunk: one per thread
+JOINED_CHANNELS, JOINING_WARPS = 32, 8  # per program that joins a segment's chunks
+AHEAD = tl.constexpr(4)  # chunks that the joining program loads ahead
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def state_tile(piece, rates, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a program: its channels and values, which of either there are, which of both and where they lie in a slot
-    `[N, BLOCK]`, and their rates of decay times log2(e)."""
+    """Return a program's channels and state values, their masks, the mask and the offsets in a slot `[N, BLOCK]`, and
+    the decay rates times log2(e)."""
     channel, value = piece * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(N))
     present, real = channel < D, value < N
     in_state = real[:, None] & present[None, :]
@@ -45,7 +48,8 @@ def state_tile(piece, rates, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _joined(state, own, total, rate):
-    """The state after a chunk, `[N, channels]`: from that at its start, what it adds, and the sum of its steps."""
+    """Return the state after a chunk, `[N, channels]`, from the state before it, its own part, and the sum of its
+    steps."""
     return tl.fma(tl.exp2(total[None, :] * rate), state, own)
 
 
@@ -69,8 +73,9 @@ def _own_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one chunk that is not a segment's last: what it adds -> `states[entry]` `[D, N]` and the sum
-    of its steps -> `totals[entry]`."""
+    """Compute BLOCK channels of one chunk that is not a segment's last.
+
+    Writes the state that the chunk adds to `states[entry]`, `[D, N]`, and the sum of its steps to `totals[entry]`."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     segment, offset = tl.load(tiles + 2 * (pid // PIECES)), tl.load(tiles + 2 * (pid // PIECES) + 1)
@@ -112,8 +117,9 @@ def _join_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one segment of several chunks: the state at each chunk's start in place of what it adds, and
-    saves before the segment's end."""
+    """Join the chunks of one segment, for BLOCK channels.
+
+    Replaces each chunk's own part by the state at its start, and stores the saves before the segment's end."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     segment = pid // PIECES
@@ -127,7 +133,7 @@ def _join_kernel(
     entry = first_chunk(cu_seqlens, segment).to(tl.int64)
     save, last_save = tl.load(save_ptr + segment), tl.load(save_ptr + segment + 1)
     for e in range(save, last_save + 1):
-        # From the state saved before up to the next; `begin = end` below would be taken for a constant.
+        # Chunks between two saves. `begin = end` below would be a constant to the compiler.
         begin, end, target = last * 0, last, last * 0 - 1
         if e > save:
             begin = tl.cdiv(tl.load(save_pos + e - 1), CHUNK)
@@ -141,7 +147,7 @@ def _join_kernel(
             total = tl.load(totals + (entry + i) * D + channel, mask=present, other=0.0)
             tl.store(at, state, mask=in_state)
             state = _joined(state, own, total, rate)
-            state = state.to(pool.dtype.element_ty).to(tl.float32)  # as if it were stored and resumed from here
+            state = state.to(pool.dtype.element_ty).to(tl.float32)  # round as if the state were stored and resumed here
         if target >= 0:
             kept = pool + target.to(tl.int64) * slot_stride + in_slot
             tl.store(kept, state.to(pool.dtype.element_ty), mask=in_state)
@@ -180,8 +186,9 @@ def _outputs_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK channels of one chunk: its outputs from the state at its start and, of a segment's last chunk, the state at
-    its end."""
+    """Compute the outputs of one chunk from the state at its start, for BLOCK channels.
+
+    A segment's last chunk also stores the state at its end."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     segment, offset = tl.load(tiles + 2 * (pid // PIECES)), tl.load(tiles + 2 * (pid // PIECES) + 1)
@@ -192,7 +199,7 @@ def _outputs_kernel(
     channel, value, present, real, in_state, in_slot, rate = state_tile(pid % PIECES, rates, D, N, BLOCK)
     bias = tl.load(dt_bias + channel, mask=present, other=0.0)
     through = tl.load(skip + channel, mask=present, other=0.0)
-    # Programs of later chunks may write the slot that a segment of several starts from.
+    # The last chunk may write the slot that its segment starts from, so segments of several chunks read the scratch.
     single, source = offset + left <= CHUNK, tl.load(src + segment).to(tl.int64)
     if single:
         old = pool + source * slot_stride + in_slot
@@ -234,7 +241,7 @@ def _outputs_kernel(
 
 
 def scan_sizes(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor, channels: int) -> dict[str, Any]:
-    """Sizes of a launch whose programs take so many channels."""
+    """Return the sizes of a launch with `channels` channels per program, under the kernels' names."""
     assert all(value.stride(1) == 1 for value in inputs), "elements of a row lie side by side"
     assert pool[0].is_contiguous() and out.is_contiguous(), "a slot and the result must be dense"
     dim, values = params.A.shape
@@ -242,7 +249,7 @@ def scan_sizes(inputs: ScanInputs, params: ScanParams, pool: Tensor, out: Tensor
 
 
 def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:
-    """The scan over segments: inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` as `index` says.
+    """Run the scan over segments of `T` tokens, with states in `pool[P, D, N]`; return `[T, D]`, in `out` if given.
 
     Scratch memory is about `T * D * N / 64` fp32 elements.
     """

@@ -1,9 +1,9 @@
 """The selective scan in torch (Gu, Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces").
 
 State `S[D, N]`, each channel with N values of its own decay. One token, with `s = softplus(dt + dt_bias)`:
-`S = e^{s A} S + (s x) B^T`, `y = (S C + skip x) silu(z)`. The decay depends on channel and state value together, so
-that there is no form in matrix products: tokens are taken one after another, and where a prompt is cut changes no bit.
-All arithmetic is fp32, whatever the dtype of inputs and pool. Rows with drafts: see VerifyIndex.
+`S = e^{s A} S + (s x) B^T`, `y = (S C + skip x) silu(z)`. The decay depends on both channel and state value, so there
+is no form in matrix products. Tokens are computed one after another, so the bits do not depend on where a prompt is
+cut. All arithmetic is fp32, whatever the dtype of inputs and pool. VerifyIndex describes rows with drafts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from forkpoint.ops.state_copy.reference import folded, read_slots, verified, wri
 
 
 def scan_changes(x: Tensor, dt: Tensor, b: Tensor, rates: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Of tokens `[..., D]`, b `[..., N]`: what a state is multiplied by, and what is added to it, `[..., D, N]`."""
+    """Return the factor and the summand of a state for tokens `[..., D]` and b `[..., N]`: both `[..., D, N]`."""
     step = softplus(dt.float() + dt_bias)
     return torch.exp(step.unsqueeze(-1) * rates), (step * x.float()).unsqueeze(-1) * b.float().unsqueeze(-2)
 
 
 def scan_tokens(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple[Tensor, Tensor]:
-    """L tokens of R sequences, `[L, R, D]` and `[L, R, N]`, and their `states[R, D, N]` -> (y, new states)."""
+    """Scan L tokens of R sequences, `[L, R, D]` and `[L, R, N]`, from `states[R, D, N]`; return (y, new states)."""
     x, c, z = (value.float() for value in (inputs.x, inputs.c, inputs.z))
     passed = []
     for decay, new in zip(*scan_changes(inputs.x, inputs.dt, inputs.b, params.A, params.dt_bias), strict=True):
@@ -35,7 +35,7 @@ def scan_tokens(inputs: ScanInputs, params: ScanParams, states: Tensor) -> tuple
 
 
 def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: SegmentIndex, out: Out = None) -> Tensor:
-    """The scan over segments: inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` as `index` says."""
+    """Run the scan over segments of `T` tokens, with states in `pool[P, D, N]`; return `[T, D]`, in `out` if given."""
     answer = torch.empty_like(inputs.x) if out is None else out
     states = read_slots(pool, index.src).float()
     ptr, positions, slots = index.save_ptr.tolist(), index.save_pos.tolist(), index.save_dst.tolist()
@@ -48,7 +48,7 @@ def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Se
             tile = slice(start + low, start + high)
             y, state = scan_tokens(ScanInputs(*(value[tile].unsqueeze(1) for value in inputs)), params, state)
             answer[tile] = y.squeeze(1).to(answer.dtype)
-            state = state.to(pool.dtype).float()  # as if it were stored and resumed from here
+            state = state.to(pool.dtype).float()  # round as if the state were stored and resumed here
             if high in saves:
                 pool[saves[high]] = state[0].to(pool.dtype)
         states[n] = state[0]
@@ -58,7 +58,7 @@ def scan_prefill(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Se
 
 
 def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: DecodeIndex, out: Out = None) -> Tensor:
-    """One token per row: inputs of `B` rows -> `[B, D]`, in `out` if given."""
+    """Compute one token per row; return `[B, D]`, in `out` if it is given."""
     y, states = scan_tokens(
         ScanInputs(*(value.unsqueeze(0) for value in inputs)), params, read_slots(pool, index.src).float()
     )
@@ -70,7 +70,7 @@ def scan_decode(inputs: ScanInputs, params: ScanParams, pool: Tensor, index: Dec
 def scan_verify(
     inputs: ScanInputs, params: ScanParams, pool: Tensor, index: VerifyIndex, records: Records, out: Out = None
 ) -> Tensor:
-    """Inputs of `T` tokens -> `[T, D]`, in `out` if given; `pool[P, D, N]` and the records as `index` says."""
+    """Compute rows with drafts; return `[T, D]`, in `out` if given. `index` says which states and records are used."""
     answer, (x, dt, b) = torch.empty_like(inputs.x) if out is None else out, records
 
     def advance(own: Tensor, at: Tensor, rows: Tensor, i: int) -> Tensor:
@@ -85,7 +85,7 @@ def scan_verify(
 
 
 def scan_fold(pool: Tensor, index: VerifyIndex, records: Records) -> None:
-    """The states after the pending tokens, and at the marks."""
+    """Fold the pending tokens' records into the states, and store the states at the marks."""
     write_slots(pool, index.dst, _folded(pool, index, records))
 
 

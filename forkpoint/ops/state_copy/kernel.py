@@ -1,4 +1,4 @@
-"""Slot to slot copies in Triton: all pools in one launch."""
+"""Copies between slots in Triton: all pools in one launch, as raw bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.platforms.table import traits_of
 
-PIECE = 8192  # bytes that a program loads, and then stores
+PIECE = 8192  # bytes per program and load
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -19,9 +19,10 @@ _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 def _copy_piece(
     item, pools, src, dst, unit, num_pools, pieces, PIECE: tl.constexpr, BYTES: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """`pools[num_pools, 3]` int64: address, bytes from slot to slot, bytes of a slot. `unit` gives the word's type.
+    """Copy one piece of one slot. `pools[num_pools, 3]` int64: address, stride of a slot in bytes, bytes of a slot.
 
-    Addresses are counted in 64 bits and become pointers one by one: vectors of them are refused by triton-ascend.
+    `unit` has the dtype of a word. Addresses are 64-bit integers and become pointers one by one, because triton-ascend
+    rejects vectors of pointers.
     """
     entry, rest = item // (num_pools * pieces), item % (num_pools * pieces)
     pool, first = pools + (rest // pieces) * 3, (rest % pieces) * PIECE
@@ -29,7 +30,7 @@ def _copy_piece(
     source, target = tl.load(src + entry).to(tl.int64), tl.load(dst + entry).to(tl.int64)
     if (target >= 0) & (first < size):
         at = first // BYTES + tl.arange(0, PIECE // BYTES)
-        # The hints let whole vectors be copied: the mask, too, must be known to change at vector bounds only.
+        # The hints let the compiler copy whole vectors. It must also know that the mask changes only at vector bounds.
         inside = at < tl.multiple_of(size // BYTES, ALIGN // BYTES)
         place = (address + target * stride).to(unit.dtype)
         words = tl.zeros((PIECE // BYTES,), unit.dtype.element_ty)
@@ -53,7 +54,7 @@ def _copy_kernel(
     ALIGN: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """A program takes one piece, or (TURNS) several: a loop of one costs a GPU 3 %."""
+    """Copy one piece, or several with TURNS. A loop of one turn would cost a GPU 3 %."""
     if TURNS:
         for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
             _copy_piece(item, pools, src, dst, unit, num_pools, pieces, PIECE, BYTES, ALIGN)
@@ -62,9 +63,9 @@ def _copy_kernel(
 
 
 class StateCopy:
-    """The operator. Keeps the table of addresses of each set of pools that it has seen on the device.
+    """The `state_copy` operator. It keeps a table of addresses on the device for each set of pools it has seen.
 
-    More than `most_programs`, the device's own number if not said, take turns.
+    With more pieces than `most_programs` (default: the device's limit), programs copy several pieces in turn.
     """
 
     def __init__(self, most_programs: int | None = None) -> None:
@@ -86,7 +87,7 @@ class StateCopy:
 
 
 def _describe(pools: list[Tensor]) -> tuple[Tensor, Tensor, int, int]:
-    """(addresses, strides and sizes on the device; a tensor of the word's type; widest slot; alignment in bytes)."""
+    """Return (table on the device, a tensor with the word's dtype, bytes of the widest slot, alignment in bytes)."""
     rows = []
     for pool in pools:
         assert pool[0].is_contiguous(), f"a slot must be dense; pool strides are {pool.stride()}"

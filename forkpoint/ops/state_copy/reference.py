@@ -1,4 +1,4 @@
-"""Slots in torch: copies, and rows whose tokens are taken turn by turn."""
+"""Slots in torch: reads, writes, copies, and rows whose tokens are computed turn by turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forkpoint.ops.metadata import VerifyIndex
 
 
 def read_slots(pool: Tensor, src: Tensor) -> Tensor:
-    """A copy of `pool[src]`, zeros where `src` is -1. `pool[P, ...]` may have any strides."""
+    """Return a copy of `pool[src]`, with zeros where `src` is -1. `pool[P, ...]` may have any strides."""
     index = src.long()
     states = pool[index.clamp(min=0)]
     absent = index < 0
@@ -21,7 +21,7 @@ def read_slots(pool: Tensor, src: Tensor) -> Tensor:
 
 
 def write_slots(pool: Tensor, dst: Tensor, states: Tensor) -> None:
-    """`pool[dst[i]] = states[i]`, rounded to the pool's dtype; nothing where `dst` is -1."""
+    """Store `pool[dst[i]] = states[i]`, rounded to the pool's dtype. A `dst` of -1 stores nothing."""
     index = dst.long()
     present = index >= 0
     if not bool(present.all()):
@@ -30,20 +30,21 @@ def write_slots(pool: Tensor, dst: Tensor, states: Tensor) -> None:
 
 
 def state_copy(pools: list[Tensor], src: Tensor, dst: Tensor) -> None:
-    """The operator, on any device that torch knows."""
+    """Copy slots `src` to slots `dst` in all pools, on any torch device."""
     for pool in pools:
         write_slots(pool, dst, read_slots(pool, src))
 
 
 def turns(counts: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """For i = 0, 1, .. until there are none: i and the rows that have more than i."""
+    """Yield i and the rows with a count above i, for i = 0, 1, .. until no row is left."""
     for i in range(int(counts.max())):
         yield i, torch.nonzero(counts > i)[:, 0]
 
 
 def folded(pool: Tensor, index: VerifyIndex, fold: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
-    """The states `[B, ...]` fp32 after the pending tokens; stores those at the marks. `fold(states, rows, i)` are
-    states after record `i` of those rows."""
+    """Return the states `[B, ...]` fp32 after the pending tokens, and store the states at the marks.
+
+    `fold(states, rows, i)` returns the states after record `i` of `rows`."""
     states = read_slots(pool, index.src).float()
     for i, live in turns(index.pending):
         own = fold(states[live], live, i)
@@ -55,8 +56,9 @@ def folded(pool: Tensor, index: VerifyIndex, fold: Callable[[Tensor, Tensor, int
 def verified(
     states: Tensor, pool: Tensor, index: VerifyIndex, advance: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 ) -> None:
-    """Takes folded states `[B, ...]` through all rows' first tokens, then the second ones of those that have two, and
-    so on. `advance(states, tokens, rows, i)` are states after those tokens, which leave record `i` of their rows."""
+    """Advance folded states `[B, ...]` through all rows' first tokens, then through second tokens, and so on.
+
+    `advance(states, tokens, rows, i)` returns the states after `tokens` and writes record `i` of `rows`."""
     first, lens = index.cu_tokens[:-1].long(), index.cu_tokens.diff()
     drafting = lens > 1
     write_slots(pool, torch.where(drafting, index.dst, -1), states)
