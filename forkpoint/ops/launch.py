@@ -1,4 +1,4 @@
-"""Launch options of some devices only: a start that overlaps the end of the launch before, a cap on registers."""
+"""Launch options that only some devices have: overlap with the previous launch, and a limit on registers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import triton.language as tl
 
 from forkpoint.platforms.table import traits_of
 
-MOST_ROWS = 512  # of launches that overlap
-AT_ONCE = tl.constexpr(2)  # an OVERLAP: `await_before` lets the next launch start too
+MOST_ROWS = 512  # rows; longer launches do not overlap
+AT_ONCE = tl.constexpr(2)  # a value of OVERLAP: `await_before` also lets the next launch start
 
 
 @triton.jit
 def await_inputs(OVERLAP: tl.constexpr):
-    """Return when everything that earlier launches wrote can be read, and let the next launch start.
+    """Wait until everything that earlier launches wrote can be read, and let the next launch start.
 
-    A kernel calls this first: the launch before it may still be at work. What older launches wrote can be read even
-    before the call, because the launch before this one let it start only after it had waited for them itself.
+    A kernel calls this before it reads the output of the previous launch, which may still be running. Output of older
+    launches can be read before the call, because the previous launch waited for them before it let this one start.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -28,8 +28,10 @@ def await_inputs(OVERLAP: tl.constexpr):
 
 @triton.jit
 def await_before(OVERLAP: tl.constexpr):
-    """The first half of `await_inputs`, for kernels of many programs that call `start_next` when their loads are done:
-    programs of the next launch that come earlier would crowd some processors. With AT_ONCE it is the whole."""
+    """Wait as `await_inputs` does, without letting the next launch start (unless OVERLAP is AT_ONCE).
+
+    Kernels with many programs call `start_next` when their loads are done. Programs of the next launch that start
+    earlier would crowd some processors."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         if OVERLAP == AT_ONCE:
@@ -38,16 +40,17 @@ def await_before(OVERLAP: tl.constexpr):
 
 @triton.jit
 def start_next(OVERLAP: tl.constexpr):
-    """Let the next launch start, if it may not yet."""
+    """Let the next launch start, unless `await_before` has done so."""
     if OVERLAP and OVERLAP != AT_ONCE:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def overlap(device: torch.device, num_rows: int, at_once: bool = False) -> dict[str, Any]:
-    """Launch options for a kernel over `num_rows` tokens that calls these: overlap where the device can.
+    """Return the launch options of a kernel over `num_rows` tokens that calls these functions.
 
-    Only where launches are short: programs that wait hold room that a long launch before them would use. `at_once`:
-    a kernel with `await_before` lets the next launch start before its loads; products of FP8 are slower with it.
+    Short launches overlap on devices that support it. In long launches, waiting programs would hold resources that the
+    previous launch needs. `at_once`: a kernel with `await_before` lets the next launch start before its own loads; FP8
+    products are slower with it.
     """
     if num_rows > MOST_ROWS or not traits_of(device).overlaps_launches:
         return {"OVERLAP": False}
@@ -55,10 +58,10 @@ def overlap(device: torch.device, num_rows: int, at_once: bool = False) -> dict[
 
 
 def straight(device: torch.device) -> dict[str, Any]:
-    """For a kernel with a second form, in which the rows of each masked load are a straight line."""
+    """Return the option of kernels with a second form for devices that drop the masks of gathered loads."""
     return {"STRAIGHT": not traits_of(device).masks_gathers}
 
 
 def capped_registers(device: torch.device, per_thread: int) -> dict[str, Any]:
-    """Launch options for a kernel whose programs should leave room for more of them on a processor."""
+    """Return launch options that limit registers, so that more programs fit on a processor."""
     return {"maxnreg": per_thread} if traits_of(device).caps_registers else {}

@@ -1,4 +1,4 @@
-"""Which backend serves each operator."""
+"""The choice of the backend of each operator."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _REFERENCES = (activation, norm, conv1d, recurrence, record, scan, moe, sampling
 
 
 def torch_table(deterministic: bool = False) -> OpTable:
-    """Every operator in torch, on any device that torch knows.
+    """Return every operator in torch, for any torch device.
 
-    With `deterministic` no row of any result depends, bit for bit, on what else is in the batch, on where the
-    row stands in it, or on where (on the 64-token grid) its request was cut into chunks.
+    With `deterministic`, the bits of a row depend neither on the rest of the batch, nor on the row's place in it, nor
+    on where (on the 64-token grid) its prompt was cut into chunks.
     """
     product = FixedRowsLinear() if deterministic else linear.linear
     of_linear = linear.OfLinear(linear.prepare_linear, product, activation.silu_mul)
@@ -66,7 +66,8 @@ def _torch(base: OpTable) -> OpTable:
 
 
 def _triton(base: OpTable) -> OpTable:
-    from forkpoint.ops.triton_table import triton_table  # a machine without a GPU need not have Triton
+    # imported late, because a machine without a GPU may lack Triton
+    from forkpoint.ops.triton_table import triton_table
 
     return triton_table(base)
 
@@ -77,7 +78,7 @@ def _triton_in_turns(base: OpTable) -> OpTable:
     return in_turns(_triton(base))
 
 
-# Each makes a table out of torch's.
+# Functions from torch's table to another table, by name.
 OPERATORS: Final[Registry[Callable[[OpTable], OpTable]]] = Registry(
     "operator table",
     "forkpoint.operators",
@@ -86,16 +87,16 @@ OPERATORS: Final[Registry[Callable[[OpTable], OpTable]]] = Registry(
 
 
 def register_operators(name: str, table: Callable[[OpTable], OpTable]) -> None:
-    """Have this process find an operator table, which is made out of torch's. Raises ConfigError for a taken name."""
+    """Register a function from torch's table to another table. Raises ConfigError if the name is taken."""
     OPERATORS.add(name, table)
 
 
 def select_table(name: str, deterministic: bool, force_state_copy: bool) -> OpTable:
-    """The operators of a name: 'torch', 'cpp', 'auto' (cpp where it can be compiled, else torch),
-    'triton', or of another package.
+    """Return the operators of a name: 'torch', 'cpp', 'auto' (cpp if it compiles, else torch), 'triton', or a
+    registered one.
 
-    `backends` of the result names what serves each operator and, where 'auto' fell back, why. With
-    `force_state_copy` no operator redirects. Raises ConfigError for an unknown name, and if 'cpp' cannot be built.
+    `backends` of the result names the backend of each operator and, if 'auto' fell back, why. With `force_state_copy`
+    no operator redirects. Raises ConfigError for an unknown name, and if 'cpp' cannot be built.
     """
     table = OPERATORS.find(name)(torch_table(deterministic))
     if not isinstance(table, OpTable):

@@ -34,10 +34,10 @@ _OPERATORS = (
 
 
 def triton_table(base: OpTable) -> OpTable:
-    """`base` with its operators replaced by those of a GPU.
+    """Return `base` with the Triton operators.
 
-    Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so that
-    they serve deterministic tables as they are; attention, which would spread few queries over the device, is told.
+    Each kernel computes a row from that row alone, in one order of operations and one fixed configuration, so it also
+    serves deterministic tables. Attention gets `deterministic`, because it would otherwise split keys for few queries.
     """
     product, experts = DeviceLinear(base.deterministic, activation.silu_mul), DeviceExperts(base.deterministic)
     replaced: dict[str, Any] = {
@@ -49,7 +49,7 @@ def triton_table(base: OpTable) -> OpTable:
     replaced |= operators_of(*_OPERATORS, product)
     backends = dict.fromkeys(replaced.keys() & set(operator_names()), f"triton {triton.__version__}")
     optional: dict[str, Any] = {
-        # What is chosen by a chunk's size would let bits depend on where a prompt was cut.
+        # A choice by a chunk's size would make bits depend on where a prompt was cut.
         "latent_prefill": None if base.deterministic else latent_prefill,
         "linear_parts": partial(product.linear, parts=True),
         "experts_parts": partial(experts, parts=True),

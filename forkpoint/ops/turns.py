@@ -1,5 +1,7 @@
-"""Operators over rows in turns, for devices whose launches have few programs. Kernels over tiles take turns of their
-own: `launch_table.turns`."""
+"""Operators over rows in several launches ("turns"), for devices with a low limit of programs per launch.
+
+Kernels over tiles use `launch_table.turns` instead.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from forkpoint.ops.table import OpTable
 
-MOST_ROWS = 2048  # of a turn: with up to 31 programs for each a launch stays below 65,535
-MOST_SAMPLED = 512  # rows of logits, with a program for each 2,048 of them
-# The operators whose rows know nothing of each other: which of their arguments have a row of each token.
+MOST_ROWS = 2048  # rows per turn; with up to 31 programs per row, a launch stays below 65,535 programs
+MOST_SAMPLED = 512  # rows of logits per turn, with one program per 2,048 logits
+# Operators whose rows are independent, with the numbers of the arguments that have one row per token.
 ROWS: Final = MappingProxyType({
     "linear": (0,),
     "linear_silu_mul": (0,),
@@ -32,11 +34,12 @@ ROWS: Final = MappingProxyType({
     "sample_rows": (0, 1),
 })  # fmt: skip
 
-LIBRARY: Final = {"linear", "linear_heads"}  # the vendor's, beyond a few rows, unless a row's bits must be the same
+# the vendor's library runs these for more than a few rows, unless bits must be fixed
+LIBRARY: Final = {"linear", "linear_heads"}
 
 
 def by_turns(operator: Callable[..., Any], places: tuple[int, ...], most: int, *args: Any, **options: Any) -> Any:
-    """`operator` of these arguments, of which those at `places` are cut into turns of `most` rows."""
+    """Call `operator` with the arguments at `places` cut into turns of `most` rows, and join the results."""
     if args[0].shape[0] <= most:
         return operator(*args, **options)
     cut = {place: _cut(args[place], most) for place in places}
@@ -48,7 +51,7 @@ def by_turns(operator: Callable[..., Any], places: tuple[int, ...], most: int, *
 
 
 def _cut(argument: Any, most: int) -> Sequence[Any]:
-    """A tensor, or several in columns, in parts of `most` rows."""
+    """Split a tensor, or a tuple of columns, into parts of `most` rows."""
     if isinstance(argument, Tensor):
         return torch.split(argument, most)
     columns = {field.name: torch.split(getattr(argument, field.name), most) for field in fields(argument)}
@@ -62,7 +65,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def in_turns(table: OpTable) -> OpTable:
-    """The same operators, over at most MOST_ROWS rows at a time, without those of a GPU alone."""
+    """Return the table with operators over at most MOST_ROWS rows at a time, without the operators only GPUs have."""
     own = ROWS if table.deterministic else {name: ROWS[name] for name in ROWS.keys() - LIBRARY}
     most = dict.fromkeys(own, MOST_ROWS) | {"sample_rows": MOST_SAMPLED}
     cut: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Sums that are left to the operator behind them, which reads what it would be given anyway."""
+"""Matrices whose final sum is left to the operator that reads them, which saves a launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Unmade(Tensor):
-    """A matrix `[M, N]` that is still to be made of `own`: nothing else can be asked of it."""
+    """A matrix `[M, N]` that is still to be computed from `own`. It supports no other operation."""
 
     own: Tensor
 
@@ -24,8 +24,9 @@ class Unmade(Tensor):
 
 
 class Parts(Unmade):
-    """The sum over P of `own[M, P, N]`, each times its share if there are `shares[M, P]` fp32, in their order; rounded
-    once, to the model's dtype."""
+    """The sum over P of `own[M, P, N]` in order, rounded once to the model's dtype.
+
+    If there are `shares[M, P]` fp32, each part is multiplied by its share."""
 
     shares: Tensor | None = None
 
@@ -36,5 +37,5 @@ class Parts(Unmade):
         return found
 
     def __getitem__(self, columns: Any) -> Parts:
-        """`[:, columns]`."""
+        """Return `[:, columns]`, still as `Parts`."""
         return Parts.of(self.own[:, :, columns[1]], self.shares)

@@ -1,7 +1,7 @@
 """Compiles the C++ operators once per machine and loads them.
 
-The result is kept in the user's cache folder under a key of the sources, the compiler, torch's version and the
-processor's features, so that a new checkout, torch or machine builds anew and an old one loads in milliseconds.
+The library is kept in the user's cache folder under a key of the sources, the compiler, torch's version and the
+processor's features. A new checkout, torch or machine compiles again; otherwise the library loads in milliseconds.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NAME = "forkpoint_cpu_ops"
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The loaded module, or the reason why there is none."""
+    """The loaded module, or the reason why it is missing."""
 
     module: ModuleType | None
     reason: str
 
 
 def load_operators() -> Build:
-    """Load the operators, compiling them first where this machine has not done so yet (about half a minute).
+    """Load the operators. Compile them first if this machine has not done so yet (about half a minute).
 
-    Two processes that build at once are safe: one builds, the other waits and loads.
+    If two processes start at once, one compiles and the other waits.
     """
     compiler, reason = _find_compiler()
     if compiler is None:
@@ -73,7 +73,7 @@ def _cache_root() -> Path:
 
 
 def _find_compiler() -> tuple[str | None, str]:
-    """(command, "") of a C++ compiler that can build a torch extension, or (None, what is missing)."""
+    """Return (command, "") of a C++ compiler that can build a torch extension, or (None, what is missing)."""
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "g++" if platform.system() == "Linux" else "c++")
@@ -99,7 +99,7 @@ def _key(sources: list[Path], compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: a shared home folder may serve several kinds of machine."""
+    """Return the features that -march=native depends on. A shared home folder may serve several kinds of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _compile(sources: list[Path], folder: Path, marker: Path) -> None:
         if marker.exists():
             return
         logging.getLogger("forkpoint").info("compiling the C++ operators, once for this machine: about half a minute")
-        # torch's own baton is left behind by a killed build and would block for ever; ours is held here.
+        # A killed build leaves torch's own lock file behind, which would block for ever. Our lock is held here.
         (folder / "lock").unlink(missing_ok=True)
         cpp_extension.load(
             NAME,

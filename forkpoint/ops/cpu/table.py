@@ -29,16 +29,16 @@ from forkpoint.ops.table import OpTable, operators_of
 
 
 class _Operators:
-    """Those whose arguments the C++ side is given otherwise: an index, a layer's constants, scales and matrices."""
+    """Operators whose C++ functions take other arguments: unpacked indexes, constants, scales and matrices."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def _kept(self, own: Any, make: Callable[[], Any]) -> Any:
-        """What a layer's constants look like on the C++ side, made when the layer first runs.
+        """Return a layer's constants in their C++ form, created when the layer first runs.
 
-        Keyed by the identity of the layer's own, which are kept, so that the key stays taken.
+        The key is the identity of the layer's own constants. They are kept alive, so that the key stays unique.
         """
         if id(own) not in self._made:
             self._made[id(own)] = own, make()
@@ -140,13 +140,13 @@ class _Operators:
         return out
 
     def prepare_linear(self, weight: Matrix, bias: Tensor | None) -> Any:
-        """FP8 stays, which decodes faster than bf16 does in batches of a few rows."""
+        """Pack a weight. FP8 stays FP8, because it decodes small batches faster than bf16."""
         if not isinstance(weight, ScaledMatrix):
             return self._module.prepare_linear(weight, bias)
         return self._module.prepare_scaled_linear(*_codes(weight), weight.by_block, bias)
 
     def prepare_experts(self, gate_up: Matrix, down: Matrix) -> Any:
-        """As `prepare_linear` does."""
+        """Pack expert weights. FP8 stays FP8."""
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             return self._module.prepare_scaled_experts(*_codes(gate_up), *_codes(down), gate_up.by_block)
         return self._module.prepare_experts(dense(gate_up), dense(down))
@@ -165,12 +165,11 @@ def _codes(matrix: ScaledMatrix) -> tuple[Tensor, Tensor, int]:
 
 
 def cpp_table(module: ModuleType, base: OpTable, tiles: bool | None = None) -> OpTable:
-    """`base` with its operators replaced by those of `module`, which `build.load_operators` gave.
+    """Return `base` with the C++ operators of `module`, which `build.load_operators` loaded.
 
-    The operators take float32 and bfloat16 CPU tensors. Each computes a row from that row alone, every element
-    in one fixed order of operations, so that they serve deterministic tables as they are. With `tiles` (None:
-    where the machine has them) linear layers of many rows go to torch, and a deterministic table keeps
-    `base`'s linear layers.
+    The operators support float32 and bfloat16 CPU tensors. Each computes a row from that row alone, every element in
+    one fixed order of operations, so it also serves deterministic tables. With `tiles` (None: if the machine has matrix
+    tiles), torch computes linear layers of many rows, and a deterministic table keeps `base`'s linear layers.
     """
     module.keep_freed_memory()
     cpp = _Operators(module)

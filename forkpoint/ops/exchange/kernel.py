@@ -1,7 +1,8 @@
-"""Small exchanges between ranks whose devices reach each other's memory: one kernel each, also in a graph.
+"""Small all-reduces and all-gathers between devices that can write to each other's memory, one kernel each.
 
-A rank writes what it has into an inbox of each other rank, as words of 8 bytes: 4 of data and, in the upper half, the
-number of the exchange. It waits until its own inbox has that number everywhere, so data need no flag behind them.
+A rank writes its data into an inbox on each other rank, in words of 8 bytes: 4 bytes of data and, in the upper half,
+the number of the exchange. A rank waits until every word of its own inbox has that number, so no separate flag is
+needed. The kernels also run in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from forkpoint.ops.linear.fp8_kernel import store_narrowed, written_beside
 from forkpoint.ops.linear.scaled import BLOCK
 from forkpoint.ops.unmade import Parts
 
-WORD_BYTES = 4  # of data
-WORDS = 2048  # of a program at most
-PROGRAMS = 256  # at most, so that all of them are at work at once, whatever waits for whom
-FEW_WORDS = 256  # at least
-FEW_ROWS = 32  # of a norm, each of which has more threads then
+WORD_BYTES = 4  # bytes of data per word
+WORDS = 2048  # words per program at most
+PROGRAMS = 256  # programs at most, so that all of them run at once and none waits for one that has not started
+FEW_WORDS = 256  # words per program at least
+FEW_ROWS = 32  # rows of a norm; up to here each row gets more threads
 PLACES, PLACE_WORDS = tl.constexpr(PROGRAMS), tl.constexpr(WORDS)
-PIECE = tl.constexpr(BLOCK)  # elements of a row that have one scale in FP8
+PIECE = tl.constexpr(BLOCK)  # elements that share an FP8 scale
 
 
 class Inboxes(NamedTuple):
-    """One rank's end of exchanges, as kernels are given it; all of it starts as zeros."""
+    """One rank's arguments for exchange kernels. All memory starts as zeros."""
 
-    addresses: Tensor  # [size] int64: where the ranks have their inboxes
-    numbers: Tensor  # int32, of each program: the exchanges that it has been in
+    addresses: Tensor  # [size] int64: addresses of the ranks' inboxes
+    numbers: Tensor  # int32 per program: the number of exchanges it has taken part in
     rank: tl.constexpr
     size: tl.constexpr
 
@@ -42,8 +43,9 @@ class Inboxes(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What kernels are given of rows that a rank brings to a sum: words of two bfloat16, or parts of them, which may be
-    in fp32; `shares`, their strides of a row and of a part, and how many there are, 0 of plain rows."""
+    """One rank's summand as kernel arguments: rows of words (two bfloat16 each), or `Parts` of rows, which may be fp32.
+
+    `shares` multiply the parts. `num_parts` is 0 for plain rows."""
 
     rows: Tensor
     shares: Tensor | None
@@ -53,7 +55,7 @@ class Own(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Self:
-        """`x[M, D]`, or `Parts` of it."""
+        """Describe `x[M, D]`, which may be `Parts`."""
         if not isinstance(x, Parts):
             words = x.contiguous().view(torch.int32)
             return cls(words, None, words.shape[1], 0, tl.constexpr(0))
@@ -61,16 +63,16 @@ class Own(NamedTuple):
         return cls(own, x.shares, own.stride(0), own.stride(1), tl.constexpr(own.shape[1]))
 
     def part(self, rows: slice) -> Self:
-        """Some of the rows."""
+        """Return the description of some of the rows."""
         return self._replace(rows=self.rows[rows], shares=None if self.shares is None else self.shares[rows])
 
 
 @triton.jit
 def _send(own, inside, ends):
-    """`own` words of this program to all other ranks. (number of the exchange, this program's places in an inbox)
+    """Send this program's words to all other ranks; return (number of the exchange, its places in an inbox).
 
-    A program has two places of each rank in each inbox, and takes turns: when another rank's program begins an
-    exchange, it has read all that came in the one before.
+    A program has two places per rank in each inbox and alternates between them. When another rank's program starts an
+    exchange, it has read everything of the previous one.
     """
     program, at = tl.program_id(0), tl.arange(0, own.shape[0])
     number = tl.load(ends.numbers + program) + 1
@@ -85,7 +87,7 @@ def _send(own, inside, ends):
 
 @triton.jit
 def _receive(rank, inside, number, places, ends):
-    """The words of `rank`, once they have come."""
+    """Wait for the words of `rank` and return them."""
     tag, at = number.to(tl.int64) << 32, tl.arange(0, inside.shape[0])
     come = tl.load(ends.addresses + ends.rank).to(tl.pointer_type(tl.int64)) + (places + rank) * PLACE_WORDS + at
     word = tl.load(come, mask=inside, other=tag, volatile=True)
@@ -96,39 +98,38 @@ def _receive(rank, inside, number, places, ends):
 
 @triton.jit
 def end(number, ends):
-    tl.debug_barrier()  # all threads have read the number
+    tl.debug_barrier()  # wait until all threads have read the number
     tl.store(ends.numbers + tl.program_id(0), number)
 
 
 @triton.jit
 def halves(words):
-    """Two bfloat16 of each word, as fp32."""
+    """Split each word into its two bfloat16 numbers, as fp32."""
     return (words << 16).to(tl.float32, bitcast=True), (words >> 16 << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def joined(low, high):
-    """The same back, rounded."""
+    """Round two fp32 numbers to bfloat16 and join them to a word."""
     low_bits = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low_bits | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def load_pairs(x, at, inside):
-    """Two fp32 where `halves` would find two bfloat16."""
+    """Load two fp32 numbers in place of each word."""
     return tl.load(x + 2 * at, mask=inside, other=0.0), tl.load(x + 2 * at + 1, mask=inside, other=0.0)
 
 
 @triton.jit
 def own_words(own, row, at, inside):
-    """The words `at` of a row; those of a sum of parts, each times its share if there are any, rounded as it would be,
-    were it stored."""
+    """Return the words `at` of a row. Parts are multiplied by their shares and added, then rounded as if stored."""
     x = own.rows + row * own.row_stride
     if own.num_parts == 0:
         words = tl.load(x + at, mask=inside, other=0)
     else:
         low, high = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
-        for part in tl.static_range(own.num_parts):  # no loop, so that all loads are under way together
+        for part in tl.static_range(own.num_parts):  # unrolled, so that all loads are in flight together
             if x.dtype.element_ty == tl.float32:
                 more_low, more_high = load_pairs(x + part * own.part_stride, at, inside)
             else:
@@ -142,7 +143,7 @@ def own_words(own, row, at, inside):
 
 @triton.jit
 def store_norm(total, weights, to, row, at, inside, width, eps):
-    """The norm of a row of `width` words, and the same in FP8 if `to` has room for it."""
+    """Store the norm of a row of `width` words, and its FP8 form if `to` has room for it."""
     out, codes, scales, padded_rows = to
     low, high = halves(total)
     weight_low, weight_high = weights
@@ -159,7 +160,7 @@ def store_norm(total, weights, to, row, at, inside, width, eps):
 
 @triton.jit
 def _summed(own, inside, number, places, ends):
-    """In the order of the ranks, so that all have the same bits."""
+    """Return the sum over the ranks, added in their order so that all ranks get the same bits."""
     low, high = tl.zeros(own.shape, tl.float32), tl.zeros(own.shape, tl.float32)
     for rank in tl.static_range(ends.size):
         found = own
@@ -173,8 +174,8 @@ def _summed(own, inside, number, places, ends):
 
 @triton.jit(do_not_specialize=["num_words", "width"])
 def _exchange_kernel(x, out, ends, num_words, width, COUNT: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr):
-    """COUNT words of `x`, for one program. With SUM words are two bfloat16, and `out` their sums; else rows of `width`
-    words are put side by side."""
+    """Exchange COUNT words of `x`. With SUM, store the sums of their bfloat16 numbers; otherwise concatenate rows of
+    `width` words."""
     index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = index < num_words
     await_before(OVERLAP)
@@ -196,8 +197,9 @@ def _exchange_kernel(x, out, ends, num_words, width, COUNT: tl.constexpr, SUM: t
 
 @triton.jit
 def _sum_norm_kernel(own, residual, weight, to, ends, width, eps, COUNT: tl.constexpr, OVERLAP: tl.constexpr):
-    """A row of `width` words, of two bfloat16, for one program: `residual` plus the sum over ranks, and its norm. All
-    but `own` is older than the launch before."""
+    """Store `residual` plus the sum over the ranks, and its norm, for one row of `width` words.
+
+    The previous launch writes only `own`."""
     at, row = tl.arange(0, COUNT), tl.program_id(0).to(tl.int64)
     inside, index = at < width, row * width + at
     side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
@@ -214,24 +216,24 @@ def _sum_norm_kernel(own, residual, weight, to, ends, width, eps, COUNT: tl.cons
 
 
 def inbox_words(size: int) -> int:
-    """Of one of `size` ranks, as int64."""
+    """Return the size of one rank's inbox, in int64 words, with `size` ranks."""
     return 2 * PROGRAMS * size * WORDS
 
 
 def takes(x: Tensor) -> bool:
-    """Whether an exchange has room for `x`."""
+    """Return whether an exchange has room for `x`."""
     row = x.shape[-1] * x.element_size()
     return row % WORD_BYTES == 0 and x.numel() * x.element_size() <= PROGRAMS * WORDS * WORD_BYTES
 
 
 def words_each(num_words: int) -> int:
-    """Of a program."""
+    """Return the number of words per program."""
     count: int = triton.next_power_of_2(triton.cdiv(num_words, PROGRAMS))
     return max(FEW_WORDS, count)
 
 
 def exchange(x: Tensor, out: Tensor, inboxes: Inboxes, sums: bool) -> Tensor:
-    """Write to `out` the sum over ranks of `x`, in bfloat16, or their rows side by side."""
+    """Write the sum of the ranks' bfloat16 `x` to `out`, or with `sums` false their concatenated rows."""
     words = x.contiguous().view(torch.int32)
     num_words = words.numel()
     if num_words:
@@ -243,8 +245,9 @@ def exchange(x: Tensor, out: Tensor, inboxes: Inboxes, sums: bool) -> Tensor:
 
 
 def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, out: Tensor) -> Tensor:
-    """`out`, the norm of `residual + x`, with x[T, D] summed over ranks and rounded, after `residual += x` in place; at
-    most PROGRAMS rows, of at most WORDS words of two elements."""
+    """Add the all-reduced, rounded `x[T, D]` to the residual in place, and write the norm of the residual to `out`.
+
+    Supports at most PROGRAMS rows of at most WORDS words."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
     num_rows, width = len(residual), residual.shape[1] // 2
     if num_rows:

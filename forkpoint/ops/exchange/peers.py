@@ -1,4 +1,4 @@
-"""Ranks whose devices reach each other's memory."""
+"""Exchanges between ranks whose devices can write to each other's memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from forkpoint.ops.exchange.kernel import inbox_words as few_inbox_words
 from forkpoint.ops.linear.fp8_kernel import Rounded
 from forkpoint.ops.unmade import Parts
 
-FEW_BYTES = 1 << 19  # of a rank, which go word by word
+FEW_BYTES = 1 << 19  # bytes per rank; up to here kernel.py (numbered words) is used, above it rows_kernel.py
 
 
 def inbox_words(size: int) -> int:
-    """Of one of `size` ranks, as int64: of small exchanges, then of many rows."""
+    """Return the size of one rank's inboxes in int64 words: of small exchanges, then of row exchanges."""
     return few_inbox_words(size) + rows.inbox_words(size) // 2
 
 
 class Peers:
-    """One rank's end of the exchanges, which all ranks make in the same order."""
+    """One rank's side of the exchanges. All ranks call the same methods in the same order."""
 
     def __init__(self, rank: int, addresses: Sequence[int], device: torch.device, owner: Any = None) -> None:
-        """`addresses` are those of the ranks' inboxes, `inbox_words` zeros each, which live as long as `owner`."""
+        """`addresses` are those of the ranks' inboxes, each of `inbox_words` zeros. `owner` keeps their memory
+        alive."""
         self.rank, self.size, self._owner = rank, len(addresses), owner
         few = torch.tensor(addresses, dtype=torch.int64, device=device)
         many = few + 8 * few_inbox_words(self.size)
@@ -36,8 +37,8 @@ class Peers:
 
     @classmethod
     def meet(cls, rank: int, size: int, device: torch.device) -> Peers:
-        """For the ranks of the process group; all of them call this."""
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # nothing here uses it
+        """Set up the exchanges of a process group. All its ranks call this."""
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # unused here
         from torch.distributed import _symmetric_memory as symmetric
 
         inbox = symmetric.empty(inbox_words(size), dtype=torch.int64, device=device)
@@ -49,19 +50,19 @@ class Peers:
         return cls(rank, handle.buffer_ptrs, device, (inbox, handle))
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `sum` can be asked for one of bfloat16."""
+        """Return whether `sum` supports a bfloat16 tensor like `x`."""
         return takes(x)
 
     def gathers(self, x: Tensor) -> bool:
-        """Whether `gather` can be asked for."""
+        """Return whether `gather` supports `x`."""
         return isinstance(x, Parts) or takes(x) or rows.takes(x)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of all ranks' `x`, bfloat16, rounded once."""
+        """Return the sum of all ranks' bfloat16 `x`, rounded once."""
         return exchange(x, x.new_empty(x.shape), self._few, sums=True)
 
     def gather(self, x: Tensor) -> Tensor:
-        """`x[..., K] -> [..., size * K]`: the ranks' rows side by side; x may be `Parts`."""
+        """Concatenate the ranks' rows: `x[..., K] -> [..., size * K]`. x may be `Parts`."""
         own, dtype = (x.own[:, 0], torch.bfloat16) if isinstance(x, Parts) else (x, x.dtype)
         out = own.new_empty(*own.shape[:-1], self.size * own.shape[-1], dtype=dtype)
         if own is x and takes(x) and (_is_few(x) or not rows.takes(x)):
@@ -69,12 +70,13 @@ class Peers:
         return rows.gather(Own.of(x), out, self._many)
 
     def takes_parts(self, width: int, dtype: torch.dtype) -> bool:
-        """Whether `sum_add_rmsnorm` and `gather` can be asked for rows of this width, and for `Parts` of them."""
+        """Return whether `sum_add_rmsnorm` and `gather` support rows of this width, also as `Parts`."""
         return dtype == torch.bfloat16 and rows.takes_row(width * dtype.itemsize)
 
     def sum_add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounded: bool = False) -> Tensor:
-        """The norm of `residual + x`, x summed over the ranks, after `residual += x` in place; x may be `Parts`. As
-        `rmsnorm` if `rounded`."""
+        """Add the all-reduced x, which may be `Parts`, to the residual in place; return the norm of the residual.
+
+        With `rounded`, the norm also carries its FP8 form."""
         own, out = Own.of(x), Rounded.room(*residual.shape, like=residual, rounded=rounded)
         if _is_few(residual) and len(residual) <= PROGRAMS and residual.shape[1] <= 2 * WORDS:
             return sum_add_rmsnorm(own, residual, weight, eps, self._few, out)

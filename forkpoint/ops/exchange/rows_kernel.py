@@ -1,8 +1,8 @@
-"""Exchanges of many rows between ranks whose devices reach each other's memory: one kernel each, also in a graph.
+"""All-reduces and all-gathers of many rows between devices that can write to each other's memory, one kernel each.
 
-A rank writes each of its rows into an inbox of each other rank and then, behind it, the number of the exchange as the
-row's flag. As there is no number beside each word of data, half as much goes over the link as in small exchanges, but
-a row's flag leaves only when its data have arrived.
+A rank writes each row into an inbox on each other rank, and then the number of the exchange as the row's flag. Half as
+many bytes cross the link as with numbered words (kernel.py), but a flag can leave only after its data have arrived. The
+kernels also run in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from forkpoint.ops.exchange.kernel import Inboxes, Own, end, halves, joined, loa
 from forkpoint.ops.launch import await_before, overlap, start_next
 from forkpoint.ops.linear.fp8_kernel import written_beside
 
-MOST_ROWS = 4096  # of a launch; a row has its place, whatever its width
-WIDEST = 4096  # words of a row
+MOST_ROWS = 4096  # rows per launch; each has a place in the inbox
+WIDEST = 4096  # words per row at most
 PLACE_WORDS = tl.constexpr(WIDEST)
-PROGRAMS = 528  # at most; a row is always the same program's
+PROGRAMS = 528  # programs at most; the same program always handles a row
 
 
 @triton.jit
 def _inbox(ends, rank):
-    """That of `rank`, as int32."""
+    """Return the address of the inbox of `rank`, as an int32 pointer."""
     return tl.multiple_of(tl.load(ends.addresses + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def _place(number, sender, receiver, SIZE: tl.constexpr):
-    """Of what `sender` writes to `receiver`: they take turns, so that what came last can be read meanwhile."""
+    """Return the half of the receiver's inbox that `sender` writes. Halves alternate, so that the last one can be
+    read."""
     return (number & 1) * (SIZE - 1) + (sender + SIZE - receiver - 1) % SIZE
 
 
 @triton.jit
 def _send(own, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
-    """A row to all other ranks, then its flags."""
+    """Send a row to all other ranks, then its flags."""
     for rank in tl.static_range(ends.size):
         if rank != ends.rank:
             place = _place(number, ends.rank, rank, ends.size) * MOST_ROWS + row
             tl.store(_inbox(ends, rank) + place * PLACE_WORDS + at, own, mask=inside)
-    tl.debug_barrier()  # all threads have written
+    tl.debug_barrier()  # wait until all threads have written
     flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
     for rank in tl.static_range(ends.size):
         if rank != ends.rank:
@@ -53,7 +54,7 @@ def _send(own, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
 
 @triton.jit
 def _receive(rank, at, inside, row, number, ends, MOST_ROWS: tl.constexpr):
-    """The row of `rank`, once it has come."""
+    """Wait for the row of `rank` and return it."""
     inbox, place = _inbox(ends, ends.rank), _place(number, rank, ends.rank, ends.size) * MOST_ROWS + row
     flags: tl.constexpr = 2 * (ends.size - 1) * MOST_ROWS * PLACE_WORDS
     while tl.atomic_add(inbox + flags + place, 0, sem="acquire", scope="sys") != number:
@@ -76,8 +77,9 @@ def _rows_kernel(
     MOST_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Rows of WIDTH words, one after the other: those of all ranks side by side, or, if there is a residual, of two
-    bfloat16 each, `residual` plus their sum, and its norm."""
+    """Exchange rows of WIDTH words one after another.
+
+    Concatenates the ranks' rows. With a residual, adds the sum of their bfloat16 numbers to it and stores its norm."""
     NORMS: tl.constexpr = residual is not None
     at, program = tl.arange(0, COUNT), tl.program_id(0)
     inside = at < WIDTH
@@ -92,7 +94,7 @@ def _rows_kernel(
         if NORMS:
             side_low, side_high = halves(tl.load(residual + index, mask=inside, other=0))
             low, high = tl.zeros((COUNT,), tl.float32), tl.zeros((COUNT,), tl.float32)
-        for rank in tl.static_range(ends.size):  # in their order, so that all have the same bits
+        for rank in tl.static_range(ends.size):  # in this order, so that all ranks get the same bits
             found = words
             if rank != ends.rank:
                 found = _receive(rank, at, inside, row, number, ends, MOST_ROWS)
@@ -112,23 +114,23 @@ def _rows_kernel(
 
 
 def inbox_words(size: int) -> int:
-    """Of one of `size` ranks, as int32."""
+    """Return the size of one rank's inbox, in int32 words, with `size` ranks."""
     return 2 * (size - 1) * MOST_ROWS * (WIDEST + 1)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether rows of `x[T, D]` can be exchanged."""
+    """Return whether rows of `x[T, D]` can be exchanged."""
     return x.dim() == 2 and takes_row(x.shape[-1] * x.element_size())
 
 
 def takes_row(num_bytes: int) -> bool:
-    """The same of one row."""
+    """Return whether a row of `num_bytes` can be exchanged."""
     return num_bytes % 4 == 0 and num_bytes <= 4 * WIDEST
 
 
 def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inboxes: Inboxes, out: Tensor) -> Tensor:
-    """`out`, the norm of `residual + x`, with x[T, D], bfloat16, summed over ranks and rounded, after `residual += x`
-    in place."""
+    """Add the all-reduced, rounded bfloat16 `x[T, D]` to the residual in place; write the norm of the residual to
+    `out`."""
     assert residual.is_contiguous(), f"strides are {residual.stride()}"
     codes, scales, padded_rows = written_beside(out)
     for part in _parts(residual):
@@ -140,7 +142,7 @@ def sum_add_rmsnorm(own: Own, residual: Tensor, weight: Tensor, eps: float, inbo
 
 
 def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
-    """Write to `out[T, size * D]`, bfloat16, the ranks' rows `[T, D]` side by side."""
+    """Write the ranks' concatenated rows `[T, D]` to bfloat16 `out[T, size * D]`."""
     for part in _parts(out):
         to = out[part].view(torch.int32)
         operands = (own.part(part), None, None, (to,), inboxes, len(to), None)
@@ -149,7 +151,7 @@ def gather(own: Own, out: Tensor, inboxes: Inboxes) -> Tensor:
 
 
 def _parts(x: Tensor) -> list[slice]:
-    """Rows that there is room for at once."""
+    """Split the rows into slices that one launch can exchange."""
     return [slice(first, first + MOST_ROWS) for first in range(0, len(x), MOST_ROWS)]
 
 

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: our kernels where they are the faster, the vendor's library elsewhere."""
+"""Linear layers on a GPU: our kernels where they are faster, the vendor's library elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from forkpoint.platforms.table import traits_of
 
 
 def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
-    """As large as the device allows; the bits are the same. `gated_fp8`: for a gated product with weights in FP8."""
+    """Return `tile`, shrunk to the device's limits. The bits do not change. `gated_fp8`: a gated product of FP8
+    weights."""
     most = launch_table(device)
     if gated_fp8 and tile.outputs > most.most_gated_outputs:
         tile = replace(tile, outputs=most.most_gated_outputs)
@@ -41,22 +42,21 @@ def within(tile: Tile, device: torch.device, gated_fp8: bool = False) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLinear:
-    """Linear layers, by the names of their operators; with `deterministic` a row's bits do not depend on the number of
-    rows."""
+    """The linear operators of a GPU. With `deterministic`, a row's bits do not depend on the number of rows."""
 
     deterministic: bool
     silu_mul: SiluMul
 
     @staticmethod
     def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear | ScaledLinear:
-        """Both as loaded."""
+        """Keep weight and bias as loaded."""
         if not isinstance(weight, ScaledMatrix):
             return PackedLinear(weight, bias)
         multiplies = traits_of(weight.codes.device).multiplies_fp8
         return ScaledLinear(weight, bias, library_scales(weight) if multiplies else None)
 
     def linear(self, x: Tensor, packed: PackedLinear | ScaledLinear, parts: bool = False) -> Tensor:
-        """`x[T, K] -> y[T, N]` in x's dtype; with `parts` perhaps as `Parts`."""
+        """Multiply `x[T, K]` by the weight; return `y[T, N]` in x's dtype. With `parts`, y may be `Parts`."""
         num_outputs, width = packed.weight.shape
         if isinstance(packed, ScaledLinear):
             tile = self._scaled_tile(x, packed, gated=False)
@@ -74,7 +74,7 @@ class DeviceLinear:
     def linear_both(
         self, x: Tensor, packed: PackedLinear | ScaledLinear, beside: PackedLinear | ScaledLinear
     ) -> tuple[Tensor, Tensor] | None:
-        """See `OpTable.linear_both`: of one row, a matrix in FP8 and one beside it that is not."""
+        """Implement `OpTable.linear_both` for one row, an FP8 matrix and a second matrix that is not FP8."""
         if not isinstance(packed, ScaledLinear) or isinstance(beside, ScaledLinear) or len(x) != 1:
             return None
         tile = self._scaled_tile(x, packed, gated=False)
@@ -84,11 +84,11 @@ class DeviceLinear:
 
     @staticmethod
     def wide(x: Tensor, packed: PackedLinear) -> Tensor:
-        """`x[T, K] -> y[T, N]` in fp32, as the weights are, for an x in bfloat16."""
+        """Multiply a bfloat16 `x[T, K]` by fp32 weights; return `y[T, N]` in fp32."""
         return multiply(x, packed.weight, packed.bias, wide_tile(x.shape[0]))
 
     def linear_silu_mul(self, x: Tensor, packed: PackedLinear | ScaledLinear) -> Tensor:
-        """`x[T, K] -> y[T, I]` for a `[2I, K]` weight, gate rows first, without bias."""
+        """Return `silu(x gate^T) * (x up^T)`, `[T, I]`, for a `[2I, K]` weight, gate rows first, without bias."""
         if isinstance(packed, ScaledLinear):
             scaled_tile = self._scaled_tile(x, packed, gated=True)
             if scaled_tile is None:
@@ -108,13 +108,13 @@ class DeviceLinear:
         return weight.contiguous()
 
     def linear_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x[T, H, K] -> y[T, H, N]` in x's dtype."""
+        """Multiply each head by its weight: `x[T, H, K] -> y[T, H, N]` in x's dtype."""
         if self.deterministic:
             return torch.stack([self.linear(x[:, h], PackedLinear(own, None)) for h, own in enumerate(weight)], dim=1)
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def _scaled_tile(self, x: Tensor, packed: ScaledLinear, gated: bool) -> Tile | None:
-        """None: the vendor's library takes them, in FP8 or the weights widened."""
+        """Return our tile for FP8 weights, or None for the vendor's library (in FP8 or with widened weights)."""
         num_rows, num_outputs, width = x.shape[0], packed.weight.shape[0] // (2 if gated else 1), packed.weight.shape[1]
         alone, narrows = packed.weight.by_one_row(gated), packed.library_scales is not None
         masks = traits_of(x.device).masks_gathers

@@ -1,8 +1,7 @@
 """A linear layer whose rows do not depend, bit for bit, on the batch.
 
-BLAS libraries choose kernels and splits by the shape of a product, so a row's bits depend on how many rows are
-beside it. Here a product is cut into blocks of a few sizes, padded, and the sizes in use are ones that were seen
-to give the same bits.
+BLAS libraries choose kernels and splits by the shape of a product, so a row's bits depend on the number of rows. Here a
+product is cut into padded blocks of a few sizes. Only sizes that give the same bits in a trial are used.
 """
 
 from __future__ import annotations
@@ -14,31 +13,30 @@ from torch import Tensor
 from forkpoint.ops.linear.reference import PackedLinear
 
 CANDIDATES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
-_SMALL = 16  # a decode batch must not be padded much further than this
-_MIN_ROWS = 16  # of a trial
-_SHIFT = 5  # rows by which a trial is rotated, to see each row at another place in its block
-_ALIGNMENT = 64  # bytes; BLAS kernels treat the head of a row by its address
+_SMALL = 16  # rows; small batches are padded to at most about this size
+_MIN_ROWS = 16  # rows of a trial at least
+_SHIFT = 5  # rows by which a trial is rotated, so that each row is seen at two places in its block
+_ALIGNMENT = 64  # bytes; BLAS kernels handle the start of a row by its alignment
 
 _Key = tuple[int, int, bool, torch.dtype, torch.device, int]
 
 
 class FixedRowsLinear:
-    """`linear` in blocks of sizes that agree.
+    """Computes `linear` in blocks whose sizes give the same bits.
 
-    Kernels are chosen by shape, dtype and number of threads, never by the numbers. So one trial per such key,
-    at its first use, tells which sizes agree: for every element of a row, at two places in a block and beside
-    other rows.
+    The library chooses kernels by shape, dtype and number of threads, never by values. One trial per such key, at its
+    first use, finds the sizes that agree for every element of a row, at two places in a block and with other rows.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[_Key, tuple[int, ...]] = {}
 
     def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """`x[T, K] -> y[T, N]` in x's dtype."""
+        """Multiply `x[T, K]` by the weight; return `y[T, N]` in x's dtype."""
         return _in_blocks(x.contiguous(), packed, self.sizes(packed))
 
     def sizes(self, packed: PackedLinear) -> tuple[int, ...]:
-        """The block sizes for weights of this shape, largest first."""
+        """Return the block sizes for weights of this shape, largest first."""
         weight = packed.weight
         key = (*weight.shape, packed.bias is not None, weight.dtype, weight.device, torch.get_num_threads())
         if key not in self._sizes:
@@ -47,9 +45,9 @@ class FixedRowsLinear:
 
 
 def _trial_operands(packed: PackedLinear) -> tuple[Tensor, PackedLinear]:
-    """Rows and weights of the same shape whose products cancel: each sum is the sum of its roundings.
+    """Return rows and weights of the same shape whose products cancel, so that only rounding errors remain.
 
-    Then any other order of summation shows, where rounding to bfloat16 would hide it from ordinary numbers.
+    Every other order of summation then changes the result. With ordinary numbers, rounding to bfloat16 would hide it.
     """
     num_outputs, width = packed.weight.shape
     device, dtype = packed.weight.device, packed.weight.dtype
@@ -68,7 +66,7 @@ def _trial_operands(packed: PackedLinear) -> tuple[Tensor, PackedLinear]:
 
 
 def _agreeing(packed: PackedLinear) -> tuple[int, ...]:
-    """The largest set of agreeing sizes that reaches down to _SMALL, largest size first."""
+    """Return the largest set of agreeing sizes that includes a size of at most _SMALL, largest first."""
     x, trial = _trial_operands(packed)
     classes: list[tuple[Tensor, list[int]]] = []
     for size in CANDIDATES:
@@ -82,7 +80,7 @@ def _agreeing(packed: PackedLinear) -> tuple[int, ...]:
         else:
             same.append(size)
     small = [tuple(sizes) for _, sizes in classes if sizes[-1] <= _SMALL]
-    # One row alone is always the same product, whatever else fails.
+    # A block of one row is always the same product, even if no other sizes agree.
     return max(small, key=len, default=CANDIDATES[-1:])
 
 

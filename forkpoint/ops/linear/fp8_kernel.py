@@ -1,4 +1,4 @@
-"""Products of which both sides are in FP8, by the vendor's library: the fastest for many rows."""
+"""Rounding activations to FP8, and FP8 x FP8 products by the vendor's library, which is fastest for many rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from forkpoint.ops.linear.scaled import BLOCK, CODES, FP8_MAX, LEAST_AMAX, Scale
 from forkpoint.ops.linear.tiles import FEW_SCALED
 from forkpoint.platforms.table import traits_of
 
-ROWS = 64  # to a multiple of which rows are filled up: the library is slower with 32 than with 64
-NARROW_ROWS = 16  # of one program
+ROWS = 64  # rows are padded to a multiple, because the library is slower with 32 rows than with 64
+NARROW_ROWS = 16  # rows per program that rounds
 _MAX, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_AMAX)
 
 
 @triton.jit
 def narrowed(value):
-    """Rows of fp32 in the range of FP8, and the scale of each."""
+    """Scale fp32 rows into the range of FP8; return them and each row's scale."""
     scale = tl.maximum(tl.max(tl.abs(value), axis=1), _LEAST) / _MAX
     return value / scale[:, None], scale
 
 
 @triton.jit
 def store_narrowed(value, codes, scales, rows, pieces, inside, width, padded_rows):
-    """`value[P, BLOCK]`: P times BLOCK columns of a row, the `pieces`-th of it."""
+    """Round and store `value[P, BLOCK]`, the pieces `pieces` of a row, each of BLOCK columns."""
     value, scale = narrowed(value)
     at = rows.to(tl.int64) * width + pieces * value.shape[1]
     code = value.to(codes.dtype.element_ty)
@@ -52,7 +52,7 @@ def _narrow_kernel(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`ROWS x WIDTH` elements; a row's have one scale. Rows from `num_rows` on are zeros."""
+    """Round `ROWS x WIDTH` elements with one scale per row. Rows from `num_rows` on are zeros."""
     await_inputs(OVERLAP)
     pieces = tl.cdiv(width, WIDTH)
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
@@ -67,8 +67,10 @@ def _narrow_kernel(
 
 
 class Rounded(Tensor):
-    """A matrix, and the same as `narrow` would round it for products, by the launch that wrote it; what is beyond its
-    rows is anything. What is made of it is a plain tensor."""
+    """A matrix that carries its FP8 form, which the launch that wrote the matrix also wrote.
+
+    The FP8 form equals that of `narrow`; rows beyond the matrix hold anything. Results of operations are plain
+    tensors."""
 
     codes: Tensor
     scales: Tensor
@@ -76,8 +78,9 @@ class Rounded(Tensor):
 
     @classmethod
     def room(cls, *shape: int, like: Tensor, rounded: bool) -> Tensor:
-        """For `[M, K]`, or for the same with heads apart `[M, heads, K / heads]`; plain unless `rounded`, and where
-        the device of `like` does not multiply FP8 by FP8, or not with rows of this width."""
+        """Allocate `[M, K]`, or `[M, heads, K / heads]`.
+
+        The tensor is plain unless `rounded` is set and the device multiplies FP8 by FP8 with rows of this width."""
         fits = shape[-1] % BLOCK == 0 and len(like) > FEW_SCALED and like.dtype == torch.bfloat16
         found = like.new_empty(shape)
         if not rounded or not fits or not traits_of(like.device).multiplies_fp8:
@@ -87,45 +90,48 @@ class Rounded(Tensor):
         return own
 
     def flatten(self, *args: Any, **options: Any) -> Tensor:
-        """With heads side by side."""
+        """Merge the heads of a token, and keep the FP8 form."""
         found = super().flatten(*args, **options).as_subclass(Rounded)
         found.codes, found.scales = self.codes, self.scales
         return found
 
 
 def written_beside(out: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-    """What kernels write beside a matrix: codes, scales and the rows that those have room for."""
+    """Return what kernels write in addition to a matrix: codes, scales, and the number of rows they have room for."""
     return (out.codes, out.scales, out.codes.shape[0]) if isinstance(out, Rounded) else (None, None, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """`rows[M, K]`, and, if they are in FP8, a scale for each BLOCK columns of a row `[M, K / BLOCK]`."""
+    """`rows[M, K]` and, if they are FP8, one scale for each BLOCK columns of a row, `[M, K / BLOCK]`."""
 
     rows: Tensor
     scales: Tensor | None
 
     @classmethod
     def of(cls, x: Tensor, narrows: bool) -> Activations:
-        """x as it is, or rounded."""
+        """Return x as it is, or rounded to FP8 if `narrows`."""
         return cls(*narrow(x, BLOCK, NARROW_ROWS)) if narrows else cls(x, None)
 
     @classmethod
     def empty(cls, num_rows: int, width: int, like: Tensor, narrows: bool) -> Activations:
-        """Of `like`'s dtype, or FP8; that with rows to spare, so that scales begin at a multiple of 16 bytes."""
+        """Allocate in the dtype of `like`, or in FP8 with spare rows, so that scales start at a multiple of 16
+        bytes."""
         if not narrows:
             return cls(like.new_empty(num_rows, width), None)
         return cls(*_empty(num_rows, width, BLOCK, NARROW_ROWS, like.device))
 
     @property
     def scale_step(self) -> int:
-        """From a row's scale to its next."""
+        """Stride from one scale of a row to the next."""
         return 0 if self.scales is None else self.scales.stride(1)
 
 
 def narrow(x: Tensor, columns: int, to_rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Codes and fp32 scales of `x[M, K]`, a scale for each row and `columns` of it, with M rounded up to a
-    multiple of `to_rows`: `[M', K]`, `[M', K / columns]`, the latter column after column."""
+    """Round `x[M, K]` to FP8 with one fp32 scale per row and `columns` columns.
+
+    Returns codes `[M', K]` and scales `[M', K / columns]` in column-major order, with M' the next multiple of
+    `to_rows`."""
     if isinstance(x, Rounded) and columns == BLOCK:
         return x.codes, x.scales
     num_rows, width = x.shape
@@ -145,7 +151,7 @@ def _empty(num_rows: int, width: int, columns: int, to_rows: int, device: torch.
 
 
 def library_scales(weight: ScaledMatrix) -> Tensor | None:
-    """The scales of `[N, K]` as the library wants them; None: it has no product for their blocks."""
+    """Return the scales of `[N, K]` in the library's layout, or None if it has no product for their blocks."""
     num_outputs, width = weight.shape
     if num_outputs % 16 or width % BLOCK or weight.dtype != torch.bfloat16:
         return None
@@ -153,7 +159,7 @@ def library_scales(weight: ScaledMatrix) -> Tensor | None:
         return weight.scales.view(1, -1) if weight.rows == 1 else None
     if weight.rows != BLOCK or weight.columns != BLOCK:
         return None
-    # Column after column, each of a length that is a multiple of four.
+    # Column-major, with columns padded to a multiple of four.
     rows, columns = weight.scales.shape
     padded = weight.scales.new_zeros(rows, triton.cdiv(columns, 4) * 4)
     padded[:, :columns] = weight.scales
@@ -161,8 +167,10 @@ def library_scales(weight: ScaledMatrix) -> Tensor | None:
 
 
 def multiply_fp8(x: Tensor, weight: ScaledMatrix, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """`x[M, K] -> y[M, N]` in bfloat16; `scales` are `library_scales(weight)`. x is rounded to FP8, with a scale for
-    each row, and each 128 columns of it where weights have one for each block."""
+    """Multiply `x[M, K]` by an FP8 weight with the vendor's library; return `y[M, N]` in bfloat16.
+
+    `scales` are `library_scales(weight)`. x is rounded to FP8 with one scale per row, or per row and 128 columns if the
+    weight has a scale per block."""
     kinds = F.ScalingType
     if weight.by_block:
         columns, recipes = BLOCK, (kinds.BlockWise1x128, kinds.BlockWise128x128)

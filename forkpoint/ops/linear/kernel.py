@@ -1,4 +1,7 @@
-"""Matrix products with weights in Triton; see reference.py for what they compute."""
+"""Matrix products with weights in Triton. reference.py has the formulas, tiles.py the choice of tiles.
+
+`product_kernel` computes tiles with the matrix units. `_row_kernel` computes single rows without them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from forkpoint.ops.linear.sums_kernel import (
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.ops.unmade import Parts
 
-SPLIT_ROWS = 1024  # whose sums of splits are in memory together, at most
+SPLIT_ROWS = 1024  # rows whose partial sums are in memory together at most
 BESIDE_OUTPUTS, BESIDE_WIDTH, BESIDE_STAGES = tl.constexpr(2), tl.constexpr(1024), tl.constexpr(2)
 
 
@@ -70,13 +73,15 @@ def product_kernel(
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tile of the product by one matrix, or, with `tiles` (see `ExpertOrder`), of those by several: into experts from
-    tokens, of `group` pairs each, to places in their order, out of them from places to pairs. If GATED a second half of
-    outputs goes up beside the first.
+    """Compute one tile of the product with a matrix, or with an expert's matrix if `tiles` is given.
 
-    With SCALE_ROWS weights are in FP8, and so many rows share scales: one for each SCALE_WIDTH columns if BLOCKED, else
-    one. With SHARED all outputs of a tile have the same. x may be in FP8 too, with a scale for each SCALE_WIDTH columns
-    of a row, `x_scale_step` apart. A step of K lies in a block."""
+    `tiles` and `pairs` come from `ExpertOrder`. The product into experts reads tokens, of `group` pairs each, and
+    writes places in the order of pairs. The product out of experts reads places and writes pairs. If GATED, the weight
+    has a second half of outputs, and `silu(gate) * up` is stored.
+
+    With SCALE_ROWS, weights are FP8 and that many rows share scales: one per SCALE_WIDTH columns if BLOCKED, else one.
+    With SHARED, all outputs of a tile share their scales. x may also be FP8, with one scale per SCALE_WIDTH columns of
+    a row, `x_scale_step` apart. A step of K lies within one block."""
     await_before(OVERLAP)
     pid, start, end = tl.program_id(0), 0, width
     output_tiles = tl.cdiv(num_outputs, OUTPUTS)
@@ -96,7 +101,7 @@ def product_kernel(
         split, pid = pid % splits, pid // splits
         start = split * split_width
         end = tl.minimum(start + split_width, width)
-        # Programs next to each other share weights while `group` row tiles last, then rows.
+        # Adjacent programs share weights for `group` row tiles, then rows.
         first = pid // (group * output_tiles) * group
         here = tl.minimum(tl.cdiv(num_rows, ROWS) - first, group)
         place = pid % (group * output_tiles)
@@ -118,7 +123,7 @@ def product_kernel(
     x += start
     weight += (matrix * matrix_rows + output_start).to(tl.int64) * width + start
     up_weight = weight + num_outputs.to(tl.int64) * width
-    # The steps of K are the same whatever the tile; float32 is not cut to tf32.
+    # The steps of K do not depend on the tile, and float32 is not truncated to TF32.
     acc = tl.zeros((OUTPUTS, ROWS) if TURNED else (ROWS, OUTPUTS), tl.float32)
     up = acc
     for k in range(start, end, WIDTH):
@@ -150,7 +155,7 @@ def product_kernel(
     inside = rows_inside[:, None] & outputs_inside[None, :]
     line = targets[:, None] * out_stride + outputs[None, :]
     if SPLIT:
-        # Sums of [splits, gate and up, num_rows, num_outputs].
+        # Partial sums `[splits, gate and up, num_rows, num_outputs]`.
         part = num_rows.to(tl.int64) * num_outputs
         sums = out + split * part * (2 if GATED else 1) + line
         tl.store(sums, acc, mask=inside)
@@ -164,7 +169,7 @@ def product_kernel(
             acc = gate(acc, up, dtype)
         if SQUARED:
             acc = relu_squared(acc, dtype)
-        if out_scales is not None:  # OUTPUTS is SCALE_WIDTH
+        if out_scales is not None:  # here OUTPUTS equals SCALE_WIDTH
             acc, scale = narrowed(acc)
             tl.store(out_scales + output_start // SCALE_WIDTH * out_scale_step + targets, scale, mask=rows_inside)
         tl.store(out + line, acc.to(out.dtype.element_ty), mask=inside)
@@ -195,8 +200,10 @@ def _row_kernel(
     BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """With `ids` a row is a pair of a token and an expert, and `group` of them have one row of x. With `beside` it is
-    one row, and behind its programs come others, of BESIDE_OUTPUTS each, for a second matrix, which has no scales."""
+    """Multiply single rows without the matrix units.
+
+    With `ids`, a row is a pair of a token and an expert, and `group` pairs share a row of x. With `beside` there is one
+    row, and further programs, of BESIDE_OUTPUTS outputs each, multiply it by a second matrix without scales."""
     await_before(OVERLAP)
     pid = tl.program_id(0)
     row = (pid // output_tiles).to(tl.int64)
@@ -225,11 +232,12 @@ def _options(x: Tensor, tile: Tile, weight: Matrix) -> dict[str, Any]:
 def multiply(
     x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool = False, parts: bool = False
 ) -> Tensor:
-    """`x[M, K] -> y[M, N]` in x's dtype, for rows of any stride; in fp32 if the weight is. With `parts`, and without
-    a bias, splits of K may be left as `Parts`.
+    """Multiply `x[M, K]`, with rows of any stride, by the weight; return `y[M, N]` in x's dtype, or fp32 if the weight
+    is.
 
-    With `gated`, `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`.
-    In FP8 a tile's width divides 128, or, where it has 1 row, is a multiple, and `weight.by_one_row(gated)` holds.
+    With `parts` and without a bias, the partial sums of splits of K may be returned as `Parts`. With `gated`,
+    `weight[2N, K]` holds gate rows, then up rows, and y is `silu(x gate^T) * (x up^T)`. For FP8, the tile's width
+    divides 128; for a tile of one row it is a multiple of 128, and `weight.by_one_row(gated)` holds.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_outputs = len(x), weight.shape[0] // (2 if gated else 1)
@@ -249,7 +257,7 @@ def multiply(
 def _multiply(
     x: Tensor, weight: Matrix, bias: Tensor | None, tile: Tile, gated: bool, parts: bool, out: Tensor
 ) -> Tensor:
-    """The same into `out`, by tiles of several rows; all splits of K are in memory at once."""
+    """Compute `multiply` into `out` with tiles of several rows. All partial sums are in memory at once."""
     (num_rows, width), num_outputs = x.shape, out.shape[1]
     split_width = triton.cdiv(triton.cdiv(width, tile.width), tile.splits) * tile.width
     splits = triton.cdiv(width, split_width)
@@ -278,8 +286,8 @@ def launch_product(
     squared: bool = False,
     order: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """By `weight[N, K]`, or, with the pairs and tiles of an `ExpertOrder`, by `weight[E, N, K]`. `cut` is the number of
-    rows, or of tiles, the group of `product_kernel`, and the splits of K and their width."""
+    """Launch products with `weight[N, K]`, or with `weight[E, N, K]` for the tiles of an `ExpertOrder`. `cut` is the
+    number of rows, or of tiles, the group of `product_kernel`, and the splits of K and their width."""
     pairs, tiles = order or (None, None)
     codes, scales = matrix_parts(weight)
     num_rows, group, splits, split_width = cut
@@ -297,7 +305,7 @@ def launch_product(
 
 
 def multiply_both(x: Tensor, weight: Matrix, beside: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """`x[1, K] W^T` for two matrices, of which the second is in x's dtype, in one launch; the tile has one row."""
+    """Return `x[1, K] W^T` for two matrices in one launch. The second matrix has x's dtype; the tile has one row."""
     out, second = (x.new_empty(1, len(codes)) for codes in (matrix_parts(weight)[0], beside))
     launch_rows(x.contiguous(), weight, out, tile, _options(x, tile, weight), both=(beside, second))
     return out, second
@@ -316,7 +324,7 @@ def launch_rows(
     ids: Tensor | None = None,
     both: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Each row by itself: by `weight[N, K]`, or, with the expert `ids[T, C]` of each, by `weight[E, N, K]`."""
+    """Multiply each row by `weight[N, K]`, or by `weight[E, N, K]` of its expert if `ids[T, C]` are given."""
     beside, second = both or (None, None)
     beside_outputs = 0 if beside is None else len(beside)
     (num_rows, num_outputs), width = out.shape, x.shape[1]

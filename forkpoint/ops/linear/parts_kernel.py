@@ -1,4 +1,4 @@
-"""Sums that were left to another operator, in Triton."""
+"""Partial sums (`Parts`) added up in Triton."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.linear.sums_kernel import gate
 from forkpoint.ops.unmade import Parts
 
-BLOCK = tl.constexpr(1024)  # outputs of a program
+BLOCK = tl.constexpr(1024)  # outputs per program
 
 
 @triton.jit
 def sum_of_parts(own, shares, part_stride, inside, dtype: tl.constexpr, PARTS: tl.constexpr):
-    """fp32 of PARTS tensors at `own`, `own + part_stride`, .., each times one of `shares` if there are any; rounded to
-    `dtype`, as it would be, were it stored."""
+    """Return the fp32 sum of PARTS tensors at `own`, `own + part_stride`, .., rounded to `dtype` as if it were stored.
+
+    Each part is multiplied by its share if there are `shares`."""
     total = tl.zeros(inside.shape, tl.float32)
-    for part in tl.static_range(PARTS):  # no loop, so that all loads are under way together
+    for part in tl.static_range(PARTS):  # unrolled, so that all loads are in flight together
         value = tl.load(own + part * part_stride, mask=inside, other=0.0).to(tl.float32)
         total += value if shares is None else tl.load(shares + part) * value
     return total.to(dtype).to(tl.float32)
@@ -38,7 +39,7 @@ def _make_kernel(
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK outputs of one row; `up` goes beside a gate."""
+    """Add up BLOCK outputs of one row. With `up`, the first sum is the gate of the second."""
     await_inputs(OVERLAP)
     row = (tl.program_id(0) // pieces).to(tl.int64)
     at = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +56,7 @@ def _make_kernel(
 
 
 def make(parts: Parts, bias: Tensor | None, out: Tensor, up: Parts | None = None) -> Tensor:
-    """`out[M, N]`, with a bias, or as the gate of a second sum."""
+    """Store the sum in `out[M, N]`, plus a bias, or as the gate of a second sum `up`."""
     num_rows, num_outputs = out.shape
     pieces = triton.cdiv(num_outputs, BLOCK.value)
     operands = (parts.own, None if up is None else up.own, parts.shares, bias, out)

@@ -21,31 +21,31 @@ class PackedLinear(NamedTuple):
 
 
 def prepare_linear(weight: Matrix, bias: Tensor | None) -> PackedLinear:
-    """Keep the weight as it is, or widened from FP8; torch needs no packing."""
+    """Keep the weight as it is, or widen it from FP8. torch needs no packing."""
     return PackedLinear(dense(weight), bias)
 
 
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
-    """`x[T, K] -> y[T, N]` in x's dtype."""
+    """Multiply `x[T, K]` by the weight; return `y[T, N]` in x's dtype."""
     return F.linear(x, packed.weight, packed.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class OfLinear:
-    """Operators, by their names, that are composed of these."""
+    """Linear operators composed of `prepare_linear`, `linear` and `silu_mul`."""
 
     prepare_linear: PrepareLinear
     linear: Linear
     silu_mul: SiluMul
 
     def linear_silu_mul(self, x: Tensor, packed: Any) -> Tensor:
-        """`x[T, K] -> y[T, I]` for a packed `[2I, K]` weight, gate rows first."""
+        """Return `silu(x gate^T) * (x up^T)`, `[T, I]`, for a packed `[2I, K]` weight, gate rows first."""
         return self.silu_mul(self.linear(x, packed))
 
     def prepare_linear_heads(self, weight: Tensor) -> list[Any]:
-        """Pack `[H, N, K]` for a linear layer for each head."""
+        """Pack `[H, N, K]` as one linear layer per head."""
         return [self.prepare_linear(own.contiguous(), None) for own in weight]
 
     def linear_heads(self, x: Tensor, packed: list[Any]) -> Tensor:
-        """`x[T, H, K] -> y[T, H, N]`."""
+        """Multiply each head by its weight: `x[T, H, K] -> y[T, H, N]`."""
         return torch.stack([self.linear(x[:, head], own) for head, own in enumerate(packed)], dim=1)

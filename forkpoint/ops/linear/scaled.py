@@ -10,17 +10,18 @@ from torch import Tensor
 
 BLOCK: Final = 128
 CODES: Final = torch.float8_e4m3fn
-FP8_MAX: Final = 448.0  # of e4m3
-LEAST_AMAX: Final = 1e-12  # so that zeros have a scale to divide by
-_PIECE_ROWS: Final = 4096  # widened together
+FP8_MAX: Final = 448.0  # largest magnitude of e4m3
+LEAST_AMAX: Final = 1e-12  # lower bound of a largest magnitude, so that blocks of zeros have a nonzero scale
+_PIECE_ROWS: Final = 4096  # rows widened together, which bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """`codes[..., N, K]` in e4m3, or their bytes for a device without 8-bit floats, each times the scale of its block.
+    """An FP8 matrix: `codes[..., N, K]` in e4m3 (bytes on a device without 8-bit floats) times the scale of their
+    block.
 
     A block is `rows` (128, or 1) by `columns` (128, or all K): `scales[..., ceil(N / rows), ceil(K / columns)]` fp32.
-    `dtype` is the one that the matrix is computed with.
+    `dtype` is the dtype of products with the matrix.
     """
 
     codes: Tensor
@@ -36,26 +37,27 @@ class ScaledMatrix:
 
     @property
     def by_block(self) -> bool:
-        """Whether a row has a scale for each 128 columns, not one."""
+        """Whether a row has one scale per 128 columns instead of one in all."""
         return self.scales.shape[-1] > 1 or self.columns == BLOCK
 
     def by_one_row(self, gated: bool) -> bool:
-        """Whether products of one row can do without the matrix units: a program's outputs share scales, or a row has
-        one. `gated`: the matrix has two halves."""
+        """Return whether a product of one row can be computed without the matrix units.
+
+        A program's outputs must share scales, or each row must have one scale. `gated`: the matrix has two halves."""
         return not self.by_block or (self.rows == BLOCK and (not gated or self.shape[-2] % (2 * BLOCK) == 0))
 
     def __getitem__(self, index: Any) -> ScaledMatrix:
-        """Some of the leading dims' matrices."""
+        """Index the leading dims."""
         return ScaledMatrix(self.codes[index], self.scales[index], self.rows, self.columns, self.dtype)
 
     def dense(self) -> Tensor:
-        """The products in `dtype`, each rounded once."""
+        """Return the widened matrix in `dtype`, each element rounded once."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
         if self.codes.dim() > 2:
             for i, part in enumerate(out):
                 part.copy_(self[i].dense())
             return out
-        for index in range(0, self.shape[-2], _PIECE_ROWS):  # the wide copy of all would be four times as large
+        for index in range(0, self.shape[-2], _PIECE_ROWS):  # in pieces, because the fp32 copy is four times as large
             rows = slice(index, min(index + _PIECE_ROWS, self.shape[-2]))
             scales = self.scales[index // self.rows : -(-rows.stop // self.rows)].repeat_interleave(self.rows, 0)
             wide = scales[: rows.stop - index].repeat_interleave(self.columns, 1)[:, : self.shape[1]]
@@ -63,13 +65,14 @@ class ScaledMatrix:
         return out
 
     def by_row(self) -> ScaledMatrix:
-        """The same matrix with a scale for every row of a block."""
+        """Return the same matrix with the scales repeated for every row."""
         scales = self.scales.repeat_interleave(self.rows, -2)[..., : self.shape[-2], :].contiguous()
         return ScaledMatrix(self.codes, scales, 1, self.columns, self.dtype)
 
     def take_rows(self, order: Tensor) -> ScaledMatrix:
-        """Rows `order[N]` of a `[N, K]` matrix."""
-        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)  # not every device can index FP8
+        """Return rows `order[N]` of a `[N, K]` matrix."""
+        # as bytes, because not every device can index FP8
+        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
         starts = order[:: self.rows]
         blocks = (starts[:, None] + torch.arange(self.rows, device=order.device)).flatten()[: len(order)]
         if not bool((starts % self.rows).any()) and torch.equal(order, blocks):
@@ -77,7 +80,8 @@ class ScaledMatrix:
         return ScaledMatrix(codes, self.by_row().scales[order], 1, self.columns, self.dtype)
 
     def take_columns(self, start: int, end: int) -> ScaledMatrix:
-        """Columns `[start, end)` of `[N, K]`: from the start of a block on, or all in one."""
+        """Return columns `[start, end)` of `[N, K]`. `start` is the start of a block, or all columns share one
+        block."""
         codes, first = self.codes[:, start:end], start // self.columns
         last = -(-end // self.columns)
         assert start % self.columns == 0 or last == first + 1, "a column of blocks would be cut"
@@ -85,7 +89,7 @@ class ScaledMatrix:
 
 
 def _values(codes: Tensor) -> Tensor:
-    """In fp32."""
+    """Return the codes as fp32 numbers."""
     if codes.dtype == CODES:
         return codes.float()
     all_of_them = torch.arange(256, dtype=torch.uint8).view(CODES).float()
@@ -96,7 +100,7 @@ Matrix: TypeAlias = Tensor | ScaledMatrix
 
 
 class ScaledLinear(NamedTuple):
-    """A `[N, K]` weight in FP8, its optional `[N]` bias, and scales for products of FP8 by FP8, if there are any."""
+    """A `[N, K]` weight in FP8, its optional `[N]` bias, and the scales for FP8 x FP8 products, if there are any."""
 
     weight: ScaledMatrix
     bias: Tensor | None
@@ -104,7 +108,7 @@ class ScaledLinear(NamedTuple):
 
 
 class ScaledExperts(NamedTuple):
-    """As `PackedExperts`, in FP8."""
+    """`PackedExperts` in FP8."""
 
     gate_up: ScaledMatrix
     down: ScaledMatrix
@@ -115,12 +119,12 @@ class ScaledExperts(NamedTuple):
 
     @property
     def by_pairs(self) -> bool:
-        """As `ScaledMatrix.by_one_row`, of both matrices."""
+        """Whether `ScaledMatrix.by_one_row` holds for both matrices."""
         return self.gate_up.by_one_row(gated=True) and self.down.by_one_row(gated=False)
 
 
 def multiplied(matrix: Matrix, by: float | Tensor) -> Matrix:
-    """Every row times one factor, or each times its own of `by[N, 1]` fp32."""
+    """Multiply every row by one factor, or each row by its own of `by[N, 1]` fp32."""
     if isinstance(matrix, Tensor):
         return (matrix.float() * by).to(matrix.dtype)
     scaled = matrix if isinstance(by, float) else matrix.by_row()
@@ -128,22 +132,22 @@ def multiplied(matrix: Matrix, by: float | Tensor) -> Matrix:
 
 
 def dense(matrix: Matrix) -> Tensor:
-    """A plain matrix, whatever it is given."""
+    """Return a plain matrix, widened if it is FP8."""
     return matrix.dense() if isinstance(matrix, ScaledMatrix) else matrix
 
 
 def take_rows(matrix: Matrix, order: Tensor) -> Matrix:
-    """Rows `order[N]` of `[N, K]`."""
+    """Return rows `order[N]` of `[N, K]`."""
     return matrix.take_rows(order) if isinstance(matrix, ScaledMatrix) else matrix[order]
 
 
 def take_columns(matrix: Matrix, start: int, end: int) -> Matrix:
-    """Columns `[start, end)` of `[N, K]`; see `ScaledMatrix.take_columns`."""
+    """Return columns `[start, end)` of `[N, K]`; see `ScaledMatrix.take_columns`."""
     return matrix.take_columns(start, end) if isinstance(matrix, ScaledMatrix) else matrix[:, start:end]
 
 
 def quantise(matrix: Tensor) -> ScaledMatrix:
-    """`[..., N, K]` in blocks of 128 by 128, whose largest element becomes e4m3's."""
+    """Quantise `[..., N, K]` to FP8 in blocks of 128 x 128, each scaled so that its largest element is FP8_MAX."""
     num_rows, width = matrix.shape[-2:]
     padded = torch.nn.functional.pad(matrix.float(), (0, -width % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.view(*matrix.shape[:-2], -(-num_rows // BLOCK), BLOCK, -(-width // BLOCK), BLOCK)

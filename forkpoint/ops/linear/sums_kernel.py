@@ -1,4 +1,4 @@
-"""Sums of products that kernels with weights share, and what they want to know of weights in FP8."""
+"""Inner products, gates and FP8 widening that all kernels with weights share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix
 from forkpoint.ops.linear.tiles import Tile
 from forkpoint.platforms.table import traits_of
 
-SCALE_WIDTH = tl.constexpr(BLOCK)  # columns of a block, of which each has a scale
+SCALE_WIDTH = tl.constexpr(BLOCK)  # columns per FP8 scale
 
 
 @triton.jit
 def scale_columns(width, BLOCKED: tl.constexpr):
-    """Scales of a row."""
+    """Return the number of scales of a row."""
     return (width + SCALE_WIDTH - 1) // SCALE_WIDTH if BLOCKED else 1
 
 
 @triton.jit
 def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Weights in `dtype`; e4m3 exactly. With BITS four at a time by way of bfloat16: sign, exponent and fraction are
-    put where it has them, and 2^120 makes up for its other bias. Bytes, on devices without 8-bit floats, by way of
-    float32: what is below 8 is so many times 2^-9; a code that is no number becomes 480."""
+    """Convert weights to `dtype`. e4m3 converts exactly.
+
+    With BITS, four codes at a time become bfloat16: sign, exponent and fraction bits are moved to their places, and a
+    factor of 2^120 corrects the exponent bias. On devices without 8-bit floats, bytes become float32: codes below 8 are
+    subnormals, multiples of 2^-9. A NaN code becomes 480."""
     if codes.dtype == tl.uint8:
         bits = codes.to(tl.int32)
         size = bits & 0x7F
@@ -66,7 +68,7 @@ def widened(codes, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _product(x_tile, w_tile, TURNED: tl.constexpr, BITS: tl.constexpr):
-    """Of two tiles, of which both may be in FP8; it alone is exact in x's dtype."""
+    """Multiply two tiles. If only the weights are FP8, they are widened exactly to x's dtype first."""
     if x_tile.dtype != w_tile.dtype:
         w_tile = widened(w_tile, x_tile.dtype, BITS)
     if TURNED:
@@ -88,8 +90,9 @@ def add_product(
     NARROW: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """`acc` and the product of two tiles. Sums are scaled, not weights: by the scale of each row of x, of each output
-    or of all, as there are any."""
+    """Return `acc` plus the product of two tiles.
+
+    Scales are applied to the product, not to the weights: one per row of x, per output, or for all outputs."""
     if NARROW or SCALED:
         part = _product(x_tile, w_tile, TURNED, BITS)
         if SHARED:
@@ -101,8 +104,8 @@ def add_product(
         if SCALED and not SHARED:
             part *= scale[:, None] if TURNED else scale[None, :]
         acc += part
-    elif w_tile.dtype.primitive_bitwidth > x_tile.dtype.primitive_bitwidth:  # fp32, and bfloat16
-        for _ in tl.static_range(3):  # as many of bfloat16 add up to one of fp32
+    elif w_tile.dtype.primitive_bitwidth > x_tile.dtype.primitive_bitwidth:  # fp32 weights and bfloat16 x
+        for _ in tl.static_range(3):  # an fp32 number is the sum of three bfloat16 numbers
             part = w_tile.to(tl.bfloat16)
             w_tile -= part.to(tl.float32)
             acc = tl.dot(part, tl.trans(x_tile), acc) if TURNED else tl.dot(x_tile, tl.trans(part), acc)
@@ -115,7 +118,7 @@ def add_product(
 
 @triton.jit
 def load_scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
-    """Of a tile's outputs, or the one that they share."""
+    """Load the scales of a tile's outputs, or the one scale that they share."""
     if SHARED:
         return tl.load(scales + at)
     elif SCALED:
@@ -126,7 +129,7 @@ def load_scales(scales, at, inside, SCALED: tl.constexpr, SHARED: tl.constexpr):
 
 @triton.jit
 def load_tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WIDTH: tl.constexpr):
-    """Of x or of weights: rows `[:, None]`, columns `[None, :]`."""
+    """Load a tile of x or of weights with the given row and column masks."""
     if MASK_WIDTH:
         return tl.load(at, mask=rows_inside[:, None] & columns_inside, other=0.0)
     elif MASK_ROWS:
@@ -137,28 +140,29 @@ def load_tile(at, rows_inside, columns_inside, MASK_ROWS: tl.constexpr, MASK_WID
 
 @triton.jit
 def gate(acc, up, dtype: tl.constexpr):
-    """`silu(acc) * up` in fp32, rounded before as the two products would be, were they stored."""
+    """Return `silu(acc) * up` in fp32, of both products rounded as if they were stored."""
     return silu(acc.to(dtype).to(tl.float32)) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def relu_squared(acc, dtype: tl.constexpr):
-    """`relu(acc) ** 2` in fp32, of `acc` rounded as it would be, were it stored."""
+    """Return `relu(acc) ** 2` in fp32, of `acc` rounded as if it were stored."""
     up = tl.maximum(acc.to(dtype).to(tl.float32), 0.0)
     return up * up
 
 
 @triton.jit
 def block_columns(WIDTH: tl.constexpr, BLOCKED: tl.constexpr):
-    """WIDTH columns, in a row for each block: a warp's lanes then lie side by side in one row of a matrix, and each has
-    one scale and little of x for all rows."""
+    """Return WIDTH column numbers, with one axis for blocks.
+
+    A warp's lanes then read adjacent columns of one matrix row, and each lane needs one scale and few values of x."""
     PART: tl.constexpr = SCALE_WIDTH if BLOCKED else WIDTH
     return tl.arange(0, WIDTH // PART)[:, None] * PART + tl.arange(0, PART)[None, :]
 
 
 @triton.jit
 def block_scales(scales, start, width, WIDTH: tl.constexpr):
-    """Of the blocks of `block_columns` from `start` on."""
+    """Load the scales of the blocks of `block_columns` from `start` on."""
     block = start // SCALE_WIDTH + tl.arange(0, WIDTH // SCALE_WIDTH)
     return tl.load(scales + block, mask=block * SCALE_WIDTH < width, other=0.0)[:, None]
 
@@ -183,8 +187,10 @@ def row_tile(
     BLOCKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Outputs `[start, start + OUTPUTS)` of one row of x by one of the matrices, without the matrix units. All outputs
-    share the scales of their blocks, and WIDTH is a few times SCALE_WIDTH, if BLOCKED; else outputs have one each."""
+    """Compute outputs `[start, start + OUTPUTS)` of one row without the matrix units.
+
+    If BLOCKED, all outputs share the scales of their blocks, and WIDTH is a small multiple of SCALE_WIDTH. Otherwise
+    each output has its own scale."""
     outputs, columns = tl.arange(0, OUTPUTS), block_columns(WIDTH, BLOCKED)
     inside = outputs < num_outputs - start
     dtype: tl.constexpr = out.dtype.element_ty
@@ -225,26 +231,26 @@ def row_tile(
 
 
 def matrix_parts(weight: Matrix) -> tuple[Tensor, Tensor | None]:
-    """The elements, and, in FP8, the scales."""
+    """Return a matrix's elements and, if it is FP8, its scales."""
     return (weight.codes, weight.scales) if isinstance(weight, ScaledMatrix) else (weight, None)
 
 
 def scale_options(weight: Matrix) -> dict[str, Any]:
-    """What kernels want to know of a matrix's scales."""
+    """Return the kernel options that describe a matrix's scales."""
     if not isinstance(weight, ScaledMatrix):
         return {"SCALE_ROWS": 0, "BLOCKED": False}
     return {"SCALE_ROWS": weight.rows, "BLOCKED": weight.by_block}
 
 
 def by_bits(weight: Matrix) -> bool:
-    """Whether kernels that put weights into the matrix units widen them by their bits."""
+    """Return whether kernels with matrix units widen these weights by moving bits."""
     if not isinstance(weight, ScaledMatrix) or weight.dtype != torch.bfloat16:
         return False
     return traits_of(weight.codes.device).multiplies_fp8
 
 
 def shares_scales(weight: Matrix, tile: Tile, gated: bool) -> bool:
-    """Whether the outputs of a program share the scales of their blocks."""
+    """Return whether the outputs of a program share the scales of their blocks."""
     if not isinstance(weight, ScaledMatrix) or not weight.by_block or weight.rows % tile.outputs:
         return False
     return not gated or weight.shape[-2] % (2 * weight.rows) == 0

@@ -1,6 +1,6 @@
-"""How a matrix product is cut into programs, and which cut is the fastest on a GPU of Hopper's kind.
+"""The tiles of matrix products, and which tile is fastest on a Hopper GPU.
 
-`python -m benchmarks.gpu_linear` times the choices beside the vendor's library.
+`python -m benchmarks.gpu_linear` times the choices next to the vendor's library.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 class Tile:
     """How a product `y[M, N] = x[M, K] W[N, K]^T` is cut into programs.
 
-    Each program computes `rows x outputs` elements over K in steps of `width`, or over one of `splits` parts of K,
-    whose fp32 sums a second launch adds in their order. A tile of 1 row does without the matrix units, and takes
-    several rows one by one. With `turned`
-    the weights are the left operand of the matrix instruction, which has at least 64 rows on its left: few rows of x
-    then waste no work. Programs of `group` row tiles take turns over the same weights before the next group's do.
+    Each program computes `rows x outputs` elements over K, in steps of `width`, or over one of `splits` parts of K,
+    whose fp32 sums a second launch adds in order. A tile of 1 row does not use the matrix units and computes several
+    rows one by one. With `turned`, the weights are the left operand of the matrix instruction. That operand has at
+    least 64 rows, so few rows of x waste no work. Programs of `group` row tiles run over the same weights before the
+    next group starts.
 
-    Over the matrix units every tile without splits adds up K in the same order, 16 at a time, so
-    that the bits of a row depend on the splits alone.
+    With the matrix units, every tile without splits adds K in the same order, 16 at a time. The bits of a row therefore
+    depend only on the splits.
     """
 
     rows: int
@@ -38,26 +38,28 @@ class Tile:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What every kernel that it cuts a product for is told."""
+        """The sizes that every product kernel is launched with."""
         return {"OUTPUTS": self.outputs, "WIDTH": self.width, "num_warps": self.num_warps}
 
 
-SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here each row by itself, without the matrix units, is the fastest
-FEWEST_OUTPUTS = 512  # up to here so few programs work that K is cut for more, on few rows
-FEW_OUTPUTS = 8192  # up to here the programs of wide tiles would leave processors idle
-MOST_GATED, FEW_GATED = 12288, 16  # of more outputs and rows gated products are faster by the library
-NARROW, MEDIUM = 2048, 4224  # outputs up to which tiles of 32 by 64, and of 64 by 64, of 128 rows fit side by side
-PARTS_ROWS = 640  # up to here K is cut for as few outputs where nothing has to add the splits up
-FIXED_SPLITS, FIXED_UNIT = 4, 256  # of wide K where bits are fixed, each of whole steps of any tile
-LARGEST = 128  # rows; above, the vendor's library is faster but for few outputs
-WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits bring
-FEW_SCALED = 16  # rows; above, products of both sides in FP8 are faster, by it or ours
+SINGLE_OUTPUTS, SINGLE_ROWS = 64, 32  # up to here single rows without the matrix units are fastest
+FEWEST_OUTPUTS = 512  # up to here K is split for a few rows, because there are too few programs
+FEW_OUTPUTS = 8192  # up to here wide tiles would leave processors idle
+MOST_GATED, FEW_GATED = 12288, 16  # with more outputs and rows, the library is faster for gated products
+NARROW, MEDIUM = 2048, 4224  # outputs up to which all tiles of 32 x 64, or of 64 x 64, of 128 rows run at once
+PARTS_ROWS = 640  # up to here K is split for few outputs if the reader adds the partial sums
+FIXED_SPLITS, FIXED_UNIT = 4, 256  # splits of a wide K with fixed bits, each a multiple of the steps of every tile
+LARGEST = 128  # rows; above, the vendor's library is faster except for few outputs
+WIDE_SCALED = 2048  # columns; below, a second launch costs more than splits gain
+FEW_SCALED = 16  # rows; above, FP8 x FP8 products are faster, by the library or by ours
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """For one kind of shape, bfloat16: (rows up to which, tile). Beyond `fast` rows the vendor's library is faster; the
-    rest go on to LARGEST where it is no choice."""
+    """The tiles of one kind of bfloat16 shape: pairs of (largest number of rows, tile).
+
+    Above `fast` rows the vendor's library is faster. The tiles continue up to LARGEST rows for when the library cannot
+    be used."""
 
     tiles: tuple[tuple[int, Tile], ...]
     fast: int
@@ -122,8 +124,7 @@ _GATED: Final[Choices] = Choices(
 
 
 def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype, parts: bool = False) -> Tile | None:
-    """The tile for a product of this shape; None for the vendor's library. `parts`: sums of splits are left to what
-    reads them."""
+    """Return the fastest tile for a product, or None for the vendor's library. `parts`: the reader adds the splits."""
     if dtype != torch.bfloat16:
         return None
     if parts and SINGLE_OUTPUTS < num_outputs <= FEWEST_OUTPUTS and SINGLE_ROWS < num_rows <= PARTS_ROWS:
@@ -136,23 +137,23 @@ def fastest_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype
 
 
 def fastest_gated_tile(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile | None:
-    """The tile for a gated product; None: take the halves together by the vendor's library."""
+    """Return the fastest tile for a gated product, or None to multiply both halves with the vendor's library."""
     if dtype != torch.bfloat16 or (num_outputs > MOST_GATED and num_rows > FEW_GATED):
         return None
     return _GATED.fastest(num_rows)
 
 
 def fixed_splits(width: int) -> int:
-    """Of K, whatever the number of rows."""
+    """Return the number of splits of K, which does not depend on the number of rows."""
     return FIXED_SPLITS if width > FEW_OUTPUTS and width % (FIXED_SPLITS * FIXED_UNIT) == 0 else 1
 
 
 def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile:
-    """A tile that gives a row the same bits, whatever the number of rows."""
+    """Return a tile that gives a row the same bits for every number of rows."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
     splits = fixed_splits(width)
-    # A single row goes through the matrix units, as others do.
+    # A single row also uses the matrix units, so that its bits are those of a larger batch.
     tile = _choices(num_outputs, width).up_to(max(num_rows, 2))
     if tile is None:
         tile = Tile(128, 128, 64, 8, 4) if num_rows <= 512 else Tile(256, 128, 64, 8, 3, turned=True, group=4)
@@ -166,16 +167,16 @@ def fixed_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) 
 
 
 def fixed_gated_tile(num_rows: int, num_outputs: int, width: int, dtype: torch.dtype) -> Tile | None:
-    """The same for a gated product; None: take the halves together by `fixed_tile`."""
+    """Return `fixed_tile` for a gated product, or None to multiply both halves with `fixed_tile`."""
     if dtype != torch.bfloat16 or fixed_splits(width) > 1:
         return None
-    if num_outputs <= FEW_OUTPUTS and 64 < num_rows <= LARGEST:  # else half of the processors would be idle
+    if num_outputs <= FEW_OUTPUTS and 64 < num_rows <= LARGEST:  # otherwise half of the processors would be idle
         return Tile(128, 64, 64, 4, 6, turned=True)
     return _GATED.up_to(max(num_rows, 2))
 
 
 def wide_tile(num_rows: int) -> Tile:
-    """The tile for weights in fp32, of a few hundred outputs, and an x in bfloat16."""
+    """Return the tile for fp32 weights with a few hundred outputs and a bfloat16 x."""
     if num_rows == 1:
         return Tile(1, 1, 1024, 4, 3, overlaps=True)
     if num_rows <= 128:
@@ -186,8 +187,9 @@ def wide_tile(num_rows: int) -> Tile:
 def scaled_tile(
     num_rows: int, num_outputs: int, width: int, gated: bool, dtype: torch.dtype, *, alone: bool, narrows: bool
 ) -> Tile | None:
-    """The tile for weights in FP8; None for the vendor's library. `alone`: one row can do without the matrix units;
-    `narrows`: activations can be rounded to FP8 too."""
+    """Return the fastest tile for FP8 weights, or None for the vendor's library.
+
+    `alone`: one row can be computed without the matrix units. `narrows`: activations can be rounded to FP8 too."""
     few = num_outputs <= FEW_OUTPUTS and width >= WIDE_SCALED and not gated and dtype == torch.bfloat16
     if num_rows > (2 * LARGEST if few and narrows and num_outputs <= WIDE_SCALED else LARGEST):
         return None
@@ -208,7 +210,7 @@ def scaled_tile(
 
 
 def one_scaled_tile(num_outputs: int) -> Tile:
-    """For one row, without the matrix units."""
+    """Return the tile for one row without the matrix units."""
     if num_outputs > FEW_OUTPUTS:
         return Tile(1, 16, 128, 2, 6, overlaps=True)
     if num_outputs > WIDE_SCALED:
@@ -217,8 +219,9 @@ def one_scaled_tile(num_outputs: int) -> Tile:
 
 
 def fixed_scaled_tile(num_rows: int, num_outputs: int, gated: bool, dtype: torch.dtype) -> Tile:
-    """The same without splits: each product adds up 128 of K before it is scaled, so that all such tiles give a row
-    the same bits."""
+    """Return a tile for FP8 weights that gives a row the same bits for every number of rows.
+
+    Each product adds 128 values of K before it is scaled, and K is not split."""
     if dtype != torch.bfloat16:
         return Tile(32, 32, 32, 4, 2)
     if num_rows <= 16:

@@ -1,4 +1,4 @@
-"""A matrix in FP8 widened in one pass, in Triton: for products of so many rows that the vendor's library is faster."""
+"""Widening an FP8 matrix in Triton, for products of many rows by the vendor's library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forkpoint.ops.launch import straight
 from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH, by_bits, scale_columns, scale_options, widened
 
-ROWS = tl.constexpr(64)  # of a program, which takes the columns of one block
+ROWS = tl.constexpr(64)  # rows per program, which widens the columns of one block
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _widen_kernel(
     rows = tl.program_id(0) // pieces * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(0) % pieces * SCALE_WIDTH
     columns = start + tl.arange(0, SCALE_WIDTH)
-    if STRAIGHT and SCALE_ROWS > 1:  # a program's rows are of one block
+    if STRAIGHT and SCALE_ROWS > 1:  # the rows of a program lie in one block
         scale_at = tl.program_id(0) // pieces * ROWS // SCALE_ROWS * scale_columns(width, BLOCKED)
         scale = tl.load(scales + scale_at + (start // SCALE_WIDTH if BLOCKED else 0)) + tl.zeros((ROWS,), tl.float32)
     else:
@@ -43,7 +43,7 @@ def _widen_kernel(
 
 
 def widen(matrix: ScaledMatrix) -> Tensor:
-    """As `ScaledMatrix.dense`, of `[N, K]`."""
+    """Return the widened matrix `[N, K]`, as `ScaledMatrix.dense` does."""
     num_rows, width = matrix.shape
     out = torch.empty(num_rows, width, dtype=matrix.dtype, device=matrix.codes.device)
     programs = triton.cdiv(num_rows, ROWS.value) * triton.cdiv(width, BLOCK)

@@ -1,4 +1,4 @@
-"""Routed experts on a GPU: which kernels and tiles serve how many tokens."""
+"""Routed experts on a GPU: the choice of kernels and tiles by the number of tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from forkpoint.ops.moe.kernel import grouped_experts, paired_experts
 from forkpoint.ops.moe.reference import PackedExperts
 from forkpoint.platforms.table import traits_of
 
-MAX_PAIRED = 72  # (token, choice) pairs: up to here most experts are read by one pair
+MAX_PAIRED = 72  # (token, expert) pairs; up to here most experts are read by one pair only
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceExperts:
-    """`experts` of a GPU; with `deterministic` a token's bits do not depend on the batch."""
+    """The `experts` operator of a GPU. With `deterministic`, a token's bits do not depend on the batch."""
 
     deterministic: bool
 
     @staticmethod
     def prepare(gate_up: Matrix, down: Matrix) -> PackedExperts | ScaledExperts:
-        """Both as loaded; if one alone is in FP8 it is widened."""
+        """Keep the weights as loaded. If only one of them is FP8, widen it."""
         if isinstance(gate_up, ScaledMatrix) and isinstance(down, ScaledMatrix):
             packed, masks = ScaledExperts(gate_up, down), traits_of(down.codes.device).masks_gathers
             return packed if masks or packed.by_pairs else packed._replace(gate_up=gate_up.by_row())
@@ -35,7 +35,7 @@ class DeviceExperts:
     def __call__(
         self, x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor, parts: bool = False
     ) -> Tensor:
-        """See `OpTable.experts`; with `parts` perhaps as `Parts`."""
+        """Implement `OpTable.experts`. With `parts`, the result may be `Parts`."""
         x, weights, ids = x.contiguous(), weights.float().contiguous(), ids.int().contiguous()
         mean_rows = min(ids.numel() / packed.down.shape[0], launch_table(x.device).most_expert_rows)
         if isinstance(packed, ScaledExperts):
@@ -52,7 +52,7 @@ class DeviceExperts:
 
 
 def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Tile, Tile]:
-    """For the products into and out of experts that serve `mean_rows` pairs each. All give a row the same bits."""
+    """Return the tiles for the products into and out of experts with `mean_rows` pairs each. All give equal bits."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2)
     if mean_rows <= 12:
@@ -65,8 +65,9 @@ def _tiles(dtype: torch.dtype, mean_rows: float, gated: bool = True) -> tuple[Ti
 
 
 def _scaled_tiles(dtype: torch.dtype, mean_rows: float, narrows: bool = False) -> tuple[Tile, Tile]:
-    """The same for experts in FP8. If `narrows`, activations are rounded to it too; else the weights are the left
-    operand, which may be widened in registers."""
+    """Return the tiles for FP8 experts. If `narrows`, activations are rounded to FP8 too.
+
+    Otherwise the weights are the left operand, which can be widened in registers."""
     if dtype == torch.float32:
         return _tiles(dtype, mean_rows)
     if narrows:

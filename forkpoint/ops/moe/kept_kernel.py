@@ -1,5 +1,7 @@
-"""The product out of experts for many tokens in Triton: a program keeps its rows, of few columns, for several tiles of
-outputs."""
+"""The product out of experts for many tokens, in Triton.
+
+A program keeps its few columns of activation rows for several tiles of outputs, instead of loading them for each tile.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from forkpoint.ops.linear.scaled import BLOCK, ScaledMatrix
 from forkpoint.ops.linear.sums_kernel import SCALE_WIDTH
 from forkpoint.ops.moe.order_kernel import ExpertOrder
 
-MOST_STEPS = 4  # scales of a row that is kept
-CHUNK, OUTPUTS, STAGES = tl.constexpr(512), tl.constexpr(64), tl.constexpr(3)  # of a program, and of each of its turns
+MOST_STEPS = 4  # scales of a kept row, that is 512 columns
+# outputs per program, outputs per tile, weight tiles in flight
+CHUNK, OUTPUTS, STAGES = tl.constexpr(512), tl.constexpr(64), tl.constexpr(3)
 NUM_WARPS = 8
 
 
@@ -33,7 +36,7 @@ def _kept_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """CHUNK outputs of ROWS places of one expert, `STEPS * SCALE_WIDTH` columns."""
+    """Compute CHUNK outputs of ROWS places of one expert, over `STEPS * SCALE_WIDTH` columns."""
     WIDTH: tl.constexpr = STEPS * SCALE_WIDTH
     chunks = num_outputs // CHUNK
     number, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * CHUNK
@@ -65,14 +68,14 @@ def _kept_kernel(
 
 
 def keeps(x: Activations, weight: ScaledMatrix) -> bool:
-    """Whether `multiply_kept` takes them."""
+    """Return whether `multiply_kept` supports these operands."""
     _, num_outputs, width = weight.shape
     whole = num_outputs % CHUNK.value == 0 and width % BLOCK == 0 and width <= MOST_STEPS * BLOCK
     return whole and x.scales is not None and weight.by_block and weight.rows == BLOCK
 
 
 def multiply_kept(x: Activations, weight: ScaledMatrix, out: Activations, order: ExpertOrder, tile_rows: int) -> None:
-    """From places `x[P, K]` to pairs `out[P, N]`, by `weight[E, N, K]`."""
+    """Multiply places `x[P, K]` by `weight[E, N, K]` of their experts, and store the results to pairs `out[P, N]`."""
     num_outputs, width = weight.shape[1:]
     num_tiles = order.tiles.shape[1]
     operands = (x.rows, weight.codes, out.rows, order.pairs, order.tiles)

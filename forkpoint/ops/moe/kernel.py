@@ -1,4 +1,4 @@
-"""Routed experts in Triton; see reference.py for what they compute."""
+"""Routed experts in Triton. reference.py has the formula."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from forkpoint.ops.unmade import Parts
 from forkpoint.platforms.table import traits_of
 
 PAIR_IN = Tile(1, 8, 128, 1, 6)
-KEPT_ROWS = 128  # places of one expert: with so many, rows are kept for several tiles of outputs
+KEPT_ROWS = 128  # places per tile from which kept_kernel.py is used
 PAIR_OUT = Tile(1, 4, 512, 1, 1)
-WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # of experts in bfloat16, with more than 512 inner columns
+WIDE_PAIR_OUT = Tile(1, 2, 1024, 4, 1)  # for bfloat16 experts with more than 512 inner columns
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _pair_out_kernel(
     columns = tl.arange(0, WIDTH)
     inside = outputs < size - start
     acc = tl.zeros((OUTPUTS, WIDTH), tl.float32)
-    # No loops, so that loads of one expert do not wait for those of another.
+    # Unrolled, so that the loads of different experts are in flight together.
     for choice in tl.static_range(CHOICES):
         pair = token * CHOICES + choice
         weight = tl.load(weights + pair)
@@ -86,16 +86,15 @@ def grouped_experts(
     out_of: Tile,
     parts: bool = False,
 ) -> Tensor:
-    """As `experts`: pairs in the order of their experts, each product in tiles of one expert's rows. With `parts` the
-    answers of a token's experts are left as `Parts`.
+    """Compute `experts` with pairs sorted by expert, in tiles of one expert's rows.
 
-    `into.rows` and `out_of.rows` are the same. A row's bits depend on the tiles alone, which may say that activations
-    are rounded to FP8 too.
+    With `parts`, the outputs of a token's experts are returned as `Parts`. `into.rows` equals `out_of.rows`. A row's
+    bits depend only on the tiles, which may also round activations to FP8.
     """
     num_tokens, top_k = ids.shape
     num_experts, size, inner = packed.down.shape
     order = order_by_expert(ids, num_experts, into.rows)
-    if not traits_of(x.device).masks_gathers:  # a row that is gathered must have whole steps of columns
+    if not traits_of(x.device).masks_gathers:  # gathered rows must consist of whole steps
         x = F.pad(x, (0, -size % into.width))
     by, cut = (order.pairs, order.tiles), (order.tiles.shape[1], top_k, 1, 0)
     hidden = Activations.empty(ids.numel(), inner, x, into.narrows and into.outputs == SCALE_BLOCK)
@@ -114,7 +113,7 @@ def grouped_experts(
 
 
 def paired_experts(x: Tensor, packed: PackedExperts | ScaledExperts, weights: Tensor, ids: Tensor) -> Tensor:
-    """As `experts`, each pair by itself: for so few that hardly two share an expert."""
+    """Compute `experts` pair by pair, for so few pairs that hardly two share an expert."""
     num_tokens, top_k = ids.shape
     _, size, inner = packed.down.shape
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""(token, choice) pairs in the order of their experts, and the tiles of a product over them, in Triton."""
+"""Sorting (token, choice) pairs by expert, and the tiles of products over them, in Triton."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from forkpoint.ops.launch import await_inputs, overlap
 from forkpoint.ops.launch_table import launch_table
 from forkpoint.platforms.table import traits_of
 
-FEW_PAIRS = 2048  # up to here each program looks at all of them
-FEW_ROWS, FEW_TILES = tl.constexpr(16), tl.constexpr(8)  # pairs and tiles of one
+FEW_PAIRS = 2048  # pairs; up to here one launch suffices, whose programs each read all pairs
+FEW_ROWS, FEW_TILES = tl.constexpr(16), tl.constexpr(8)  # pairs and tiles per program of that launch
 MAX_BLOCKS = 512
-SUMMED_BLOCKS, SUMMED_EXPERTS = tl.constexpr(128), 16  # of which a program adds up counts together
+SUMMED_BLOCKS, SUMMED_EXPERTS = tl.constexpr(128), 16  # counts that a program adds up together
 NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """`pairs[P]` int32: `token * top_k + choice` by expert, then by itself. `tiles[3, NT]` int32: the expert of a tile
-    of a product, its first place in `pairs` and the end of its expert's; a tile whose first is not before its end
-    is empty. Tiles of one expert are next to each other, those of the last expert first, empty ones at the end: the
-    last may serve all tokens, and its tiles, which read the same weights, would leave memory idle if they came last."""
+    """The order of pairs by expert, and the tiles of a product over them.
+
+    `pairs[P]` int32 holds `token * top_k + choice`, sorted by expert and then by value. `tiles[3, NT]` int32 holds each
+    tile's expert, its first place in `pairs`, and the end of its expert's places. A tile whose first place is not
+    before the end is empty. Tiles of one expert are adjacent, the last expert's come first, and empty tiles come last.
+    The last expert may serve all tokens; its tiles read the same weights, and if they came last, memory would be
+    idle."""
 
     pairs: Tensor
     tiles: Tensor
@@ -48,7 +51,7 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_kernel(counts, num_blocks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr):
-    """Of COLUMNS experts the pairs in earlier blocks, in place; behind the last block those in all."""
+    """Replace the counts of COLUMNS experts by the counts in earlier blocks; the totals follow the last block."""
     await_inputs(OVERLAP)
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.int32)
@@ -63,7 +66,7 @@ def _sum_kernel(counts, num_blocks, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr
 
 @triton.jit
 def _store_tiles(total, tiles, block, num_tiles, tile_rows, SUB: tl.constexpr, EXPERTS: tl.constexpr):
-    """`SUB` tiles from `block * SUB` on, where experts have `total` pairs each."""
+    """Store `SUB` tiles from tile `block * SUB` on, for experts with `total` pairs each."""
     experts = tl.arange(0, EXPERTS)
     first = tl.cumsum(total, 0) - total
     needed = (total + tile_rows - 1) // tile_rows
@@ -125,7 +128,7 @@ def _few_kernel(
     EXPERTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Both in one launch, each program for itself: a pair's place is the number of those that come before it."""
+    """Compute pairs and tiles in one launch. A pair's place is the number of pairs before it in the order."""
     await_inputs(OVERLAP)
     pid = tl.program_id(0)
     num_blocks = tl.cdiv(num_pairs, FEW_ROWS)
@@ -143,7 +146,8 @@ def _few_kernel(
 
 
 def order_by_expert(ids: Tensor, num_experts: int, tile_rows: int) -> ExpertOrder:
-    """The order of `ids[T, top_k]` int32, contiguous, and tiles of `tile_rows` pairs: as many as any routing needs."""
+    """Sort the pairs of contiguous `ids[T, top_k]` int32, with as many tiles of `tile_rows` pairs as any routing
+    needs."""
     num_pairs, sub = ids.numel(), launch_table(ids.device).order_pairs
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_rows - 1)) // tile_rows
     padded = triton.next_power_of_2(num_experts)

@@ -15,7 +15,8 @@ from forkpoint.ops.parameters import RouteRule
 
 
 class PackedExperts(NamedTuple):
-    """`gate_up[E, 2I, H]` (gate rows first), or `[E, I, H]` without a gate, and `down[E, H, I]`, as loaded."""
+    """Expert weights as loaded: `gate_up[E, 2I, H]` (gate rows first), or `[E, I, H]` without gates, and `down[E, H,
+    I]`."""
 
     gate_up: Tensor
     down: Tensor
@@ -26,12 +27,12 @@ class PackedExperts(NamedTuple):
 
 
 def prepare_experts(gate_up: Matrix, down: Matrix) -> PackedExperts:
-    """Keep the weights as they are, or widened from FP8; torch needs no packing."""
+    """Keep the weights as they are, or widen them from FP8. torch needs no packing."""
     return PackedExperts(dense(gate_up), dense(down))
 
 
 def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `table.Route`."""
+    """Implement `table.Route`."""
     gated = rule.shared == "gated"
     num_tokens, num_experts = scores.shape[0], scores.shape[1] - gated
     own = scores[:, :num_experts]
@@ -58,9 +59,9 @@ def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[
 def experts_by(
     product: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, packed: PackedExperts, weights: Tensor, ids: Tensor
 ) -> Tensor:
-    """`sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights`, `ids` `[T, top_k]`.
+    """Return `sum_j weights[t, j] * expert_{ids[t, j]}(x[t])` for `x[T, H]`, `weights` and `ids` `[T, top_k]`.
 
-    `product(x, packed)` computes every matrix product; the rows are then as good as its.
+    `product(x, packed)` computes every matrix product, so a row's bits are as fixed as those of `product`.
     """
     num_tokens, top_k = ids.shape
     order = ids.reshape(-1).argsort(stable=True)
@@ -74,7 +75,7 @@ def experts_by(
             hidden = activate(product(x[pairs // top_k], PackedLinear(packed.gate_up[expert], None)))
             answers[pairs] = product(hidden, PackedLinear(packed.down[expert], None))
             start += count
-    # Summed in the order of the routing, so that the bits do not depend on the batch.
+    # Add in the order of the routing, so that the bits do not depend on the batch.
     by_choice = answers.view(num_tokens, top_k, -1).float() * weights.float().unsqueeze(-1)
     total = by_choice[:, 0].clone()
     for j in range(1, top_k):

@@ -1,4 +1,4 @@
-"""The choice of experts in Triton; see reference.py for what it computes."""
+"""The choice of experts in Triton. reference.py has the rule."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from forkpoint.ops.unmade import Parts
 
 @triton.jit
 def _one_of(best, count, STRAIGHT: tl.constexpr):
-    """The largest of numbers that are not may be behind the last, and on an NPU before the first."""
+    """Clamp an index of a maximum to the experts. With NaN scores it may lie past the last, or on an NPU before the
+    first."""
     best = tl.minimum(best, count - 1)
     return tl.maximum(best, 0) if STRAIGHT else best
 
 
 @triton.jit
 def _scores(row, part_stride, experts, num_experts, PARTS: tl.constexpr):
-    """Of all experts, fp32; behind the last one none is larger."""
+    """Load the scores of all experts in fp32. Padding never exceeds a score."""
     there = experts < num_experts
-    if PARTS:  # of bfloat16
+    if PARTS:  # the scores are sums of bfloat16 products
         score = sum_of_parts(row + experts, None, part_stride, there, tl.bfloat16, PARTS)
         return tl.where(there, score, float("-inf"))
     else:
@@ -93,7 +94,7 @@ def _route_kernel(
         if bias is not None or GROUPS > 1:
             largest = tl.sum(tl.where(experts == best, share, 0.0), 0)
         weight = tl.where(choices == choice, largest, weight)
-        # Shares that are not numbers must not name an expert that is not there.
+        # NaN shares must not name an expert that does not exist.
         chosen = tl.where(choices == choice, _one_of(best, num_experts, STRAIGHT), chosen)
         rank = tl.where(experts == best, nothing, rank)
     if NORMALISE:
@@ -110,7 +111,7 @@ def _route_kernel(
 
 
 def route(scores: Tensor, rule: RouteRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `table.Route`; scores may be `Parts`."""
+    """Implement `table.Route`. The scores may be `Parts`."""
     gated, part_stride, num_parts = rule.shared == "gated", 0, 0
     if isinstance(scores, Parts):
         num_parts, part_stride, scores = scores.own.shape[1], scores.own.stride(1), scores.own[:, 0]
