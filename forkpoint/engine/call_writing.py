@@ -97,7 +97,11 @@ def _named(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _python(call: Mapping[str, Any]) -> str:
     named = _named(call)
-    return f"{named['name']}({', '.join(f'{key}={value!r}' for key, value in named['arguments'].items())})"
+    arguments = [
+        f"{key}={value!r}" if key.isidentifier() else f"**{ {key: value}!r}"
+        for key, value in named["arguments"].items()
+    ]
+    return f"{named['name']}({', '.join(arguments)})"
 
 
 def _plain(value: object) -> str:

@@ -13,7 +13,8 @@ from forkpoint import LLM, SamplingParams
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
-from tests.engine.chat_templates import KIMI
+from forkpoint.obs.logs import LOGGER
+from tests.engine.chat_templates import KIMI, STYLES
 from tests.engine.tokenizers import byte_level, metaspace
 
 CHATML = (
@@ -192,3 +193,134 @@ def test_a_template_of_kimis_is_given_ids_of_calls_that_name_the_function() -> N
     text = render(KIMI, messages=messages).text
     for shown in ("begin|>functions.f:0<", "Return of functions.f:0\n1", "begin|>functions.g:1<"):
         assert text.count(shown) == 1
+
+
+def chat_of(style: str) -> ChatTemplate:
+    return ChatTemplate(TOKENIZERS["byte_level"], STYLES[style])
+
+
+def call(name: str = "f", arguments: Any = '{"x": 1}', call_id: str = "call_0") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def say(role: str, content: Any, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def same(style: str, messages: list[dict[str, Any]], as_if: list[dict[str, Any]], **options: Any) -> None:
+    """The prompt is what the template, without any help, makes of another conversation."""
+    plain = TOKENIZERS["byte_level"].hf.apply_chat_template(
+        as_if, chat_template=STYLES[style], tokenize=False, add_generation_prompt=True, **options
+    )
+    assert chat_of(style).render(messages, **options).text == plain
+
+
+def test_system_messages_in_any_place() -> None:
+    top, note, user, answer = say("system", "top"), say("system", "note"), say("user", "hi"), say("assistant", "yes")
+    noted = say("user", "<system>\nnote\n</system>")
+    both = say("system", "top\n\nnote")
+    same("qwen35", [top, note, user], [both, user])
+    same("qwen35", [top, say("developer", "note"), user], [both, user])
+    same("qwen35", [top, user, note], [top, user, noted])
+    same("qwen35", [top, user, answer, note, user], [top, user, answer, noted, user])
+    same("granite", [top, note, user, answer, note, user], [top, note, user, answer, note, user])
+    same("granite", [top, user, say("developer", "note")], [top, user, note])
+    same("gemma", [top, user, note, answer], [say("user", "top\n\nhi\n\n<system>\nnote\n</system>"), answer])
+    same("harmony", [say("developer", "top"), user], [say("developer", "top"), user])
+    same("mistral", [top, user], [top, user])  # whose template would drop it once the last message is not a user's
+    same("mistral", [top, user, answer, user], [say("user", "top\n\nhi"), answer, user])
+
+
+def test_calls_and_results_that_a_template_does_not_show() -> None:
+    user, result = say("user", "hi"), say("tool", "1", tool_call_id="call_0")
+    given, shown = (
+        say("assistant", None, tool_calls=[call()]),
+        say("assistant", "", tool_calls=[call(arguments={"x": 1})]),
+    )
+    told = say("user", "<tool_response>\n1\n</tool_response>")
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    same("open", [user, given, result], [user, shown, result])
+    same(
+        "lfm2", [user, given, result], [user, say("assistant", "<|tool_call_start|>[f(x=1)]<|tool_call_end|>"), result]
+    )
+    same("gemma", [user, given, result], [user, say("assistant", text), told])
+    same("gemma", [user, {**given, "content": "so"}, result], [user, say("assistant", f"so\n{text}"), told])
+    same("jamba", [user, given, result], [user, say("assistant", "", tool_calls=[call()]), result])
+    numbered = say("assistant", "", tool_calls=[call(arguments={"x": 1}, call_id="000000000")])
+    numbered_result = say("tool", "1", tool_call_id="000000000")
+    same("mistral", [user, given, result], [user, numbered, numbered_result])
+    answer = say("assistant", "")
+    same("mistral", [user, given, result, user], [user, numbered, numbered_result, answer, user])
+    two = say("assistant", "so", tool_calls=[call(), call("g")])
+    split = [say("assistant", "so"), shown, say("assistant", "", tool_calls=[call("g", {"x": 1})])]
+    same("llama3", [user, two, result], [user, *split, result])
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "cut', "[]", "no JSON", '"text"', "{" * 5000])
+def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> None:
+    user, given = say("user", "hi"), say("assistant", None, tool_calls=[call(arguments=arguments)])
+    same(
+        "kimi",
+        [user, given],
+        [user, say("assistant", "", tool_calls=[call(arguments=arguments, call_id="functions.f:0")])],
+    )
+    wrapped = say("assistant", "", tool_calls=[call(arguments={"arguments": arguments})])
+    same("qwen35", [user, given], [user, wrapped])
+
+
+def test_neighbours_are_joined_only_where_the_template_refuses_them() -> None:
+    user, other, answer = say("user", "hi"), say("user", "there"), say("assistant", "yes")
+    same("open", [answer, user, other, answer, answer], [answer, user, other, answer, answer])
+    joined = [say("user", ""), answer, say("user", "hi\n\nthere"), say("assistant", "yes\n\nyes")]
+    same("gemma", [answer, user, other, answer, answer], joined)
+    same("qwen35", [say("system", "top")], [say("system", "top"), say("user", "")])
+
+
+def test_joined_messages_end_at_breakpoints_and_can_be_continued() -> None:
+    chat = chat_of("gemma")
+    messages = [say("system", "top"), say("user", "hi"), say("assistant", "yes"), say("user", "go"), say("user", "on")]
+    prompt = chat.render(messages)
+    ids = prompt.token_ids.tolist()
+    shown = [TOKENIZERS["byte_level"].decode(ids[:end], skip_special_tokens=False) for end in prompt.breakpoints]
+    ends = ("top\n\nhi<end_of_turn>\n", "yes<end_of_turn>\n", "go\n\non<end_of_turn>\n")
+    assert all(any(text.endswith(end) for text in shown) for end in ends)
+    for last in ("yes", "yes, <"):
+        open_end = [*messages[:2], say("assistant", "well"), say("assistant", last)]
+        text = chat.render(open_end, add_generation_prompt=False, continue_final_message=True).text
+        assert text is not None and text.endswith(f"<start_of_turn>model\nwell\n\n{last}")
+
+
+def test_a_refusal_names_the_message() -> None:
+    messages = [say("system", "top"), say("user", "hi"), say("narrator", "once"), say("user", "go")]
+    with pytest.raises(InvalidPromptError, match=r"at messages\[2\], of the role 'narrator': Unexpected message role"):
+        chat_of("qwen35").render(messages)
+    with pytest.raises(InvalidPromptError, match=r"at messages\[3\], of the role 'narrator': unknown role narrator"):
+        chat_of("jamba").render([say("system", "a"), say("system", "b"), say("user", "hi"), *messages[2:]])
+
+
+def test_each_kind_of_rewrite_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    chat = chat_of("qwen35")
+    with caplog.at_level("INFO", logger=LOGGER.name):
+        for _ in range(2):
+            chat.render([say("system", "a"), say("system", "b"), say("user", "hi"), say("system", "c")])
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2 and "one system message" in texts[0] and "<system> tags" in texts[1]
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+HUGE = (
+    "{% set ns = namespace(x='a' * 10000000) %}{% for i in range(9) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+    "{{ ns.x }}"
+)
+
+
+@pytest.mark.parametrize("template", [ENDLESS, HUGE, "{{ 'a' * 20000000000 }}"])
+def test_a_template_without_end_is_stopped_at_start(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forkpoint.engine.chat.PROBE_CPU_S", 1)
+    tokenizer = byte_level()
+    with pytest.raises(ConfigError, match=r"the given chat_template takes more than .* GiB of memory"):
+        ChatTemplate(tokenizer, template)
+    tokenizer.hf.chat_template = template
+    with pytest.raises(InvalidPromptError, match=r"the model's chat_template .* takes more than .* --chat-template"):
+        ChatTemplate(tokenizer).render([say("user", "hi")])
