@@ -18,6 +18,7 @@ from forkpoint.errors import ForkpointError, ModelFolderError
 
 MAX_SHOWN = 100  # characters of a text that was given, in an error
 MAX_INTEGER: Final = 2**63 - 1
+MAX_JSON_BYTES: Final = 2**28  # of a file of a model folder; the largest index has some megabytes
 MAX_CHARS: Final = 2**20  # of a text without bounds; a chat template may be given as its text
 
 
@@ -160,11 +161,18 @@ def first_line(error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelFolderError if it is missing, unreadable or not an object."""
+    """Read a JSON object from a file of a model folder. Raises ModelFolderError if the file is missing, is not a
+    regular one, is too large, or does not hold a JSON object."""
     try:
+        if path.exists() and not path.is_file():
+            raise ModelFolderError(f"{path} is not a regular file; give a Hugging Face model folder")
+        if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ModelFolderError(f"{path} has {num_bytes} bytes; at most {MAX_JSON_BYTES} are read")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelFolderError(f"{path} does not exist; give a Hugging Face model folder") from None
+    except RecursionError:
+        raise ModelFolderError(f"{path} cannot be read as JSON: its objects are nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):

@@ -18,7 +18,7 @@ class TransformersPeer:
     def __init__(self, options: PeerOptions) -> None:
         torch.set_num_threads(options.threads)
         auto: Any = transformers.AutoModelForCausalLM
-        self._model: Any = auto.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+        self._model: Any = auto.from_pretrained(options.model, dtype=torch.bfloat16, trust_remote_code=False).eval()
         self._kept_ids: list[int] = []
         self._kept_cache: Any = None
 

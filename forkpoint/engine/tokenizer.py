@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from forkpoint.checks import first_line, read_json
 from forkpoint.engine.token_bytes import TokenBytes
@@ -30,19 +30,31 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str) -> Tokenizer:
-        """Read the tokenizer of a local folder. Raises ModelFolderError where there is none that can stream."""
+        """Read the tokenizer of a local folder, without running any code of the folder. Raises ModelFolderError if
+        there is none that can stream, and what `load_config` raises if that is because of config.json."""
         if not Path(folder).is_dir():
             raise ModelFolderError(f"there is no model folder {folder!r}; give the path of a downloaded checkpoint")
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds here, and each means the same to the user
-            raise ModelFolderError(
-                f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
-                "--tokenizer, or pass token ids with --skip-tokenizer-init"
-            ) from error
+            try:  # a folder may name a class or a model_type that transformers does not have, and not need it
+                hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            except Exception:
+                cls._refuse(folder, error)
         return cls.wrap(hf)
+
+    @staticmethod
+    def _refuse(folder: str, error: Exception) -> NoReturn:
+        if (Path(folder) / "config.json").exists():
+            from forkpoint.models.registry import load_config
+
+            load_config(folder)  # transformers reads config.json too, and its errors do not say which file is wrong
+        raise ModelFolderError(
+            f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
+            "--tokenizer, or pass token ids with --skip-tokenizer-init"
+        ) from error
 
     @classmethod
     def wrap(cls, hf: Any) -> Tokenizer:

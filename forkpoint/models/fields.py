@@ -9,11 +9,13 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from forkpoint.config import MAX_POSITIONS
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
 
 ROPE_THETA = 10000.0  # where none is said
+# Bounds far above those of any published model; beyond them a config.json is broken, and memory would end instead.
+MOST_SIZE = 2**24
+MOST = {"num_hidden_layers": 2**12, "num_experts": 2**16}
 # float16 is widened, because its range is smaller than that of the arithmetic here.
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
@@ -115,8 +117,11 @@ class Fields:
         return value
 
     def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """An integer of `low` or more; without a default it must be there."""
-        found: int = self._checked(name, default, lambda v: _is_id(v) and v >= low, f"an integer of {low} or more")
+        """Return an integer from `low` to the most that a field of this name may be. Without a default it must be
+        there."""
+        high = MOST.get(name, MOST_SIZE)
+        needed = f"an integer from {low} to {high}"
+        found: int = self._checked(name, default, lambda v: _is_id(v) and low <= v <= high, needed)
         return found
 
     def real(self, name: str, default: float | None = None) -> float:
@@ -248,9 +253,9 @@ class Fields:
                         f"{self.where} has rope_theta={theta}, beta_slow={slow} and beta_fast={fast}; yarn takes a "
                         "base above 1, and 1e-6 <= beta_slow <= beta_fast <= 1e6"
                     )
-                if length * factor > MAX_POSITIONS:
+                if length * factor > MOST_SIZE:
                     raise ModelFolderError(
-                        f"{self.where} has factor={factor}, by which {length} positions are more than {MAX_POSITIONS}"
+                        f"{self.where} has factor={factor}, by which {length} positions are more than {MOST_SIZE}"
                     )
                 plain = yarn(plain, theta, factor, fast, slow, length, whole)
                 made = yarn_gain(factor, rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0))

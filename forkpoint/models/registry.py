@@ -35,7 +35,7 @@ def _own_families() -> Iterator[type[Model]]:
 
 
 FAMILIES: Final = tuple(sorted(set(_own_families()), key=lambda family: family.__name__))
-NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for it"
+NO_MTP: Final = "--speculative-config takes the method 'ngram', 'suffix' or 'cache' for any model"
 MTP_WEIGHT: Final = "mtp.fc.weight"
 LOGGER: Final = logging.getLogger(__name__)
 TIES: Final = "tie_word_embeddings"
@@ -76,11 +76,11 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
     if not folder.is_dir():
         raise ModelFolderError(f"there is no model folder {str(path)!r}; give the path of a downloaded model")
     fields = _read_fields(folder / "config.json")
+    family = _family(fields)  # before quantisation, which may be of a kind that only other architectures have
     stored = read_quantization(fields)
     if stored is None:
         refuse_modelopt(folder)
         stored = Fp8Format(on_load=True) if options.get("quantization") == "fp8" else None
-    family = _family(fields)
     config = family.read(fields)
     generation = folder / "generation_config.json"
     eos = config.eos_token_ids
@@ -90,7 +90,13 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
     if longest > config.max_model_len:
         raise UnsupportedModelError(f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}")
     if mtp and not config.draft_layer:
-        raise UnsupportedModelError(f"{fields.where} has no MTP layer to draft with, or MTP heads of several; {NO_MTP}")
+        count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
+        found = (
+            f"{count} MTP layer(s), which forkpoint does not run for {config.architecture}" if count else "no MTP layer"
+        )
+        raise UnsupportedModelError(
+            f"{fields.where} has {found}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5, and {NO_MTP}"
+        )
     dtype, kv_cache_dtype = options.get("dtype", "auto"), options.get("kv_cache_dtype", "auto")
     dtype = config.dtype if dtype == "auto" else dtype
     if kv_cache_dtype == "bfloat16" and dtype != kv_cache_dtype:

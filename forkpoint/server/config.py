@@ -72,7 +72,7 @@ class ServerConfig:
         "auto",
         "the notation of tool calls, by vLLM's name; by default that of the chat template; none leaves them in it",
     )
-    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1", "nemotron_v3", "olmo3", "none"] = option(
+    reasoning_parser: Literal["auto", "qwen3", "deepseek_r1", "nemotron_v3", "olmo3", "ling3", "none"] = option(
         "auto", "tell <think> parts from the answer, or leave them in it; vLLM's names all mean auto"
     )
     sse_keep_alive_interval: float = option(

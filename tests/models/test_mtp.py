@@ -110,7 +110,13 @@ def test_folders_of_all_families(tmp_path: Path, family: str) -> None:
     assert all(bool(logits.isfinite().all()) for logits in drafted(driver, row, [5, 6, 7, 8, 9, 10, 11]))
 
 
-@pytest.mark.parametrize(("count", "told"), [(0, "has no MTP layer"), (2, "MTP heads of several")])
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [
+        (0, "has no MTP layer"),
+        (2, "has 2 MTP layer.s., which forkpoint does not run for Qwen3NextForCausalLM; it drafts with the single"),
+    ],
+)
 def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: str) -> None:
     write_checkpoint(tmp_path, "qwen3_next")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -120,7 +126,17 @@ def test_other_numbers_of_layers_are_refused(tmp_path: Path, count: int, told: s
     assert not load_config(tmp_path).draft_layer
 
 
-def test_other_families_are_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "olmo_hybrid")
-    with pytest.raises(UnsupportedModelError, match="has no MTP layer"):
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("olmo_hybrid", "has no MTP layer"),
+        ("nemotron_h", "has 1 MTP layer.s., which forkpoint does not run for Nemotron"),
+    ],
+)
+def test_other_families_are_refused(tmp_path: Path, family: str, told: str) -> None:
+    write_checkpoint(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    count = {"num_nextn_predict_layers": 1} if family == "nemotron_h" else {}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **count}))
+    with pytest.raises(UnsupportedModelError, match=told):
         load_config(tmp_path, mtp=True)

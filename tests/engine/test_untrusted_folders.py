@@ -1,0 +1,150 @@
+"""A model folder from anybody: none of its code runs, and each broken file of it is named."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkpoint.demo.model import default_model
+from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
+from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.models.fields import class_defaults
+from forkpoint.models.registry import load_config
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("forkpoint", "benchmarks", "evaluation", "studies", "train", "scripts", "native")
+PICKLES_OF_OUR_OWN = {"reader_process.py", "readers.py", "bounded.py"}  # between a process and its child
+CODE = """
+open({marker!r}, "a").write(__name__)
+from transformers import PreTrainedTokenizerFast, PretrainedConfig
+class MyTokenizer(PreTrainedTokenizerFast): pass
+class MyConfig(PretrainedConfig): model_type = "mine"
+"""
+AUTO_MAP = {
+    "AutoConfig": "evil.MyConfig",
+    "AutoModelForCausalLM": "evil.MyConfig",
+    "AutoTokenizer": ["evil.MyTokenizer", "evil.MyTokenizer"],
+}
+
+
+def calls(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+
+
+def test_nothing_trusts_the_code_of_a_folder() -> None:
+    """Every call that could run it says that it must not, and nothing unpickles."""
+    found, wrong = 0, []
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for call in calls(ast.parse(path.read_text())):
+            name, given = ast.unparse(call.func), {word.arg: ast.unparse(word.value) for word in call.keywords}
+            if name.endswith((".from_pretrained", ".from_config")) and "save" not in name:
+                found += 1
+                if given.get("trust_remote_code") != "False":
+                    wrong.append(f"{path.name}: {ast.unparse(call)}")
+            if name in ("pickle.load", "pickle.loads", "torch.load") and path.name not in PICKLES_OF_OUR_OWN:
+                wrong.append(f"{path.name}: {ast.unparse(call)}")
+    assert found >= 3 and not wrong
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(default_model(), tmp_path / "model")
+    (tmp_path / "model" / "evil.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    return tmp_path / "model"
+
+
+def edit(folder: Path, name: str, **fields: Any) -> None:
+    values = {**json.loads((folder / name).read_text()), **fields}
+    (folder / name).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def test_code_of_a_folder_never_runs(folder: Path) -> None:
+    """Not even where somebody says yes to everything that is asked."""
+    kinds: dict[str, dict[str, dict[str, Any]]] = {
+        "tokenizer": {"tokenizer_config.json": {"auto_map": AUTO_MAP, "tokenizer_class": "MyTokenizer"}},
+        "config": {"config.json": {"auto_map": AUTO_MAP}},
+        "unknown": {
+            "config.json": {"auto_map": AUTO_MAP, "model_type": "mine"},
+            "tokenizer_config.json": {"auto_map": AUTO_MAP, "tokenizer_class": None, "backend": None},
+        },
+    }
+    for kind, files in kinds.items():
+        shutil.copytree(folder, folder.parent / kind)
+        for name, fields in files.items():
+            edit(folder.parent / kind, name, **fields)
+    script = (
+        "import sys\n"
+        "from forkpoint import LLM, SamplingParams\n"
+        "from forkpoint.engine.tokenizer import Tokenizer\n"
+        "for folder in sys.argv[1:]:\n"
+        "    tokenizer = Tokenizer.load(folder)\n"
+        "    with LLM(folder, max_model_len=128) as llm:\n"
+        "        llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "    print('answered', tokenizer.decode(tokenizer.encode('Hello'), skip_special_tokens=True))\n"
+    )
+    arguments = [sys.executable, "-c", script, *(str(folder.parent / kind) for kind in kinds)]
+    done = subprocess.run(arguments, input="y\n" * 20, text=True, capture_output=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["answered Hello"] * len(kinds), done.stderr
+    assert not (folder.parent / "marker").exists()
+
+
+DEEP = '{"a":' * 100_000
+BROKEN = {
+    "max_position_embeddings": ({"max_position_embeddings": 2**60}, "max_position_embeddings=1152921504606846976"),
+    "hidden_size": ({"hidden_size": "256"}, "hidden_size='256'; an integer from 1 to"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+    "vocab_size": ({"vocab_size": 2**40}, "vocab_size=1099511627776"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_wrong_field_is_named_whoever_reads_the_folder(kind: str, folder: Path) -> None:
+    fields, text = BROKEN[kind]
+    edit(folder, "config.json", **fields)
+    with pytest.raises(ModelFolderError, match=text):
+        load_config(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=text):
+        Tokenizer.load(str(folder))
+
+
+def test_deep_large_and_special_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = (folder / "config.json").read_text()
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(DEEP)
+        with pytest.raises(
+            ModelFolderError, match=rf"{name} cannot be read as JSON: its objects are nested too deeply"
+        ):
+            load_config(folder)
+        (folder / "config.json").write_text(kept)
+    with pytest.raises(ModelFolderError, match=r"generation_config\.json .* nested too deeply"):
+        eos_token_ids(str(folder), None)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelFolderError, match=r"config\.json is not a regular file"):
+        load_config(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(kept)
+    monkeypatch.setattr("forkpoint.checks.MAX_JSON_BYTES", 10)
+    with pytest.raises(ModelFolderError, match="at most 10 are read"):
+        load_config(folder)
+
+
+def test_an_old_transformers_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"transformers \d.* has no LaterConfig, .* install a newer one"):
+        class_defaults("later.LaterConfig")
+
+
+def test_the_architecture_is_refused_before_its_quantisation(tmp_path: Path) -> None:
+    gpt_oss = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(gpt_oss))
+    with pytest.raises(UnsupportedModelError, match="is of a GptOssForCausalLM"):
+        load_config(tmp_path)
