@@ -130,13 +130,14 @@ class StructuredOutputsConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig(JsonConfig):
-    """Where to publish which blocks can be restored. Names and defaults are vLLM's."""
+    """Where to publish which blocks can be restored. Names and defaults are vLLM's, but for `host`."""
 
     option_name = "kv_events_config"
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None  # None: zmq, where events are enabled
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
+    host: str | None = None  # `*` in an endpoint stands for it; None: the server's --host, or this machine alone
     buffer_steps: int = bounded(1, MAX_EVENTS, 10_000)  # batches kept for replays
     hwm: int = bounded(1, MAX_EVENTS, 100_000)  # of the socket, in batches
     max_queue_size: int = bounded(1, MAX_EVENTS, 100_000)  # batches

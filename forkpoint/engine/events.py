@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import queue
+import socket as socketlib
 import threading
 import time
 from collections import deque
@@ -11,12 +13,16 @@ import zmq
 
 from forkpoint.cache.restorable import Change, Restorable
 from forkpoint.config import KVEventsConfig
+from forkpoint.engine.replays import ROUND_S, Replays
 from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.routing import wire
 
 POLL_S = 0.1  # how long a subscriber that asks for a replay may wait for it
 CLOSE_S = 1.0
+LOOPBACK = "127.0.0.1"
+ANYWHERE = "tcp://*"  # vLLM's; here the address that the server listens on
+MAX_FRAME_BYTES = 1024  # of what subscribers send: topics, and requests of 8 bytes
 
 
 class EventPublisher:
@@ -34,30 +40,41 @@ class EventPublisher:
         self._from_beginning = threading.Event()
         self._context = zmq.Context()
         try:
-            self._out = self._open(zmq.PUB, config.endpoint, config.hwm)
-            self._replay = (
-                self._open(zmq.ROUTER, config.replay_endpoint, 2 * (config.buffer_steps + 1))
-                if config.replay_endpoint
-                else None
-            )
+            self._out = self._context.socket(zmq.PUB)
+            self._out.set_hwm(config.hwm)
+            self.addresses = [self._open(self._out, config.endpoint, config.host)]
+            self._replays: Replays | None = None
+            if config.replay_endpoint:
+                replay = self._context.socket(zmq.ROUTER)
+                self._replays = Replays(replay, self._sent, self._from_beginning.set)
+                self.addresses.append(self._open(replay, config.replay_endpoint, config.host))
         except ConfigError:
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def _open(self, kind: int, endpoint: str, hwm: int) -> zmq.Socket[bytes]:
-        """As in vLLM a publisher binds an address with a wildcard, of `::` or `ipc:`, and connects to any other."""
-        socket = self._context.socket(kind)
-        socket.set_hwm(hwm)
-        binds = kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+    def _open(self, socket: zmq.Socket[bytes], endpoint: str, host: str | None) -> str:
+        """Open the socket and return its address.
+
+        A publisher is bound to an address with a wildcard, of `::` or `ipc:`, and connected to others, as in vLLM.
+        """
+        binds = socket.type == zmq.ROUTER or any(part in endpoint for part in ("*", "::", "0.0.0.0"))
+        binds = binds or endpoint.startswith(("ipc:", "inproc:"))
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         try:
-            socket.bind(endpoint) if binds else socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            address = address_of(endpoint, host)
+            socket.setsockopt(zmq.IPV6, int("[" in address))
+            socket.bind(address) if binds else socket.connect(address)
+        except (zmq.ZMQError, OSError) as error:
             raise ConfigError(
                 f"kv_events_config: {endpoint!r} cannot be opened: {error}; give an address that is free, as tcp://*:5557"
             ) from error
-        return socket
+        if binds and address.startswith("tcp:") and not is_loopback(address):
+            LOGGER.warning(
+                "KV cache events on %s have all prompts as token ids: let only your routers reach this address", address
+            )
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self) -> None:
         """Hand over what changed since the last call."""
@@ -81,10 +98,9 @@ class EventPublisher:
     def _run(self) -> None:
         number = 0
         while True:
-            if self._replay is not None:
-                self._answer_replays(self._replay, number)
+            is_replaying = self._replays is not None and self._replays.serve(number)
             try:
-                changes = self._queue.get(timeout=POLL_S)
+                changes = self._queue.get(timeout=ROUND_S if is_replaying else POLL_S)
             except queue.Empty:
                 continue
             if changes is None:
@@ -95,17 +111,23 @@ class EventPublisher:
             number += 1
         self._context.destroy(linger=int(CLOSE_S * 1000))
 
-    def _answer_replays(self, replay: zmq.Socket[bytes], end: int) -> None:
-        """Send the batches that subscribers ask for by the number of the first one."""
-        while replay.poll(0):
-            frames = replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != wire.SEQUENCE_BYTES:
-                LOGGER.warning("a replay of KV cache events was asked for in %d frames of another form", len(frames))
-                continue
-            client, start = frames[0], int.from_bytes(frames[2], "big")
-            if start < (self._sent[0][0] if self._sent else end):
-                self._from_beginning.set()
-            for number, data in self._sent:
-                if number >= start:
-                    replay.send_multipart((client, b"", wire.sequence_bytes(number), data))
-            replay.send_multipart((client, b"", wire.END_OF_REPLAY, b""))
+
+def address_of(endpoint: str, host: str | None) -> str:
+    """Return `endpoint` with the address of `host` for `tcp://*`; without a host this machine alone reaches it.
+
+    Raises OSError for a host that is unknown.
+    """
+    if not endpoint.startswith(ANYWHERE):
+        return endpoint
+    address = socketlib.getaddrinfo(host or LOOPBACK, None, type=socketlib.SOCK_STREAM)[0][4][0]
+    shown = f"[{address}]" if ":" in str(address) else address
+    return f"tcp://{shown}{endpoint.removeprefix(ANYWHERE)}"
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address for ZeroMQ is reached from this machine alone."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # the name of an interface
+        return host == "lo"

@@ -57,7 +57,7 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=drain_s,
     )
-    return gateway.bind(replicas.bind(engine, server), fleet.router == "prefix-aware")
+    return gateway.bind(replicas.bind(engine, server, fleet.ray_address is None), fleet.router == "prefix-aware")
 
 
 def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:

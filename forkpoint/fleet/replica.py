@@ -30,16 +30,18 @@ GONE: Final = {
 class Replica:
     """Passes HTTP requests to a server of its own, which ends with it."""
 
-    async def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, engine: EngineConfig, server: ServerConfig, on_one_machine: bool
+    ) -> None:
         ports = free_ports()
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._url = f"http://{LOOPBACK}:{ports[0]}"
-        address = ray.util.get_node_ip_address()
+        address = LOOPBACK if on_one_machine else ray.util.get_node_ip_address()
         self._events = {
             "endpoint": f"tcp://{address}:{ports[1]}",
             "replay_endpoint": f"tcp://{address}:{ports[2]}",
         }
-        self._process = start_child(run_server, *placed(engine, server, ports), name="server")
+        self._process = start_child(run_server, *placed(engine, server, ports, address), name="server")
         # The router has counted the requests, and an answer may take its time.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),

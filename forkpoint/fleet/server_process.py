@@ -23,12 +23,15 @@ def run_server(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def placed(
-    engine: EngineConfig, server: ServerConfig, ports: tuple[int, int, int]
+    engine: EngineConfig, server: ServerConfig, ports: tuple[int, int, int], address: str
 ) -> tuple[EngineConfig, ServerConfig]:
-    """The same with their ports: the server's, which this machine alone reaches, and those of the events."""
+    """Return the same with their ports: the server's, which this machine alone reaches, and those of the events.
+
+    `address` is where the router finds the events. Nothing listens for them on other addresses of this machine.
+    """
     http, live, replay = ports
     events = KVEventsConfig(
-        enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}"
+        enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}", host=address
     )
     # Requests come with the Host header that the gateway was given; what it may say depends on the gateway's address.
     hosts = (*server.allowed_hosts, server.host) if server.allowed_hosts else () if is_loopback(server.host) else ("*",)

@@ -55,6 +55,9 @@ def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[Server]:
     """A server that listens, and whose readers load; to be opened before this process has threads. Raises ConfigError
     for an address that cannot be listened on."""
     config = replace(config, served_model_name=config.served_model_name or (engine.model,))
+    events = engine.kv_events_config
+    if events.host is None and config.uds is None:
+        engine = replace(engine, kv_events_config=replace(events, host=config.host))
     with contextlib.closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
         yield Server(engine, config, listener, readers)
 

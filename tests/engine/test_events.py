@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import zmq
 
 from forkpoint.config import EngineConfig, KVEventsConfig
-from forkpoint.engine.events import EventPublisher
+from forkpoint.engine.events import MAX_FRAME_BYTES, EventPublisher, address_of
 from forkpoint.errors import ConfigError
 from forkpoint.routing import wire
 from forkpoint.routing.feed import RestorableIndex
@@ -270,3 +271,56 @@ def test_wrong_options_are_told() -> None:
             EngineConfig.from_flat(model="m", kv_events_config=wrong)
     with pytest.raises(ConfigError, match="nowhere"):
         EventPublisher(KVEventsConfig.of({**given, "endpoint": "nowhere"}), Harness().sched.cache.watch_restorable())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "address"),
+    [
+        ("tcp://*:5557", None, "tcp://127.0.0.1:5557"),
+        ("tcp://*:5557", "127.0.0.1", "tcp://127.0.0.1:5557"),
+        ("tcp://*:5557", "localhost", "tcp://127.0.0.1:5557"),
+        ("tcp://*:5557", "0.0.0.0", "tcp://0.0.0.0:5557"),
+        ("tcp://*:*", "::1", "tcp://[::1]:*"),
+        ("tcp://router:5557", "0.0.0.0", "tcp://router:5557"),
+        ("ipc:///tmp/events", "0.0.0.0", "ipc:///tmp/events"),
+    ],
+)
+def test_a_wildcard_is_the_address_that_the_server_listens_on(endpoint: str, host: str | None, address: str) -> None:
+    assert address_of(endpoint, host) == address
+
+
+def test_by_default_only_this_machine_reaches_the_events(caplog: pytest.LogCaptureFixture) -> None:
+    def bound(host: str | None) -> list[str]:
+        given = {"enable_kv_cache_events": True, "endpoint": "tcp://*:*", "replay_endpoint": "tcp://*:*", "host": host}
+        publisher = EventPublisher(KVEventsConfig.of(given), Harness().sched.cache.watch_restorable())
+        try:
+            return publisher.addresses
+        finally:
+            publisher.close()
+
+    assert all(re.fullmatch(r"tcp://127\.0\.0\.1:\d+", address) for address in bound(None))
+    assert "all prompts" not in caplog.text
+    assert all(re.fullmatch(r"tcp://0\.0\.0\.0:\d+", address) for address in bound("0.0.0.0"))
+    assert "let only your routers reach this address" in caplog.text
+
+
+def test_large_frames_and_floods_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Subscribers that send much, ask again and again, and read nothing: the others get their batches."""
+    harness = Harness()
+    with publishing(harness, tmp_path) as (publisher, _, replay), zmq.Context() as context, ExitStack() as stack:
+        serve(harness, publisher, range(4))
+        wait_for(lambda: publisher._queue.empty() and len(ask(replay, 0)) == 4)
+        for _ in range(40):  # more than may be served at once
+            flood = stack.enter_context(context.socket(zmq.DEALER))
+            flood.setsockopt(zmq.LINGER, 0)
+            flood.setsockopt(zmq.RCVHWM, 1)
+            flood.connect(f"ipc://{tmp_path}/replay_endpoint")
+            for _ in range(200):
+                flood.send_multipart((b"", wire.sequence_bytes(0)))
+                flood.send_multipart((b"", b"odd"))
+            flood.send(b"x" * MAX_FRAME_BYTES * 1000)
+        assert [number for number, _ in ask(replay, 2)] == [2, 3]
+        assert [number for number, _ in ask(replay, 2**64 - 2)] == []
+        serve(harness, publisher, range(4, 5))
+        wait_for(lambda: [number for number, _ in ask(replay, 4)] == [4])
+    assert caplog.text.count("of another form") <= 1

@@ -83,8 +83,9 @@ def test_the_servers_answer_for_the_hosts_that_a_gateway_answers_for(
     options: dict[str, Any], answers: list[str], refuses: list[str]
 ) -> None:
     alone = ServerConfig(**options)
-    engine, behind = placed(EngineConfig.from_flat(model="m"), alone, (1, 2, 3))
+    engine, behind = placed(EngineConfig.from_flat(model="m"), alone, (1, 2, 3), "10.0.0.7")
     assert (behind.host, behind.port, engine.kv_events_config.endpoint) == ("127.0.0.1", 1, "tcp://*:2")
+    assert engine.kv_events_config.host == "10.0.0.7"
     for config in (alone, behind):
         for host in answers:
             Hosts(config).check(host.encode())
