@@ -15,24 +15,29 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forkpoint.obs.logs import LOGGER
+from forkpoint.server.body import is_json
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError, too_large
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.page import FOLDER as PAGE_FOLDER
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 REQUEST_ID = b"x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
 KEY: Final[ContextVar[bytes]] = ContextVar("key")  # that the request under way has shown; empty without
 
 
 class Gate:
-    """Answers 403 to a host that is not this server's, 401 without a known key and 413 for a body that is said to be
-    too large; returns X-Request-Id with every answer, and counts the answers."""
+    """Answers 403 to foreign hosts and pages, 401 without a known key and 413 for a body that is said to be too large.
+
+    Returns X-Request-Id with every answer, and counts the answers.
+    """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: Metrics) -> None:
         self._app = app
         self._hosts = Hosts(config)
+        self._origins = Origins(config)
         self._keys = tuple(key.encode() for key in config.api_key)
         self._config = config
         self._metrics = metrics
@@ -71,10 +76,14 @@ class Gate:
                 LOGGER.info("%s %s %s in %.3f s [%s]", scope["method"], scope["path"], status, elapsed, name)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:  # a proxy may go by the other one
+            raise HTTPError(400, "the request has several Host headers; send one")
         self._hosts.check(headers.get(b"host"))
         path = scope["path"].removeprefix(self._config.root_path) or "/"  # the proxy may have taken it off
         is_open = path in OPEN_PATHS or path.startswith(PAGE_FOLDER) or scope["method"] == "OPTIONS"
         KEY.set(self._known_key(headers) if self._keys and not is_open else b"")
+        if not self._keys and scope["method"] not in SAFE_METHODS and not is_json(headers.get(b"content-type", b"")):
+            self._origins.check(headers)
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes)
@@ -121,6 +130,32 @@ class Hosts:
                 "permission_error",
                 code="host_not_allowed",
             )
+
+
+class Origins:
+    """The origins whose pages may send requests that change something, besides those that CORS allows.
+
+    Browsers let any page send a POST without a JSON body to any server; only its Origin header then says where it
+    comes from. They ask the server first (CORS) about all other requests that could change something.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._allowed = frozenset(origin.encode() for origin in config.allowed_origins)
+
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises HTTPError for a page of another site. Clients that are no browsers send no Origin."""
+        given = headers.get(b"origin")
+        if given is None or given in self._allowed or b"*" in self._allowed:
+            return
+        if given.partition(b"://")[2] == headers.get(b"host"):
+            return  # a page of this server
+        raise HTTPError(
+            403,
+            f"pages of {given.decode('latin-1')[:MAX_REQUEST_ID_LENGTH]!r} may not do this; name the origin with "
+            "--allowed-origins if they should",
+            "permission_error",
+            code="origin_not_allowed",
+        )
 
 
 def _without_port(host: str) -> str:

@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.middleware import Hosts
+from forkpoint.server.middleware import Hosts, Origins
 from tests.server.running import RunningServer, start_server
+from tests.server.test_connections import connect
 from tests.server.test_lifecycle import metric
 
 KEYS = ("first key", "second key")
@@ -92,6 +93,48 @@ def test_a_local_server_answers_for_local_names_alone(server: RunningServer, hos
         assert reply.status_code == 403 and "--allowed-hosts" in reply.json()["error"]["message"]
         for local in ("localhost", f"localhost:{port}", "127.0.0.1", "[::1]:80", "LOCALHOST"):
             assert http.get("/v1/models", headers={"Host": local}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("http://{host}.evil.example", 403),
+        ("http://localhost:1", 403),
+        ("http://{host}", 200),
+        (None, 200),
+    ],
+)
+def test_pages_of_other_sites_change_nothing(server: RunningServer, origin: str | None, status: int) -> None:
+    """Browsers send a POST without a JSON body from any page, and say which page that is."""
+    host = urlsplit(server.url).netloc
+    headers = {} if origin is None else {"Origin": origin.format(host=host)}
+    with server.client() as http:
+        for path in ("/reset_prefix_cache", "/check_integrity"):
+            reply = http.post(path, headers=headers)
+            assert reply.status_code == status, reply.text
+            assert status == 200 or "--allowed-origins" in reply.json()["error"]["message"]
+        cancelled = http.post("/v1/responses/resp_1/cancel", headers={**headers, "Content-Type": "text/plain"})
+        assert cancelled.status_code == (403 if status == 403 else 404)
+        body = {"prompt": "x", "max_tokens": 1}
+        assert http.post("/v1/completions", json=body, headers=headers).status_code == 200, "browsers ask before this"
+
+
+def test_origins_that_are_allowed_may_change_things() -> None:
+    Origins(ServerConfig(allowed_origins=("https://chat.example",))).check({b"origin": b"https://chat.example"})
+    Origins(ServerConfig(allowed_origins=("*",))).check({b"origin": b"https://chat.example"})
+    with pytest.raises(HTTPError, match=r"chat\.example"):
+        Origins(ServerConfig()).check({b"origin": b"https://chat.example"})
+
+
+@pytest.mark.parametrize("hosts", [(b"localhost", b"evil.example"), (b"evil.example", b"localhost"), (b"a", b"a")])
+def test_two_host_headers_are_refused(server: RunningServer, hosts: tuple[bytes, bytes]) -> None:
+    lines = b"".join(b"Host: %s\r\n" % host for host in hosts)
+    with connect(server) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\n" + lines + b"Connection: close\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400") and b"several Host headers" in answer
 
 
 def test_a_server_with_keys_may_have_any_name(shared: RunningServer) -> None:
