@@ -88,6 +88,7 @@ class AsyncEngine:
         self._died: ForkpointError | None = None
         self._loaded: asyncio.Future[messages.Ready] | None = None
         self._ended = asyncio.Event()
+        self._is_full = False
         self.facts: dict[str, Any] = {}  # options and sizes that do not change
 
     # --- life
@@ -132,6 +133,11 @@ class AsyncEngine:
     def num_sequences(self) -> int:
         """Their completions that have not ended."""
         return self._outputs.num_sequences
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the engine would have refused any request after its last step."""
+        return self._is_full and self.num_sequences > 0  # what has been aborted since is reported by no step
 
     def check_ready(self) -> None:
         """Raises EngineNotReadyError while the model is loading, EngineStoppedError after the end."""
@@ -213,6 +219,7 @@ class AsyncEngine:
     def _on_step(self, report: messages.StepReport) -> None:
         now = time.perf_counter()
         self._observer.step(report.num_tokens)
+        self._is_full = report.is_full
         find = self._outputs.find
         for name, (num_drafts, num_accepted) in report.drafts.items():
             if found := find(name):

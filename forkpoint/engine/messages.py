@@ -74,7 +74,8 @@ class StepReport(Message, frozen=True):
     """One step: sequence `ids[i]` got `token_ids[i]` and nothing else happened to it; `news` has all others.
 
     `num_tokens` entered the model. `refused` sequences were not accepted. `drafts`: by the id of a sequence that
-    got something and has had drafts, how many so far, and how many of them were accepted.
+    got something and has had drafts, how many so far, and how many of them were accepted. `is_full`: another
+    sequence would be refused now.
     """
 
     ids: list[str]
@@ -83,6 +84,7 @@ class StepReport(Message, frozen=True):
     refused: list[tuple[str, Failure]]
     num_tokens: int = 0
     drafts: dict[str, tuple[int, int]] = {}
+    is_full: bool = False
 
 
 class Reply(Message, frozen=True):

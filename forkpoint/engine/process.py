@@ -189,7 +189,8 @@ class EngineLoop:
                 news.append(self._news(update))
         refused, self._refused = self._refused, []
         if ids or news or refused or num_tokens:
-            self._send(messages.StepReport(ids, token_ids, news, refused, num_tokens, drafts))
+            is_full = self._core.scheduler.is_full
+            self._send(messages.StepReport(ids, token_ids, news, refused, num_tokens, drafts, is_full))
 
     def _news(self, update: RequestUpdate) -> messages.SequenceNews:
         request = update.request

@@ -73,10 +73,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
-        num_waiting, limit = len(self._waiting.entries), self.config.max_queue_len
-        if num_waiting >= limit:
+        if self.is_full:
             raise QueueFullError(
-                f"{num_waiting} requests are waiting, the limit is max_queue_len={limit}; try again later"
+                f"{len(self._waiting.entries)} requests are waiting, the limit is "
+                f"max_queue_len={self.config.max_queue_len}; try again later"
             )
         self.check(request)
         request.max_tokens = self._longest_answer(request)
@@ -113,6 +113,11 @@ class Scheduler:
             return request.max_tokens
         longest = self.layout.longest_request(self.cache.arena.num_pages) - request.num_prompt_tokens
         return max(1, min(request.max_tokens, longest))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `add` would refuse any request now."""
+        return len(self._waiting.entries) >= self.config.max_queue_len
 
     def has_unfinished(self) -> bool:
         return bool(self._entries or self._running.leaving or self._issued)

@@ -70,7 +70,9 @@ def prepare_completion(texts: Texts, data: bytes) -> PreparedCompletion:
     model = texts.served_name(body.model)
     params = _params(texts, body)
     special = body.add_special_tokens is not False
-    prompts = [texts.prompt(given, params, special=special) for given in _split(body.prompt)]
+    split = _split(body.prompt)
+    texts.room.check(len(split) * params.n)
+    prompts = [texts.prompt(given, params, special=special) for given in split]
     echoed: tuple[str, ...] | None = None
     first_texts: tuple[str, ...] = ()
     if body.echo:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ from forkpoint.server.middleware import own_salt
 from forkpoint.server.readers import Readers
 from forkpoint.server.sampling import Asked
 from forkpoint.server.sse import unless_left
-from forkpoint.server.texts import Prepare
+from forkpoint.server.texts import Prepare, Room, in_room
 from forkpoint.server.trials import Trials
 
 T = TypeVar("T")
@@ -79,7 +80,9 @@ class Service:
 
     async def prepare_from(self, data: bytes, prepare: Prepare[T], request: Request) -> T:
         """What `prepare` makes of a body that has been read, once or several times, as `prepare` does."""
-        return await unless_left(request.receive, self.readers.run(prepare, data))
+        room = self._room()
+        read = partial(in_room, prepare, replace(room, num_open=room.num_open - 1))  # this request is counted too
+        return await unless_left(request.receive, self.readers.run(read, data))
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytes]:
@@ -120,12 +123,12 @@ class Service:
         return generation
 
     def _check_room(self, num_more: int) -> None:
-        limit = self.config.max_open_requests
-        num_open = self.engine.num_sequences + self.readers.num_open
-        if num_open + num_more > limit:
-            raise QueueFullError(
-                f"{num_open} completions are open, {num_more} more exceed max_open_requests={limit}; try again later"
-            )
+        self._room().check(num_more)
+        if self.engine.is_full:
+            raise QueueFullError("as many requests are waiting as max_queue_len allows; try again later")
+
+    def _room(self) -> Room:
+        return Room(self.engine.num_sequences + self.readers.num_open, self.config.max_open_requests)
 
     def new_id(self) -> str:
         """Of an answer; it is not the request's, for clients may send the same X-Request-Id twice."""

@@ -23,7 +23,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
-from forkpoint.errors import ConfigError, InvalidPromptError
+from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
 from forkpoint.params import SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.config import ServerConfig
@@ -45,6 +45,27 @@ class Facts:
     eos_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many completions the server answers now, and how many it may answer at once."""
+
+    num_open: int
+    limit: int
+
+    def check(self, num_more: int) -> None:
+        """Raises QueueFullError if so many more do not fit now, and RequestTooLargeError if they never do."""
+        if num_more > self.limit:
+            raise RequestTooLargeError(
+                f"the request asks for {num_more} completions, more than max_open_requests={self.limit}: send fewer "
+                "prompts or a smaller n"
+            )
+        if self.num_open + num_more > self.limit:
+            raise QueueFullError(
+                f"{self.num_open} completions are open, {num_more} more exceed max_open_requests={self.limit}; "
+                "try again later"
+            )
+
+
 class Texts:
     """Tokenizer, chat template and limits, in a reader's process. `inputs` is there once the engine is ready."""
 
@@ -53,6 +74,7 @@ class Texts:
     def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:
         self.engine = engine
         self.config = config
+        self.room = Room(0, config.max_open_requests)  # for the request that is being read
         self.tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
         self._max_characters = 0
@@ -154,6 +176,12 @@ class Texts:
 
 
 Prepare: TypeAlias = Callable[[Texts, bytes], T]  # what a reader runs, by its name
+
+
+def in_room(prepare: Prepare[T], room: Room, texts: Texts, data: bytes) -> T:
+    """Run `prepare`, which may ask whether there is `room` for what it is about to tokenise."""
+    texts.room = room
+    return prepare(texts, data)
 
 
 def served_name(names: Sequence[str], asked: str | None) -> str:

@@ -178,7 +178,10 @@ def test_requests_for_several_prompts_are_refused_as_a_whole(guarded: RunningSer
         reply = http.post("/v1/completions", json={"prompt": ["x"] * 4, "max_tokens": 50}, headers=headers)
         assert reply.status_code == 429 and "max_queue_len" in reply.json()["error"]["message"]
         reply = http.post("/v1/completions", json={"prompt": ["x"] * 2, "n": 3, "max_tokens": 50}, headers=headers)
-        assert reply.status_code == 429 and "6 more exceed max_open_requests=4" in reply.json()["error"]["message"]
+        assert reply.status_code == 400 and "6 completions, more than max_open_requests=4" in reply.text
+        many = json.dumps({"prompt": ["x"] * 1300}).encode()
+        reply = http.post("/v1/completions", content=many, headers={**headers, "Content-Type": "application/json"})
+        assert reply.status_code == 400 and "1300 completions, more than" in reply.text
         assert "forkpoint_num_requests_open{" in http.get("/metrics").text
         assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers).status_code == 200
 
