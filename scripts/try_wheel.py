@@ -15,10 +15,12 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "forkpoint")
+PAGE = "forkpoint/server/static"
 MOST_BYTES = 10**6
 READY = re.compile(r"ready: \S+ on (http://\S+)")
 START_S = 300.0
@@ -100,6 +102,9 @@ def main() -> None:
         size = wheel.stat().st_size
         check(size <= MOST_BYTES, f"{wheel.name} has {size:,} bytes, more than {MOST_BYTES:,}")
         print(f"{wheel.name}: {size:,} bytes")
+        files = zipfile.ZipFile(wheel).namelist()
+        page = [str(path.relative_to(ROOT)) for path in (ROOT / PAGE).rglob("*") if path.is_file()]
+        check(bool(page) and set(page) <= set(files), f"{wheel.name} lacks files of the chat page")
         commands = install(wheel, folder / "environment")
         forkpoint, empty = commands / "forkpoint", folder / "empty"
         empty.mkdir()

@@ -63,7 +63,7 @@ class FakeServer:
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_get("/", self._page)
-        app.router.add_get("/static/{name}", self._page)
+        app.router.add_get("/static/{name:.+}", self._page)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:

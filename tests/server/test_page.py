@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, expect
 
+import forkpoint
 from tests.page.conftest import browser  # noqa: F401
 from tests.server.running import RunningServer
 
@@ -41,14 +43,16 @@ def test_its_files_come_with_their_types_and_only_once(server: RunningServer) ->
     assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
     named = re.findall(r'(?:href|src)="(static/[^"]+)"', page.read().decode())
     assert len(named) == 3
-    for path in named:
+    vendored = sorted((Path(forkpoint.__file__).parent / "server" / "static" / "vendor").glob("*.js"))
+    assert len(vendored) == 4
+    for path in [*named, *(f"static/vendor/{file.name}" for file in vendored)]:
         answer = get(f"{server.url}/{path}")
         kind = "text/javascript" if path.endswith(".js") else "text/css"
         assert answer.headers["Content-Type"].startswith(kind) and answer.headers["X-Content-Type-Options"] == "nosniff"
         with pytest.raises(urllib.error.HTTPError) as again:
             get(f"{server.url}/{path}", {"If-None-Match": answer.headers["ETag"]})
         assert again.value.code == 304
-    for path in ("static/../app.py", "static/nothing.js", "static/"):
+    for path in ("static/../app.py", "static/vendor/../../app.py", "static/vendor/", "static/nothing.js", "static/"):
         with pytest.raises(urllib.error.HTTPError) as missing:
             get(f"{server.url}/{path}")
         assert missing.value.code == 404

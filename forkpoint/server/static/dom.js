@@ -1,4 +1,4 @@
-/* Making nodes; nothing is ever parsed as HTML. */
+/* Makes nodes. */
 
 export const $ = (id) => document.getElementById(id);
 export const count = (number) => number.toLocaleString("en");
@@ -17,6 +17,11 @@ export function action(text, onclick, of = "") {
   const button = element("button", { className: "quiet", type: "button", textContent: text, onclick });
   if (of) button.ariaLabel = button.title = `${text} ${of}`;
   return button;
+}
+
+/* Text as HTML that shows it. */
+export function escaped(text) {
+  return text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 }
 
 export async function copyText(text, button) {

@@ -1,279 +1,108 @@
-/* The LaTeX that models write, to MathML, which browsers draw. What is not understood is not translated at all. */
+/* Formulas: where LaTeX begins and ends in Markdown, and how Temml draws it as MathML. */
 
-import {
-  ACCENTS, FENCES, FUNCTIONS, INTEGRALS, LARGE, LETTERS, LIMITS, OPERATORS, SPACES, inAlphabet, isAlphabet,
-} from "./maths_signs.js";
+import { element, escaped } from "./dom.js";
 
-const MATHML = "http://www.w3.org/1998/Math/MathML";
-const LONGEST = 4000; // characters
-const DEEPEST = 60; // groups within each other
-const TOKEN = /\\[a-zA-Z]+\*?|\\[\s\S]|[{}^_&~']|\s+|\d+(?:\.\d+)?|[\s\S]/gu;
+const LONGEST = 10_000; // characters of a formula that is drawn
+const ENVIRONMENTS = "(?:equation|align|alignat|gather|multline|CD)\\*?";
+/* A formula on lines of its own. A blank line ends the search for the closing mark. */
+const DISPLAY = new RegExp(
+  "^ {0,3}(?:" +
+    [
+      /\$\$(?:(?!\$\$|\n[ \t]*\n)[^]){1,8000}\$\$/.source,
+      /\\\[(?:(?!\\\]|\n[ \t]*\n)[^]){1,8000}\\\]/.source,
+      String.raw`\\begin\{(?<name>${ENVIRONMENTS})\}(?:(?!\n[ \t]*\n)[^]){1,8000}?\\end\{\k<name>\}`,
+    ].join("|") +
+    ")[ \\t]*(?:\\n|$)",
+);
+/* A formula whose closing mark has not arrived. */
+const UNCLOSED = new RegExp(String.raw`^ {0,3}(?:\$\$|\\\[|\\begin\{${ENVIRONMENTS}\})(?:(?!\$\$|\\\]|\n[ \t]*\n)[^])*$`);
+const DISPLAY_START = new RegExp(String.raw`\n {0,3}(?:\$\$|\\\[|\\begin\{${ENVIRONMENTS}\})`);
+const INLINE = /^(?:\$\$((?:(?!\$\$|\n\n)[^]){1,4000})\$\$|\\\[((?:(?!\\\]|\n\n)[^]){1,4000})\\\]|\\\(((?:(?!\\\)|\n\n)[^]){1,4000})\\\))/;
+/* Pandoc's rule: no space inside the dollars, and no letter or digit after the second one. */
+const DOLLARS = /^\$(?![\s$])((?:[^$\\]|\\[^]){1,2000}?)(?<!\s)\$(?![\w$])/;
+const PRICE = /^\d[\d.,]*[kKmMbB%]?[)\]*_]*(?:[ \n]+(?:(?:a|an)[ \n]+)?[A-Za-z]{2,}|[,;:] )/;
+const ANYWHERE = new RegExp(String.raw`(?<![\w$\\])${DOLLARS.source.slice(1)}|\\\((?:(?!\\\))[^]){1,500}\\\)`, "g");
+export const HIDDEN_PIPE = "\ue000"; // of a private area, so that it stands for nothing else
+const INLINE_START = /\$|\\[[(]/;
 
-class NotUnderstood extends Error {}
+function isFormula(text) {
+  return !PRICE.test(text) && !text.includes("\n\n");
+}
 
-/* A <math> node; null where `source` is not understood. */
-export function maths(source, display) {
-  if (source.length > LONGEST) return null;
+/* Extensions of marked. */
+export const displayMaths = {
+  name: "displayMaths",
+  level: "block",
+  start: (src) => src.match(DISPLAY_START)?.index,
+  tokenizer(src) {
+    const found = src.match(DISPLAY) ?? (this.lexer.isOpen ? src.match(UNCLOSED) : null);
+    return found ? { type: "displayMaths", raw: found[0], text: found[0].trim() } : undefined;
+  },
+  renderer: ({ text }) => `<div class="maths">${escaped(text)}</div>`,
+};
+export const inlineMaths = {
+  name: "inlineMaths",
+  level: "inline",
+  start: (src) => src.match(INLINE_START)?.index,
+  tokenizer(src, tokens) {
+    let found = src.match(INLINE);
+    if (!found && !/[\w$]$/.test(tokens.at(-1)?.raw ?? "")) {
+      found = src.match(DOLLARS);
+      if (found && !isFormula(found[1])) found = null;
+    }
+    return found ? { type: "inlineMaths", raw: found[0], text: found[0] } : undefined;
+  },
+  renderer: ({ text }) => `<span class="maths">${escaped(text)}</span>`,
+};
+
+/* The text with letters for its formulas, so that a * in a formula ends no emphasis that began before it. */
+export function withoutMaths(text) {
+  return withFormulas(text, (formula) => "a".repeat(formula.length));
+}
+
+/* The text with another sign for each | in a formula, so that no cell of a table ends there. */
+export function withPipesHidden(text) {
+  return withFormulas(text, (formula) => formula.replaceAll("|", HIDDEN_PIPE));
+}
+
+function withFormulas(text, change) {
+  return text.replace(ANYWHERE, (all, inside) => (inside === undefined || isFormula(inside) ? change(all) : all));
+}
+
+/* Replaces each source by its formula. A source that Temml does not understand stays as it was written. */
+export function drawMaths(root) {
+  const sources = [...root.querySelectorAll(".maths")];
+  if (!sources.length) return;
+  if (globalThis.temml) for (const source of sources) draw(source);
+  else loaded().then(() => sources.forEach(draw), () => {});
+}
+
+function draw(node) {
+  const text = node.textContent;
+  if (text.length > LONGEST) return;
+  const isBlock = node.tagName === "DIV";
+  const mark = /^\$\$|^\\[[(]/.test(text) ? 2 : text[0] === "$" ? 1 : 0;
+  const made = element("span");
   try {
-    const parser = new Parser(source.match(TOKEN) ?? []);
-    const nodes = parser.row([undefined]);
-    if (!nodes.length) return null;
-    const made = tag("math", { display: display ? "block" : "inline" }, ...nodes);
-    made.setAttribute("aria-label", source.trim());
-    return made;
-  } catch (error) {
-    if (error instanceof NotUnderstood) return null;
-    throw error;
+    const options = { displayMode: isBlock || /^(?:\$\$|\\\[)/.test(text), throwOnError: true };
+    globalThis.temml.render(text.slice(mark, text.length - mark), made, options);
+  } catch {
+    return; // not LaTeX that Temml knows, or nested deeper than the stack allows
   }
+  if (isBlock) Object.assign(node, { className: "maths drawn wide", tabIndex: 0 });
+  else node.className = "maths drawn";
+  node.replaceChildren(...made.childNodes);
 }
 
-function tag(name, attributes = {}, ...children) {
-  const made = document.createElementNS(MATHML, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-const sign = (text, attributes) => tag("mo", attributes, text);
-const word = (text) => tag("mi", text.length === 1 ? { mathvariant: "normal" } : {}, text);
-const space = (em) => tag("mspace", { width: `${em}em` });
-const group = (nodes) => (nodes.length === 1 ? nodes[0] : tag("mrow", {}, ...nodes));
-
-class Parser {
-  constructor(tokens) {
-    this.tokens = tokens;
-    this.at = 0;
-    this.depth = 0;
-  }
-
-  /* ---- Tokens ---- */
-
-  peek() {
-    while (/^\s/.test(this.tokens[this.at] ?? "")) this.at++;
-    return this.tokens[this.at];
-  }
-  next() {
-    const token = this.peek();
-    if (token === undefined) throw new NotUnderstood();
-    this.at++;
-    return token;
-  }
-  expect(token) {
-    if (this.next() !== token) throw new NotUnderstood();
-  }
-  has(token) {
-    if (this.peek() !== token) return false;
-    this.at++;
-    return true;
-  }
-  /* The text between braces as it is written, or one token. */
-  raw() {
-    if (!this.has("{")) return this.next();
-    let text = "";
-    for (let open = 1; ; ) {
-      const token = this.tokens[this.at++];
-      if (token === undefined) throw new NotUnderstood();
-      open += token === "{" ? 1 : token === "}" ? -1 : 0;
-      if (!open) return text;
-      text += token;
-    }
-  }
-
-  /* ---- Formulas ---- */
-
-  /* Nodes up to one of `ends`, which is left. */
-  row(ends) {
-    if (++this.depth > DEEPEST) throw new NotUnderstood();
-    const made = [];
-    while (!ends.includes(this.peek())) made.push(this.scripted());
-    this.depth--;
-    return made;
-  }
-
-  argument() {
-    const token = this.peek();
-    if (/^\d./.test(token ?? "")) this.tokens.splice(this.at, 1, ...token); // one digit is an argument, not a number
-    return this.atom();
-  }
-
-  scripted() {
-    const starts = ["^", "_", "'"].includes(this.peek());
-    const base = starts ? tag("mrow") : this.atom();
-    let below = null,
-      above = null;
-    for (;;) {
-      if (this.has("_")) {
-        if (below) throw new NotUnderstood();
-        below = this.argument();
-      } else if (this.has("^")) {
-        if (above?.isScript) throw new NotUnderstood();
-        const exponent = this.argument();
-        above = { isScript: true, nodes: [...(above?.nodes ?? []), exponent] };
-      } else if (this.has("'")) above = { isScript: above?.isScript, nodes: [...(above?.nodes ?? []), sign("′")] };
-      else if (!this.has("\\limits") && !this.has("\\nolimits")) break;
-    }
-    const top = above && group(above.nodes);
-    if (!below && !top) return base;
-    const names = base.hasLimits ? ["munderover", "munder", "mover"] : ["msubsup", "msub", "msup"];
-    if (below && top) return tag(names[0], {}, base, below, top);
-    return below ? tag(names[1], {}, base, below) : tag(names[2], {}, base, top);
-  }
-
-  atom() {
-    const token = this.next();
-    if (token === "{") {
-      const inner = this.row(["}", undefined]);
-      this.expect("}");
-      return group(inner);
-    }
-    if (token.startsWith("\\")) return this.command(token.slice(1));
-    if ("}^_&".includes(token)) throw new NotUnderstood();
-    if (token === "~") return space(0.333);
-    if (/^\d/.test(token)) return tag("mn", {}, token);
-    if (token === "-") return sign("−");
-    if (token === "*") return sign("∗");
-    if (/^\p{L}/u.test(token)) return tag("mi", {}, token);
-    return sign(token, "()[]|".includes(token) ? { stretchy: "false" } : {});
-  }
-
-  command(name) {
-    if (LETTERS.has(name)) return tag("mi", /^[A-Z]/.test(name) ? { mathvariant: "normal" } : {}, LETTERS.get(name));
-    if (OPERATORS.has(name)) return sign(OPERATORS.get(name));
-    if (LARGE.has(name)) return Object.assign(sign(LARGE.get(name), { movablelimits: "true" }), { hasLimits: true });
-    if (INTEGRALS.has(name)) return sign(INTEGRALS.get(name));
-    if (LIMITS.has(name)) return Object.assign(sign(name, { movablelimits: "true" }), { hasLimits: true });
-    if (FUNCTIONS.has(name)) return tag("mrow", {}, word(name), space(0.1));
-    if (SPACES.has(name)) return space(SPACES.get(name));
-    if (ACCENTS.has(name)) return this.accented(...ACCENTS.get(name));
-    if (isAlphabet(name)) return this.inAlphabet(name);
-    if (/^[{}%$#&_|]$/.test(name)) return sign(name === "|" ? "‖" : name);
-    return this.structure(name);
-  }
-
-  structure(name) {
-    switch (name) {
-      case "frac":
-      case "dfrac":
-      case "tfrac":
-      case "cfrac":
-        return tag("mfrac", {}, this.argument(), this.argument());
-      case "binom":
-        return this.fenced("(", tag("mfrac", { linethickness: "0" }, this.argument(), this.argument()), ")");
-      case "sqrt":
-        return this.root();
-      case "left":
-        return this.between();
-      case "begin":
-        return this.environment(this.raw().replace(/\*$/, ""));
-      case "text":
-      case "textbf":
-      case "textit":
-      case "mbox":
-        return tag("mtext", {}, this.raw().replace(/^ | $/g, "\u00a0"));
-      case "mathrm":
-      case "operatorname":
-      case "operatorname*":
-      case "textrm":
-        return word(this.plain());
-      case "mathit":
-        return tag("mi", {}, this.plain());
-      case "pmod":
-        return tag("mrow", {}, space(1), sign("("), word("mod"), space(0.333), this.argument(), sign(")"));
-      case "bmod":
-        return sign("mod");
-      case "overset":
-      case "stackrel": {
-        const above = this.argument();
-        return tag("mover", {}, this.argument(), above);
-      }
-      case "underset": {
-        const below = this.argument();
-        return tag("munder", {}, this.argument(), below);
-      }
-      case "xrightarrow":
-        return tag("mover", {}, sign("→", { stretchy: "true" }), this.argument());
-      case "boxed":
-        return tag("mrow", { class: "boxed" }, this.argument());
-      case "not":
-        return sign(this.atom().textContent + "\u0338");
-      case "displaystyle":
-      case "textstyle":
-        return tag("mrow");
-      case "tag":
-        return tag("mrow", {}, space(2), tag("mtext", {}, `(${this.plain()})`));
-      default:
-        if (/^(big|Big|bigg|Bigg)[lrm]?$/.test(name)) return this.delimiter({ stretchy: "true", minsize: "1.4em" });
-        throw new NotUnderstood();
-    }
-  }
-
-  /* ---- Parts ---- */
-
-  plain() {
-    const text = this.raw();
-    if (/[\\{}^_&$]/.test(text)) throw new NotUnderstood();
-    return text;
-  }
-
-  inAlphabet(name) {
-    const text = inAlphabet(name, this.plain().trim());
-    if (!text) throw new NotUnderstood();
-    return tag("mi", {}, text);
-  }
-
-  accented(text, isBelow = false) {
-    const made = tag(isBelow ? "munder" : "mover", { accent: "true" }, this.argument(), sign(text));
-    return Object.assign(made, { hasLimits: "⏞⏟".includes(text) });
-  }
-
-  root() {
-    if (!this.has("[")) return tag("msqrt", {}, this.argument());
-    const degree = group(this.row(["]", undefined]));
-    this.expect("]");
-    return tag("mroot", {}, this.argument(), degree);
-  }
-
-  fenced(open, inner, close) {
-    const fence = (text) => sign(text, { fence: "true", stretchy: "true" });
-    return tag("mrow", {}, ...(open ? [fence(open)] : []), inner, ...(close ? [fence(close)] : []));
-  }
-
-  delimiter(attributes) {
-    const token = this.next();
-    const name = token.slice(1);
-    const text = token === "." ? "" : !token.startsWith("\\") ? token : name === "|" ? "‖" : (OPERATORS.get(name) ?? name);
-    if ([...text].length > 1 || /[a-zA-Z^_&]/.test(text)) throw new NotUnderstood();
-    return sign(text, { fence: "true", ...attributes });
-  }
-
-  between() {
-    const attributes = { stretchy: "true" };
-    const made = [this.delimiter(attributes)];
-    for (;;) {
-      made.push(...this.row(["\\right", "\\middle", undefined]));
-      const isLast = this.next() === "\\right";
-      made.push(this.delimiter(attributes));
-      if (isLast) return tag("mrow", {}, ...made);
-    }
-  }
-
-  environment(name) {
-    const fences = FENCES.get(name);
-    if (!fences) throw new NotUnderstood();
-    if (name === "array") this.raw(); // how its columns are set
-    const rows = [[]];
-    const ends = ["&", "\\\\", "\\end", undefined];
-    for (;;) {
-      rows.at(-1).push(tag("mtd", {}, ...this.row(ends)));
-      const end = this.next();
-      if (end === "\\end") break;
-      if (end === "\\\\") rows.push([]);
-    }
-    if (this.raw().replace(/\*$/, "") !== name) throw new NotUnderstood();
-    if (rows.length > 1 && rows.at(-1).every((cell) => !cell.childNodes.length)) rows.pop();
-    const isAligned = /align|split/.test(name);
-    const kind = isAligned ? "aligned" : name === "cases" ? "cases" : "";
-    const table = tag("mtable", kind ? { class: kind } : {}, ...rows.map((cells) => tag("mtr", {}, ...cells)));
-    if (isAligned) table.setAttribute("displaystyle", "true");
-    return this.fenced(fences[0], table, fences[1]);
-  }
+/* Temml is a classic script, so it is loaded by an element and not by import(). */
+let loading = null;
+function loaded() {
+  loading ??= new Promise((resolve, reject) => {
+    const path = new URL("vendor/temml.min.js", import.meta.url).href;
+    const policy = globalThis.trustedTypes?.createPolicy("vendor", { createScriptURL: () => path });
+    const style = element("link", { rel: "stylesheet", href: new URL("vendor/Temml-Local.css", import.meta.url).href });
+    const script = element("script", { src: policy ? policy.createScriptURL("") : path, onload: resolve, onerror: reject });
+    document.head.append(style, script);
+  });
+  return loading;
 }

@@ -1,7 +1,7 @@
 /* What each message shows. `app` is what a person can do, and where the conversation stands. */
 
 import { $, action, copyText, count, element } from "./dom.js";
-import { Prose } from "./markdown.js";
+import { Prose } from "./prose.js";
 
 export const ROLES = { user: "You", assistant: "Answer", system: "System prompt" };
 const MISSES = {
