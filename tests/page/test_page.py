@@ -45,7 +45,7 @@ WATCH = """() => {
 
 
 def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> None:
-    told(server, "one two three", gap_s=0.1, first_token_s=0.2, num_prompt_tokens=4100, num_cached_tokens=3072)
+    told(server, "one two three", gap_s=0.3, first_token_s=0.2, num_prompt_tokens=4100, num_cached_tokens=3072)
     page.evaluate(WATCH)
     say(page, "count")
     figures = page.locator(".figures")
@@ -57,7 +57,7 @@ def test_an_answer_streams_with_its_figures(page: Page, server: FakeServer) -> N
     first = re.search(r"first token (\d+) ms", figures.inner_text())
     assert first is not None and 200 <= int(first[1]) < 1000
     speed = re.search(r"([\d.]+) tokens/s", figures.inner_text())
-    assert speed is not None and 5 < float(speed[1]) < 10.5
+    assert speed is not None and 2 < float(speed[1]) < 4
     assert sent(server) == [("user", "count")]
     body = server.requests[0]
     assert (body["model"], body["stream"], "temperature" in body, "max_tokens" in body) == (MODEL, True, False, False)
