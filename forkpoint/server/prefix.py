@@ -7,10 +7,11 @@ from typing import TypeAlias
 from forkpoint.cache.hashing import HashChain
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing.wire import sent_hash
+from forkpoint.server.responses.body import Wanted
 from forkpoint.server.sampling import Asked
 from forkpoint.server.texts import Prepare, Texts
 
-PromptReader: TypeAlias = Prepare[Asked | str]
+PromptReader: TypeAlias = Prepare[Asked | Wanted]
 
 
 def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) -> dict[str, list[int]]:
@@ -20,8 +21,8 @@ def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) 
     Runs in a reader's process.
     """
     asked = prepare(texts, data)
-    # A text: it goes on from a response that one replica has stored.
-    if isinstance(asked, str) or salted or asked.params.cache_salt:
+    # A request that wants stored responses goes to the replica that has stored them.
+    if isinstance(asked, Wanted) or salted or asked.params.cache_salt:
         return {"block_hashes": []}
     token_ids = asked.prompts[0].token_ids
     chain = HashChain("")

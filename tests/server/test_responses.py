@@ -168,7 +168,10 @@ def test_what_a_cancelled_response_has_said_is_kept(client: openai.OpenAI) -> No
     [
         ({"input": []}, "input is empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text parts"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "there is no item 'msg_1'; send the item itself"),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            "there is no stored item 'msg_1'; send the item itself",
+        ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "needs its call_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "runs no tools, and web_search are all"),
         ({"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
@@ -239,6 +242,20 @@ def test_an_agent_calls_its_function(server: RunningServer) -> None:
     assert "raw_response_event" in kinds and "run_item_stream_event" in kinds
 
 
+def test_an_item_of_a_stored_response_can_be_referred_to(client: openai.OpenAI, oracle: LLM) -> None:
+    first = client.responses.create(**GREEDY, input="Tell me about rivers.")
+    [item] = first.output
+    assert item.id is not None
+    reference: Any = {"type": "item_reference", "id": item.id}
+    told: Any = [{"role": "user", "content": "Tell me about rivers."}, reference, {"role": "user", "content": "Go on."}]
+    whole = expected(oracle, ("user", "Tell me about rivers."), ("assistant", first.output_text), ("user", "Go on."))
+    assert client.responses.create(**GREEDY, input=told).output_text == whole.outputs[0].text
+    assert client.responses.create(**GREEDY, input=[told[0], {"id": item.id}, told[2]]).output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="there is no stored item"):
+        client.responses.create(**GREEDY, input=told)
+
+
 def test_nobody_finds_the_response_of_another_key(thinker: RunningServer) -> None:
     one, other = (openai.OpenAI(base_url=f"{thinker.url}/v1", api_key=key, max_retries=0) for key in ("one", "other"))
     mine = one.responses.create(**GREEDY, input="A secret")
@@ -246,6 +263,10 @@ def test_nobody_finds_the_response_of_another_key(thinker: RunningServer) -> Non
     for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
         with pytest.raises(openai.NotFoundError):
             attempt(mine.id)
+    references: Any = [{"type": "item_reference", "id": mine.output[0].id}, {"role": "user", "content": "x"}]
+    assert one.responses.create(**GREEDY, input=references, store=False).output
+    with pytest.raises(openai.BadRequestError, match="there is no stored item"):
+        other.responses.create(**GREEDY, input=references)
     with pytest.raises(openai.BadRequestError, match="there is no response"):
         other.responses.create(**GREEDY, input="x", previous_response_id=mine.id)
     assert one.responses.retrieve(mine.id).id == mine.id

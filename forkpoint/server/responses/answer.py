@@ -15,7 +15,7 @@ from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.notices import ignore
 from forkpoint.server.protocol import Reply
 from forkpoint.server.responses.items import messages_of
-from forkpoint.server.responses.store import Key, ResponseStore, Stored
+from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool, custom_input
 from forkpoint.server.sse import encode, named_event
 from forkpoint.server.talk import Change, Talk, Turn
@@ -177,14 +177,14 @@ class ResponseAnswer(Answer[PreparedResponse]):
 
     def _begin(self, prefix: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         number = len(self._items)
-        name = f"{prefix}_{self.name[-12:]}_{number}"
+        name = f"{prefix}_{self.name[-NAME_TAIL:]}_{number}"
         self._items.append({"id": name, "type": kind, "status": "in_progress", **fields})
         return {"type": "response.output_item.added", "output_index": number, "item": self._items[-1]}
 
     def _begin_call(self, index: int, name: str) -> dict[str, Any]:
         """Begin the item of a call, under the name that the client knows."""
         tool = self.asked.called.get(name, CalledTool(name))
-        call = {"name": tool.name, "call_id": f"call_{self.name[-12:]}_{index}"}
+        call = {"name": tool.name, "call_id": f"call_{self.name[-NAME_TAIL:]}_{index}"}
         if tool.namespace is not None:
             call["namespace"] = tool.namespace
         if tool.is_custom:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,7 +13,7 @@ from forkpoint.server.chat_body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import Body, Many, MaxTokens
-from forkpoint.server.responses.items import messages_of
+from forkpoint.server.responses.items import is_reference, messages_of, referred, resolved
 from forkpoint.server.responses.tools import AnyTool, FunctionTool, ToolChoice, Tools, chat_choice
 from forkpoint.server.sampling import SampledBody
 
@@ -56,24 +57,51 @@ class ResponsesBody(CountBody):
     service_tier: str | None = None
 
 
-def input_messages(body: CountBody, note: Note) -> list[dict[str, Any]]:
-    """Return the messages that `body` adds. Raises HTTPError naming what is wrong with them."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request refers to: the response that it goes on from, and items of stored responses."""
+
+    response: str | None
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the store has of it: the messages of the conversation so far, a JSON list a line, and JSON of responses."""
+
+    messages: bytes
+    replies: tuple[bytes, ...]
+
+
+def wanted(body: CountBody) -> Wanted | None:
+    """Return what `body` refers to, None for a request that is complete."""
+    items = () if isinstance(body.input, str) else tuple(map(referred, filter(is_reference, body.input or ())))
+    return Wanted(body.previous_response_id, items) if body.previous_response_id or items else None
+
+
+def conversation_of(body: CountBody, found: Found | None, note: Note) -> list[dict[str, Any]]:
+    """Return the messages of `body`, after those of the conversation that it goes on from.
+
+    Raises HTTPError naming what is wrong with them, and for an item that is not `found`.
+    """
+    messages = [message for line in found.messages.splitlines() for message in json.loads(line)] if found else []
     if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}]
-    return messages_of(body.input or (), note)
+        return [*messages, {"role": "user", "content": body.input}]
+    stored = [item for reply in (found.replies if found else ()) for item in json.loads(reply)["output"]]
+    return messages + messages_of(resolved(body.input or (), stored), note)
 
 
 def chat_fields(body: CountBody, conversation: Sequence[dict[str, Any]], tools: Tools, note: Note) -> dict[str, Any]:
     """Return the fields of the chat completion that `body` asks for. Raises HTTPError naming what is not understood.
 
-    `conversation` has the messages of `body`, and before them those of the response that it goes on from.
+    `conversation` is that of `conversation_of`.
     """
     told = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields: dict[str, Any] = {
         **{
             name: getattr(body, name, None) for name in ResponsesBody.model_fields.keys() & ChatBody.model_fields.keys()
         },
-        "messages": _one_system_message([*told, *conversation]),
+        "messages": [*told, *conversation],
         "tools": tools.functions,
         "tool_choice": chat_choice(body.tool_choice),
     }
@@ -117,18 +145,6 @@ def echo(body: ResponsesBody) -> dict[str, Any]:
         "background": bool(body.background),
         "tools": tools,
     }
-
-
-def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Many templates take one, at the beginning: instructions and what follows them become one text."""
-    leading = list(takewhile(lambda message: message["role"] == "system", messages))
-    if len(leading) < 2:
-        return messages
-    parts: list[Any] = []
-    for message in leading:
-        content = message["content"]
-        parts += content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return [{"role": "system", "content": parts}, *messages[len(leading) :]]
 
 
 def _response_format(given: TextFormat) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +15,16 @@ from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.middleware import KEY
 from forkpoint.server.responses.answer import CountedTokens, DeletedReply, PreparedResponse, ResponseAnswer
-from forkpoint.server.responses.body import CountBody, ResponsesBody, chat_fields, echo, input_messages
+from forkpoint.server.responses.body import (
+    CountBody,
+    Found,
+    ResponsesBody,
+    Wanted,
+    chat_fields,
+    conversation_of,
+    echo,
+    wanted,
+)
 from forkpoint.server.responses.store import Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import chat_tools
 from forkpoint.server.service import Service
@@ -28,17 +36,17 @@ JSON = "application/json"
 T = TypeVar("T")
 
 
-def prepare_response(texts: Texts, data: bytes, history: bytes | None = None) -> PreparedResponse | str:
-    """Runs in a reader's process. The id of the response to go on from, where `history`, its messages, is needed.
+def prepare_response(texts: Texts, data: bytes, found: Found | None = None) -> PreparedResponse | Wanted:
+    """Run in a reader's process. Return what the request refers to where that is needed and not `found`.
 
     Raises HTTPError or ForkpointError for what is wrong with the request.
     """
     body, note = texts.parse(ResponsesBody, data), texts.notices.add
-    if body.previous_response_id is not None and history is None:
-        return body.previous_response_id
+    if found is None and (missing := wanted(body)) is not None:
+        return missing
     if body.background and (body.stream or body.store is False):
         raise HTTPError(400, "a background response is stored and asked for again; leave out stream and store: false")
-    conversation = [*_messages_before(history), *input_messages(body, note)]
+    conversation = conversation_of(body, found, note)
     tools = chat_tools(body.tools or (), note)
     return PreparedResponse.read(
         texts,
@@ -50,19 +58,14 @@ def prepare_response(texts: Texts, data: bytes, history: bytes | None = None) ->
     )
 
 
-def count_input_tokens(texts: Texts, data: bytes, history: bytes | None = None) -> CountedTokens | str:
-    """Run in a reader's process. Return the id of the response to go on from where `history` is needed."""
+def count_input_tokens(texts: Texts, data: bytes, found: Found | None = None) -> CountedTokens | Wanted:
+    """Run in a reader's process, as `prepare_response` does."""
     body, note = texts.parse(CountBody, data), texts.notices.add
-    if body.previous_response_id is not None and history is None:
-        return body.previous_response_id
-    conversation = [*_messages_before(history), *input_messages(body, note)]
-    chat = validated(ChatBody, chat_fields(body, conversation, chat_tools(body.tools or (), note), note))
+    if found is None and (missing := wanted(body)) is not None:
+        return missing
+    tools = chat_tools(body.tools or (), note)
+    chat = validated(ChatBody, chat_fields(body, conversation_of(body, found, note), tools, note))
     return CountedTokens(input_tokens=len(prompt_of(texts, chat).token_ids))
-
-
-def _messages_before(history: bytes | None) -> list[dict[str, Any]]:
-    """Return the messages of a stored conversation."""
-    return [message for line in (history or b"").splitlines() for message in json.loads(line)]
 
 
 class Responses:
@@ -98,19 +101,28 @@ class Responses:
             code="unsupported",
         )
 
-    async def _read(self, prepare: Callable[..., T | str], request: Request) -> T:
-        """Return what `prepare` makes of the body. It is read a second time, with the messages, where it goes on from
-        a stored response."""
-        service, read = self._service, partial(prepare, history=None)
+    async def _read(self, prepare: Callable[..., T | Wanted], request: Request) -> T:
+        """Return what `prepare` makes of the body. A body that refers to stored responses is read a second time, with
+        what is found of them."""
+        service = self._service
         async with service.body(request) as data:
-            while isinstance(asked := await service.prepare_from(data, read, request), str):
-                before = self._stored(asked, status=400)
-                if not before.whole:
-                    raise HTTPError(
-                        400, f"the response {asked!r} has no answer to go on from", param="previous_response_id"
-                    )
-                read = partial(prepare, history=before.messages)
+            asked = await service.prepare_from(data, partial(prepare, found=None), request)
+            if isinstance(asked, Wanted):
+                asked = await service.prepare_from(data, partial(prepare, found=self._find(asked)), request)
+            assert not isinstance(asked, Wanted)
             return asked
+
+    def _find(self, asked: Wanted) -> Found:
+        """Raises HTTPError for a response that is not stored, or has no answer to go on from."""
+        messages = b""
+        if asked.response is not None:
+            before = self._stored(asked.response, status=400)
+            if not before.whole:
+                text = f"the response {asked.response!r} has no answer to go on from"
+                raise HTTPError(400, text, param="previous_response_id")
+            messages = before.messages
+        with_items = (self._store.with_item(KEY.get(), item) for item in asked.items)
+        return Found(messages, tuple({stored.reply: None for stored in with_items if stored is not None}))
 
     async def retrieve(self, name: str, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):

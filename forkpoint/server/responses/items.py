@@ -15,6 +15,28 @@ CALL, OUTPUT = "_call", "_call_output"  # how the types of calls, and of their r
 ITEM_FIELDS: Final = ("id", "type", "status", "call_id", "caller", "created_by")  # which say nothing about a call
 
 
+def is_reference(item: dict[str, Any]) -> bool:
+    """Whether `item` stands for an item of a stored response."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and item.keys() - {"type"} == {"id"})
+
+
+def referred(item: dict[str, Any]) -> str:
+    """Return the id of the item that a reference stands for."""
+    return str(item.get("id"))
+
+
+def resolved(items: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `items` with `stored` ones in place of references. Raises HTTPError for one that is not there."""
+    by_id = {item["id"]: item for item in stored}
+    for item in items:
+        if is_reference(item) and referred(item) not in by_id:
+            name = referred(item)[:MAX_SHOWN]
+            text = f"there is no stored item {name!r}; send the item itself, or previous_response_id"
+            raise HTTPError(400, text, param="input")
+    return [by_id[referred(item)] if is_reference(item) else item for item in items]
+
+
 def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, Any]]:
     """Return items as messages. Reasoning, text and calls that follow each other are one message of the assistant.
 
@@ -23,14 +45,12 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
     """
     told: list[dict[str, Any]] = []
     for item in items:
-        kind = str(item.get("type") or ("item_reference" if set(item) == {"id"} else "message"))
+        kind = str(item.get("type") or "message")
         match kind:
             case "message":
                 _add_message(told, item)
             case "reasoning":
                 _last_answer(told, after=("content", "tool_calls"))["reasoning_content"] = _reasoning(item)
-            case "item_reference":
-                raise _unknown_item(item)
             case _ if kind.endswith(OUTPUT) and item.get("call_id"):
                 content = _output(item.get("output"))
                 told.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
@@ -41,11 +61,6 @@ def messages_of(items: Sequence[dict[str, Any]], note: Note) -> list[dict[str, A
             case _:
                 note(f"requests have items of the type {kind[:MAX_SHOWN]!r}, which are left out of the conversation")
     return told
-
-
-def _unknown_item(item: dict[str, Any]) -> HTTPError:
-    name = str(item.get("id"))[:MAX_SHOWN]
-    return HTTPError(400, f"there is no item {name!r}; send the item itself, or previous_response_id", param="input")
 
 
 def _call(kind: str, item: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +88,7 @@ def _add_message(told: list[dict[str, Any]], item: dict[str, Any]) -> None:
     if role == "assistant":
         _last_answer(told, after=("content", "tool_calls"))["content"] = content
     else:
-        told.append({"role": "system" if role == "developer" else role, "content": content})
+        told.append({"role": role, "content": content})
 
 
 def _last_answer(told: list[dict[str, Any]], after: Sequence[str] = ()) -> dict[str, Any]:

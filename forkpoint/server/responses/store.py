@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Stored:
         return len(self.reply) + len(self.messages)
 
 
+NAME_TAIL: Final = 12  # characters at the end of a response's name, by which its items are named
+ITEM_ID: Final = re.compile(rf"[a-z]+_([0-9a-f]{{{NAME_TAIL}}})_\d+")
+
+
 class ResponseStore:
     """Keeps so many responses and bytes of them, and lets go of those unused longest.
 
@@ -40,6 +46,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[Key, Stored] = OrderedDict()
+        self._by_tail: dict[Key, Key] = {}  # the last part of a response's name, instead of the whole
         self._running: dict[Key, asyncio.Task[None]] = {}
 
     @property
@@ -52,6 +59,7 @@ class ResponseStore:
         if stored.num_bytes > self._max_bytes:
             return
         self._stored[key] = stored
+        self._by_tail[_tail(key)] = key
         self._num_bytes += stored.num_bytes
         while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._stored)))
@@ -62,9 +70,16 @@ class ResponseStore:
             self._stored.move_to_end(key)
         return stored
 
+    def with_item(self, owner: bytes, item: str) -> Stored | None:
+        """Return the owner's response that has the item of that id."""
+        named = ITEM_ID.fullmatch(item)
+        key = self._by_tail.get(Key(owner, named[1])) if named is not None else None
+        return self.get(key) if key is not None else None
+
     def drop(self, key: Key) -> None:
         stored = self._stored.pop(key, None)
         if stored is not None:
+            del self._by_tail[_tail(key)]
             self._num_bytes -= stored.num_bytes
 
     def run(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -78,3 +93,7 @@ class ResponseStore:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+
+def _tail(key: Key) -> Key:
+    return Key(key.owner, key.name[-NAME_TAIL:])
