@@ -26,7 +26,9 @@ class Rewrite(Enum):
 
     JOINED_SYSTEM = "it takes one system message, so those at the beginning are joined"
     SYSTEM_TO_USER = "it takes no system message, so the text of one becomes a user message"
-    LATE_SYSTEM = "it takes system messages at the beginning only, so later ones become user messages in <system> tags"
+    LATE_SYSTEM = (
+        "it takes system messages at the beginning only, so later ones get <system> tags and become user messages"
+    )
     DEVELOPER = "it does not know the role developer, which becomes system"
     JOINED_MESSAGES = "it refuses two messages of one role in a row, so those are joined"
     EMPTY_MESSAGE = "it refuses a message at its place, so an empty message of the other role is put before it"
@@ -119,8 +121,21 @@ class Rewriter:
             first = [first[0].with_text(_joined_texts(first))]
         if not traits.late_system and any(one.role in SYSTEM_ROLES for one in rest):
             rewrites.add(Rewrite.LATE_SYSTEM)
-            rest = [one.with_text(_tagged("system", one), "user") if one.role in SYSTEM_ROLES else one for one in rest]
+            rest = self._without_system(rest)
         return first + rest
+
+    def _without_system(self, placed: list[Placed]) -> list[Placed]:
+        """Turn system messages into user messages, or into the end of the result before them."""
+        turned: list[Placed] = []
+        for one in placed:
+            if one.role not in SYSTEM_ROLES:
+                turned.append(one)
+            elif turned and turned[-1].role == "tool" and not self._traits.user_keeps_reasoning:
+                result = turned.pop()
+                turned.append(result.with_text(f"{result.text}\n\n{_tagged('system', one)}"))
+            else:
+                turned.append(one.with_text(_tagged("system", one), "user"))
+        return turned
 
     def _joined(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
         """Join neighbours of one role where the template refuses them."""

@@ -40,6 +40,7 @@ class TemplateTraits:
     user_repeats: bool = True  # two user messages in a row
     assistant_repeats: bool = True  # two assistant messages in a row
     user_after_result: bool = True  # a user message right behind a tool result
+    user_keeps_reasoning: bool = True  # such a message leaves the reasoning before the result in its place
     empty_answer: bool = True  # an assistant message without a text or calls
     reasoning: bool = True  # `reasoning_content` of a call that has just been answered
     calls: bool = True  # `tool_calls`, with the function's name and its arguments
@@ -174,9 +175,9 @@ def _call_traits(probe: _Probe) -> dict[str, Any]:
     result = {**result, "tool_call_id": call["id"]}
     calling = answer("", tool_calls=[call])
     of_calls = probe.shows([user(FIRST), calling, result, *rest], foreign=2)
+    behind = [result] * of_calls
     other = _call(OTHER_FUNCTION, call["id"].replace(FUNCTION, OTHER_FUNCTION), call["function"]["arguments"])
     both = answer("", tool_calls=[call, other])
-    behind = [result] * of_calls
     return {
         "arguments": arguments,
         "call_ids": call_ids,
@@ -186,6 +187,7 @@ def _call_traits(probe: _Probe) -> dict[str, Any]:
         "results_of_calls": of_calls,
         "results_of_text": of_text,
         "user_after_result": probe.shows([user(FIRST), calling, *behind, user(FOURTH)]),
+        "user_keeps_reasoning": _user_keeps_reasoning(probe, call, behind),
         "reasoning": _shows_reasoning(probe, call, takes_result=of_calls),
     }
 
@@ -221,9 +223,23 @@ def _shows_reasoning(probe: _Probe, call: dict[str, Any] | None, *, takes_result
         return True
     if call is None or not takes_result:
         return False
-    calling = probe.answer("", reasoning_content=SECOND, reasoning=SECOND, tool_calls=[call])
-    text = probe.render([probe.user(FIRST), calling, probe.say("tool", THIRD, tool_call_id=call["id"], name=FUNCTION)])
+    result = probe.say("tool", THIRD, tool_call_id=call["id"], name=FUNCTION)
+    text = probe.render([probe.user(FIRST), _thinking(probe, call), result])
     return text is not None and SECOND in text
+
+
+def _user_keeps_reasoning(probe: _Probe, call: dict[str, Any], result: list[dict[str, Any]]) -> bool:
+    """Whether reasoning that is shown behind the last question is still shown once a user message follows the result.
+
+    Qwen3.5's template takes that message for the next question and drops the reasoning before it.
+    """
+    messages = [probe.user(FIRST), _thinking(probe, call), *result]
+    alone, followed = probe.render(messages), probe.render([*messages, probe.user(FOURTH)])
+    return alone is None or followed is None or alone.count(SECOND) == followed.count(SECOND)
+
+
+def _thinking(probe: _Probe, call: dict[str, Any]) -> dict[str, Any]:
+    return probe.answer("", reasoning_content=SECOND, reasoning=SECOND, tool_calls=[call])
 
 
 def _call(name: str, call_id: str, arguments: Any) -> dict[str, Any]:

@@ -231,6 +231,21 @@ def test_system_messages_in_any_place() -> None:
     same("mistral", [top, user, answer, user], [say("user", "top\n\nhi"), answer, user])
 
 
+def test_system_messages_between_calls_leave_the_reasoning_in_the_prompt() -> None:
+    """A coding agent's loop: the template counts a user message as the next question and drops what came before."""
+    messages = [say("user", "hi")]
+    for number in range(3):
+        thought = f"thought {number}"
+        messages.append(say("assistant", None, reasoning_content=thought, tool_calls=[call(call_id=f"call_{number}")]))
+        messages.append(say("tool", "1", tool_call_id=f"call_{number}"))
+        messages.append(say("system", f"note {number}"))
+    chat = chat_of("qwen35")
+    texts = [chat.render(messages[:end], add_generation_prompt=False).text or "" for end in (4, 7, 10)]
+    assert texts[2].startswith(texts[1]) and texts[1].startswith(texts[0])
+    assert "<tool_response>\n1\n\n<system>\nnote 0\n</system>\n</tool_response>" in texts[0]
+    assert all(f"thought {number}\n" in texts[2] for number in range(3))
+
+
 def test_calls_and_results_that_a_template_does_not_show() -> None:
     user, result = say("user", "hi"), say("tool", "1", tool_call_id="call_0")
     given, shown = (
@@ -298,14 +313,13 @@ def test_a_refusal_names_the_message() -> None:
         chat_of("jamba").render([say("system", "a"), say("system", "b"), say("user", "hi"), *messages[2:]])
 
 
-def test_each_kind_of_rewrite_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LOGGER, "propagate", True)
+def test_each_kind_of_rewrite_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(LOGGER, "info", lambda form, *values: lines.append(form % values))
     chat = chat_of("qwen35")
-    with caplog.at_level("INFO", logger=LOGGER.name):
-        for _ in range(2):
-            chat.render([say("system", "a"), say("system", "b"), say("user", "hi"), say("system", "c")])
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2 and "one system message" in texts[0] and "<system> tags" in texts[1]
+    for _ in range(2):
+        chat.render([say("system", "a"), say("system", "b"), say("user", "hi"), say("system", "c")])
+    assert len(lines) == 2 and "one system message" in lines[0] and "<system> tags" in lines[1]
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
