@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from forkpoint.cli.config_file import file_arguments
+from forkpoint.cli.help import about, nearest, overview
 from forkpoint.config import CacheConfig, EngineConfig, SchedulerConfig
 from forkpoint.engine.generation_config import sampling_defaults
 from forkpoint.errors import ConfigError
@@ -33,9 +34,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """What is not known is an error here already, of the subcommand whose flags are at hand."""
+        args = sys.argv[1:] if args is None else list(args)
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
+        topic = next((each.partition("=")[2] for each in args if each.startswith("--help=")), None)
+        if topic is not None and self._subparsers is None:
+            self._show_help(topic)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
@@ -59,6 +64,17 @@ class Parser(argparse.ArgumentParser):
             if name not in vars(found):
                 setattr(found, name, value)
         return found
+
+    def print_help(self, file: Any = None) -> None:
+        """Print what fits a screen or so, and how to see the rest."""
+        print(overview(self), end="", file=file)
+
+    def _show_help(self, topic: str) -> NoReturn:
+        text = about(self, topic)
+        if text is None:
+            self.error(nearest(self, topic))
+        print(text, end="")
+        raise SystemExit(0)
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {' '.join(message.split())} (see {self.prog} --help)", file=sys.stderr)

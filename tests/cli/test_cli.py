@@ -39,7 +39,10 @@ def no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_option_has_a_flag() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "forkpoint.cli.main", "generate", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "forkpoint.cli.main", "generate", "--help=all"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for _, kind in GROUPS:
         for field in fields(kind):

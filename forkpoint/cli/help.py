@@ -1,0 +1,110 @@
+"""Help of commands with many options: an overview, one group, or the options that a word names, as vLLM has it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import Final
+
+SCREEN: Final = 30  # options above which --help shows an overview
+FIRST: Final = (
+    "--model",
+    "--prompt",
+    "--config",
+    "--host",
+    "--port",
+    "--url",
+    "--api-key",
+    "--served-model-name",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--dtype",
+    "--kv-cache-dtype",
+    "--gpu-memory-utilization",
+    "--tensor-parallel-size",
+    "--speculative-config",
+    "--max-tokens",
+    "--temperature",
+)
+LIST, ALL = "listgroup", "all"
+
+
+def overview(parser: argparse.ArgumentParser) -> str:
+    """Return the whole help of a small parser; of a large one its options that most people need, and how to see the
+    others."""
+    if len(_options(parser)) <= SCREEN:
+        return parser.format_help()
+    shown = [action for name in FIRST for action in _options(parser) if name in action.option_strings]
+    hidden = len(_options(parser)) - len(shown)
+    text = _rendered(parser, {"arguments": _positionals(parser), "most used options": shown}, heading=True)
+    return (
+        f"{text}\n{hidden} more options:\n  --help=all        show all of them\n"
+        f"  --help=listgroup  list their groups\n  --help=GROUP      show one group: {', '.join(_groups(parser))}\n"
+        "  --help=WORD       show the options with this word in their name or description\n"
+    )
+
+
+def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
+    """Return the help for a topic: `all`, `listgroup`, the name of a group, or a word. None if nothing matches."""
+    topic, groups = topic.strip().lower(), _groups(parser)
+    if topic == ALL:
+        return parser.format_help()
+    if not topic:
+        return overview(parser)
+    if topic == LIST:
+        lines = [f"  {name:<12} {title} ({len(actions)})" for name, (title, actions) in groups.items()]
+        return "\n".join([f"groups of options of {parser.prog}, for --help=GROUP:", *lines, ""])
+    if topic in groups:
+        title, actions = groups[topic]
+        return _rendered(parser, {title: actions})
+    word = topic.lstrip("-").replace("_", "-")
+    options = _options(parser)
+    exact = [action for action in options if f"--{word}" in action.option_strings]
+    named = [action for action in options if any(word in name for name in action.option_strings)]
+    told = [action for action in options if topic in (action.help or "").lower()]
+    found = exact or [action for action in options if action in named or action in told]
+    return _rendered(parser, {f"options with {topic!r}": found}) if found else None
+
+
+def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
+    """Return what there is for a topic that `about` does not have."""
+    names = [LIST, ALL, *_groups(parser), *(name[2:] for name in parser._option_string_actions if name[:2] == "--")]
+    near = difflib.get_close_matches(topic.lower(), names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"--help={topic} names no option; {hint}give {ALL}, {LIST}, a word, or one of {', '.join(_groups(parser))}"
+
+
+def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """All but --help and those that it leaves to the documentation."""
+    return [action for _, actions in _groups(parser).values() for action in actions]
+
+
+def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if not action.option_strings]
+
+
+def _groups(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[argparse.Action]]]:
+    """The groups by the first word of their title, or the last if it is taken, with their options."""
+    found: dict[str, tuple[str, list[argparse.Action]]] = {}
+    for group in parser._action_groups:
+        visible = [action for action in group._group_actions if action.option_strings and action.dest != "help"]
+        visible = [action for action in visible if action.help != argparse.SUPPRESS]
+        title = group.title or "options"
+        words = [word.strip("()") for word in title.lower().split()]
+        if visible:
+            found[words[-1] if words[0] in found else words[0]] = (title, visible)
+    return found
+
+
+def _rendered(
+    parser: argparse.ArgumentParser, sections: dict[str, list[argparse.Action]], heading: bool = False
+) -> str:
+    formatter = parser._get_formatter()
+    if heading:
+        formatter.add_usage(parser.usage or f"{parser.prog} [options]", (), ())
+        formatter.add_text(parser.description)
+    for title, actions in sections.items():
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    return formatter.format_help()

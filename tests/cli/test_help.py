@@ -1,0 +1,64 @@
+"""--help: an overview that fits a screen or so, and ways to every option."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from forkpoint.cli.parser import build_parser
+
+LARGE = ("serve", "deploy", "generate", "chat", "run-batch", "bench serve")
+
+
+def shown(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(line.split())
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, ""), err
+    return out
+
+
+def flags(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-\w+(?: \w+)?, )?(--[\w-]+)", text, re.MULTILINE)) - {"--help"}
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize("command", LARGE)
+def test_the_overview_is_short_and_the_groups_have_everything(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overview, everything = shown(f"{command} --help", capsys), shown(f"{command} --help=all", capsys)
+    assert len(overview.splitlines()) <= 60 < len(everything.splitlines())
+    assert f"{len(flags(everything)) - len(flags(overview))} more options" in overview
+    (groups,) = re.findall(r"--help=GROUP .*: (.*)", overview)
+    listed = shown(f"{command} --help=listgroup", capsys)
+    together: set[str] = set()
+    for group in groups.split(", "):
+        assert re.search(rf"^  {group} ", listed, re.MULTILINE)
+        found = flags(shown(f"{command} --help={group}", capsys))
+        assert found and not found & together
+        together |= found
+    assert together == flags(everything)
+
+
+def test_a_word_finds_options_by_name_and_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags(shown("serve --help=max_model_len", capsys)) == {"--max-model-len"}
+    assert {"--max-num-seqs", "--max-num-batched-tokens"} <= flags(shown("serve --help=max-num", capsys))
+    assert "--uds" in shown("serve --help=unix", capsys)
+    assert shown("serve -h", capsys) == shown("serve --help=", capsys) == shown("serve M --port 1 --help", capsys)
+
+
+def test_a_word_of_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["serve", "--help=max-modl-len"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "did you mean max-model-len?" in told and "scheduler" in told
+
+
+def test_small_commands_show_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "collect-env" in shown("--help", capsys)
+    assert "more options" not in shown("collect-env --help", capsys)
