@@ -28,7 +28,7 @@ from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.sched.request import RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cost import H200, CostModel, StepLoad
-from forkpoint.sim.engine_system import load_of
+from forkpoint.sim.engine_replica import load_of
 from forkpoint.sim.shape import QWEN3_5_9B
 from studies.calibration import MeasuredStep, calibrate
 

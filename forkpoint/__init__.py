@@ -61,8 +61,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are first asked for: `LLM` brings torch along, and the command line is to be able
-    to say a word, and to take Ctrl-C, before anything has been loaded."""
+    """Import a public name when it is first used.
+
+    `LLM` imports torch, which takes seconds. The command line must be able to print and to react to Ctrl-C before."""
     if name in __all__:
         for module in (_MODULES[name],) if name in _MODULES else ("errors", "params", "outputs"):
             found = getattr(import_module(f"forkpoint.{module}"), name, None)

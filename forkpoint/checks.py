@@ -1,4 +1,4 @@
-"""Values that callers gave, turned into plain Python ones, or refused with an error that says what is allowed."""
+"""Checks of values that callers give: each becomes a plain Python value, or an error says what is allowed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, Union, get_args, g
 
 from forkpoint.errors import ForkpointError, ModelFolderError
 
-MAX_SHOWN = 100  # characters of a text that was given, in an error
+MAX_SHOWN = 100  # characters of a given value that an error shows
 MAX_INTEGER: Final = 2**63 - 1
-MAX_JSON_BYTES: Final = 2**28  # of a file of a model folder; the largest index has some megabytes
-MAX_CHARS: Final = 2**20  # of a text without bounds; a chat template may be given as its text
+MAX_JSON_BYTES: Final = 2**28  # limit of a file of a model folder; the largest index has some megabytes
+MAX_CHARS: Final = 2**20  # limit of a text without bounds, such as a chat template
 
 
 class Bounds(NamedTuple):
-    """A number is in `[low, high]`, or in `(low, high]` if it has to be `above` the lower end; of a text it is the
-    number of characters."""
+    """The range of a number: `[low, high]`, or `(low, high]` with `above`. For a text, it counts characters."""
 
     low: float
     high: float
@@ -33,9 +32,9 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checker:
-    """Raises `error` for a value that is of a wrong type or out of range; `kind` says what the names are names of.
+    """Raises `error` for a value of a wrong type or out of range. `kind` says what the names are names of.
 
-    numpy's numbers and booleans are taken as Python's; a boolean is no number, and a text no list.
+    numpy's numbers and booleans count as Python's. A boolean is not a number, and a text is not a list.
     """
 
     error: type[ForkpointError]
@@ -49,15 +48,15 @@ class Checker:
             self.refuse(name, given, allowed)
 
     def integer(self, name: str, value: object, low: int, high: int, allowed: str = "") -> int:
-        """An integer in `[low, high]`."""
-        # bool first, which is an integer in Python; numpy's is none
+        """Return an integer in `[low, high]`."""
+        # Check bool first, because it is an integer in Python. numpy's bool is not.
         found = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
         if found is None or not low <= found <= high:
             self.refuse(name, value, allowed or f"an integer from {low} to {high}")
         return found
 
     def number(self, name: str, value: object, bounds: Bounds) -> float:
-        """A finite number within `bounds`."""
+        """Return a finite number within `bounds`."""
         low, high, above = bounds
         found = _as_float(value)
         if found is None or not (low < found if above else low <= found) or found > high:
@@ -65,20 +64,20 @@ class Checker:
         return found
 
     def flag(self, name: str, value: object) -> bool:
-        """True or False."""
+        """Return a boolean."""
         if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
             self.refuse(name, value, "True or False")
         return bool(value)
 
     def text(self, name: str, value: object, most: int, *, empty: bool = True) -> str:
-        """A text of at most `most` characters for which bytes stand."""
+        """Return a text of at most `most` characters without lone surrogates."""
         if not is_text(value) or len(value) > most or not (value or empty):  # type: ignore[arg-type]
             kind = "a string" if empty else "a non-empty string"
             self.refuse(name, value, f"{kind} of valid Unicode, at most {most} characters")
         return str(value)
 
     def items(self, name: str, value: object, most: int, allowed: str = "") -> tuple[object, ...]:
-        """The members of a list, a tuple, a set, an array or the like; none where `value` is None."""
+        """Return the members of a list, tuple, set, array or similar. None has no members."""
         if value is None:
             return ()
         allowed = allowed or f"a list of at most {most}"
@@ -87,24 +86,27 @@ class Checker:
         try:
             self.require(len(value) <= most, name, f"a list of {len(value)}", allowed)
             return tuple(value)
-        except TypeError:  # an array without dimensions
+        except TypeError:  # a zero-dimensional array
             self.refuse(name, value, allowed)
 
     def integers(self, name: str, value: object, most: int, low: int, high: int) -> tuple[int, ...]:
-        """A list of integers in `[low, high]`."""
+        """Return a list of integers in `[low, high]`."""
         allowed = f"a list of at most {most} integers from {low} to {high}"
         return tuple(self.integer(name, item, low, high, allowed) for item in self.items(name, value, most))
 
 
 def option(default: Any = MISSING, help: str | None = None, bounds: Bounds | None = None, **extra: Any) -> Any:
-    """A field of a dataclass with its bounds. With `help` it is a flag of the command line; `allowed` says what an
-    integer may be where its bounds do not say it well."""
+    """Declare a dataclass field with its bounds.
+
+    With `help` it is also a command-line flag. `allowed` describes the allowed integers if the bounds do not
+    suffice."""
     return field(default=default, metadata={"help": help, "bounds": bounds, **extra})
 
 
 def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, Any]:
-    """The fields of a dataclass that hold a flag, a number or a text each, as plain values of the types and within the
-    bounds that they are declared with. `none`: what an error says of None, where an integer may also be that."""
+    """Return the flag, number and text fields of a dataclass as plain values, checked against their types and bounds.
+
+    `none` describes None in errors of integer fields that may also be None."""
     found = {}
     for item, kind, is_optional in _plain_fields(type(given)):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(given, item.name)
@@ -115,7 +117,7 @@ def checked_fields(given: object, check: Checker, none: str = "") -> dict[str, A
 
 @cache
 def _plain_fields(owner: type[Any]) -> tuple[tuple[Field[Any], Any, bool], ...]:
-    """With the type of each, and whether it may be None."""
+    """Return each plain field with its type and whether it may be None."""
     found, hints = [], get_type_hints(owner)
     for item in fields(owner):
         hint = hints[item.name]
@@ -146,17 +148,17 @@ def _checked(item: Field[Any], kind: Any, value: Any, check: Checker, none: str)
 
 
 def shown(value: object) -> str:
-    """How an error shows what was given; long values are cut."""
+    """Return a given value as errors show it; long values are truncated."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
     try:
         return short.repr(value)
-    except Exception:  # integers of thousands of digits, and objects that cannot show themselves
+    except Exception:  # integers of thousands of digits, and objects whose repr fails
         return f"<{type(value).__name__}>"
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in a line; its kind where it says nothing."""
+    """Return the first line of an error's message, or its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -181,7 +183,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is a string without lone surrogates, for which no bytes stand."""
+    """Return whether `value` is a string without lone surrogates, which cannot be encoded."""
     if not isinstance(value, str):
         return False
     try:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 from forkpoint.checks import MAX_INTEGER, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
 
-BLOCK_SIZE: Final = 64  # tokens of a block of keys and values, and the grid on which states are cut
-MIN_CHUNK: Final = BLOCK_SIZE  # tokens of a prefill chunk that a full decode batch leaves room for
+BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
+MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even with a full decode batch
 CHECKPOINT_INTERVAL = 512
 GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
@@ -19,11 +19,11 @@ MAX_EVENTS: Final = 2**30 - 1
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
 MAX_RANKS: Final = 64
-MAX_DRAFTS: Final = 63  # of a row in a step, whose tokens pass one block boundary at most
+MAX_DRAFTS: Final = 63  # drafts per row and step, so that a row crosses at most one block boundary
 DEFAULT_LOOKUP: Final = 5
-LEAST_MATCH: Final = 3  # tokens of a past output that have to agree before it is looked at
+LEAST_MATCH: Final = 3  # tokens of a past output that must match before it is searched
 MAX_LOOKUP: Final = 64
-MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older ones for 'mtp'
+MTP_NAMES: Final = ("qwen3_next_mtp", "qwen3_5_mtp")  # vLLM's older names of 'mtp'
 SUFFIX_ALONE: Final = "is a field of the method 'suffix' alone; leave it out"
 EXAMPLE_OF_SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 
@@ -32,18 +32,18 @@ Options = TypeVar("Options")
 
 
 def bounded(low: float, high: float, default: Any = MISSING) -> Any:
-    """A number that is no flag of its own."""
+    """Declare a number that has no command-line flag of its own."""
     return option(default, bounds=Bounds(low, high))
 
 
 def mapping_option(help: str, default: Callable[[], Any] = dict) -> Any:
-    """An option that is a mapping, given as JSON; by default it is empty, or what `default` makes."""
+    """Declare an option that is a mapping, given as JSON. The default is empty, or the result of `default`."""
     return field(default_factory=default, metadata={"help": f"JSON{help}", "metavar": "JSON"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """What is kept and what is evicted."""
+    """Options of the prefix cache."""
 
     enable_prefix_caching: bool = option(True, "reuse keys, values and states of earlier prompts")
     mamba_cache_mode: Literal["align", "none"] = option(
@@ -72,7 +72,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How much runs at once."""
+    """Options of the scheduler."""
 
     max_num_batched_tokens: int = option(
         2048,
@@ -84,7 +84,7 @@ class SchedulerConfig:
     async_scheduling: bool = option(False, "plan step n+1 before the result of step n is known; default: on a GPU only")
 
     def with_options(self, said: Mapping[str, Any]) -> SchedulerConfig:
-        """A device's defaults with `said` in their place; what was not said is kept compatible with what was."""
+        """Return a device's defaults overridden by `said`, with the remaining defaults adjusted to fit."""
         found = replace(self, **said)
         if "max_num_batched_tokens" not in said:
             least = -(-(found.max_num_seqs + MIN_CHUNK) // BLOCK_SIZE) * BLOCK_SIZE
@@ -95,8 +95,9 @@ class SchedulerConfig:
 
 
 class JsonConfig:
-    """Options that are given together: an object of them, a mapping, or its JSON text. `option_name` is what all are
-    called. Raises ConfigError for values of wrong types or out of range."""
+    """Options that are given together, as an object, a mapping or JSON text, under the name `option_name`.
+
+    Raises ConfigError for values of wrong types or out of range."""
 
     __slots__ = ()
     option_name: ClassVar[str]
@@ -107,7 +108,7 @@ class JsonConfig:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """Raises ConfigError for what is none of it, for unknown names, and values of wrong types or out of range."""
+        """Read any of the three forms. Raises ConfigError for other forms, unknown names and wrong values."""
         return given if isinstance(given, cls) else cls.read(json_object(cls.option_name, given))
 
     @classmethod
@@ -121,7 +122,7 @@ class JsonConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsConfig(JsonConfig):
-    """What holds for the structured outputs of all requests. Names are vLLM's; llguidance enforces all of them."""
+    """Options of all structured outputs. Names are vLLM's; llguidance enforces the grammars."""
 
     option_name = "structured_outputs_config"
     backend: Literal["auto", "guidance", "xgrammar"] = "auto"
@@ -130,7 +131,7 @@ class StructuredOutputsConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig(JsonConfig):
-    """Where to publish which blocks can be restored. Names and defaults are vLLM's, but for `host`."""
+    """Where to publish which blocks can be restored. Names and defaults are vLLM's, except for `host`."""
 
     option_name = "kv_events_config"
     enable_kv_cache_events: bool = False
@@ -150,7 +151,7 @@ class KVEventsConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig(JsonConfig):
-    """How tokens are drafted. Names and defaults are vLLM's; `cache` is a method of ours."""
+    """How tokens are drafted. Names and defaults are vLLM's; the method `cache` is forkpoint's own."""
 
     option_name = "speculative_config"
     method: Literal["mtp", "ngram", "suffix", "cache"]
@@ -163,7 +164,7 @@ class SpeculativeConfig(JsonConfig):
     suffix_decoding_min_token_prob: float = bounded(0, 1, 0.1)
 
     def __post_init__(self) -> None:
-        super(SpeculativeConfig, self).__post_init__()  # slots make another class of this one
+        super(SpeculativeConfig, self).__post_init__()  # dataclass slots replace the class, so a bare super() fails
         name, least, most = self.option_name, *self.lookup_range
         _CHECK.integer(f"{name}: prompt_lookup_max", most, least, MAX_LOOKUP)
         for item in fields(self) if self.method != "suffix" else ():
@@ -172,7 +173,7 @@ class SpeculativeConfig(JsonConfig):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
-        """Without a number of tokens, past outputs draft as many as fit."""
+        """Read the options. Without a number of tokens, `suffix` drafts as many as its depth allows."""
         given = {**given, "method": "mtp"} if given.get("method") in MTP_NAMES else given
         as_many_as_fit = given.get("method") == "suffix" and given.get("num_speculative_tokens") is None
         found = {**given, "num_speculative_tokens": MAX_DRAFTS} if as_many_as_fit else given
@@ -188,8 +189,10 @@ class SpeculativeConfig(JsonConfig):
 
     @property
     def lookup_range(self) -> tuple[int, int]:
-        """The fewest and the most tokens that have to agree; as in vLLM one stands for both, and 5 for neither, or
-        what past outputs are matched by."""
+        """The fewest and the most tokens that must match.
+
+        As in vLLM, one option stands for both. Without either, both are 5, or the range of past outputs for
+        `suffix`."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         default = (
             [LEAST_MATCH, self.suffix_decoding_max_tree_depth - 1] if self.method == "suffix" else [DEFAULT_LOOKUP]
@@ -200,7 +203,7 @@ class SpeculativeConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that `LLM(...)` and the command line accept."""
+    """All options that `LLM(...)` and the command line accept."""
 
     model: str = option(
         "",
@@ -303,7 +306,7 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, **options: Any) -> EngineConfig:
-        """Build from one flat set of options, as `LLM(...)` and the command line take them.
+        """Build the options from one flat mapping, as `LLM(...)` and the command line take them.
 
         Raises ConfigError for an unknown name, with the nearest known ones, and for a bad value.
         """
@@ -319,7 +322,7 @@ class EngineConfig:
             raise ConfigError(f"unknown option {unknown[0]!r}{hint} All options: {', '.join(sorted(known))}")
         for kind in (StructuredOutputsConfig, SpeculativeConfig, KVEventsConfig):
             if options.get(kind.option_name) is None:
-                options.pop(kind.option_name, None)  # the default
+                options.pop(kind.option_name, None)  # use the default
             else:
                 options[kind.option_name] = kind.of(options[kind.option_name])
         if options.get(name := "override_generation_config") is not None:
@@ -332,7 +335,7 @@ class EngineConfig:
         return config
 
     def validate(self) -> None:
-        """Raises ConfigError naming the option, what was given, and what is allowed."""
+        """Raise a ConfigError that names the option, what was given and what is allowed."""
         sched, cache = self.scheduler, self.cache
         budget, rows = sched.get("max_num_batched_tokens"), sched.get("max_num_seqs")
         if cache.checkpoint_interval % BLOCK_SIZE:
@@ -355,7 +358,7 @@ class EngineConfig:
 
 
 def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> dict[str, Any]:
-    """A mapping, or its JSON text. Raises ConfigError for anything else, and for keys that are not `known`."""
+    """Read a mapping or its JSON text. Raises ConfigError for anything else, and for keys that are not `known`."""
     found = given
     if isinstance(given, str):
         try:
@@ -369,6 +372,6 @@ def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> di
 
 
 def checked(options: Options) -> Options:
-    """The same dataclass of options with plain values of the types and bounds that its fields name. Raises
+    """Return the options with plain values, checked against the types and bounds of their fields. Raises
     ConfigError."""
     return replace(options, **checked_fields(options, _CHECK))  # type: ignore[type-var]

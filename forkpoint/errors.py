@@ -1,4 +1,4 @@
-"""Every error that a user can meet, each with what was given, what is allowed and what to do.
+"""All errors that a user can meet. Messages say what was given, what is allowed and what to do.
 
 ForkpointError
   + ConfigError             an engine or command-line option is wrong, or two options contradict each other
@@ -12,15 +12,15 @@ ForkpointError
   + RequestFailedError      a request failed while it ran
     + NonFiniteLogitsError    the model produced NaN or infinite logits for this request
     + StepFailedError         the forward pass raised when it carried this request alone
-    + StructuredOutputError   no token can go on with what the request has to match
+    + StructuredOutputError   no token can continue an output that matches
   + EngineStoppedError      the engine was closed or died
   + EngineNotReadyError     the engine is still loading its model
-  + ServerError             a client's trouble with a server
-    + ServerUnreachableError  no connection came about
+  + ServerError             a client's request to a server failed
+    + ServerUnreachableError  no connection was established
     + ServerRefusedError      the server answered with an error
     + BrokenAnswerError       an answer was cut off or makes no sense
   + TraceError              a request trace cannot be read, or contradicts itself
-  + BlockTableError         a row, block or position lies outside of a block table
+  + BlockTableError         a row, block or position lies outside a block table
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class EngineStoppedError(ForkpointError):
 
 
 class ServerError(ForkpointError):
-    """A client's trouble with a server."""
+    """A client's request to a server failed."""
 
 
 class ServerUnreachableError(ServerError):
-    """No connection to the server came about."""
+    """No connection to the server was established."""
 
 
 class ServerRefusedError(ServerError):
-    """The server answered with an error; `status` is its HTTP status, None if the error came inside of a stream."""
+    """The server answered with an error. `status` is the HTTP status, or None for an error inside a stream."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message if status is None else f"the server answered {status}: {message}")
@@ -99,7 +99,7 @@ class ServerRefusedError(ServerError):
 
 
 class BrokenAnswerError(ServerError):
-    """An answer was cut off, or is not what the API promises."""
+    """An answer was cut off, or violates the API."""
 
 
 class TraceError(ForkpointError):
@@ -111,4 +111,4 @@ class EngineNotReadyError(ForkpointError):
 
 
 class BlockTableError(ForkpointError):
-    """A row, block or position lies outside of a block table."""
+    """A row, block or position lies outside a block table."""

@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""The outputs of requests, as callers get them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from forkpoint.params import FinishReason
 
 @enum.unique
 class MissReason(enum.StrEnum):
-    """Why the tokens after the hit were not reused."""
+    """Why the tokens after the cached prefix were not reused."""
 
-    COLD = "cold"  # never seen under this salt, or seen too long ago to remember
+    COLD = "cold"  # never seen under this salt, or too long ago to remember
     SHORT = "short"  # no block ends before the prompt's last token
-    NO_CHECKPOINT = "no_checkpoint"  # keys and values reach further, but no state was kept there
-    EVICTED = "evicted"  # it was cached once and evicted for something of more value
-    BYPASSED = "bypassed"  # the request or the configuration forbids cache reads (prompt_logprobs, say)
+    NO_CHECKPOINT = "no_checkpoint"  # keys and values reach further, but no checkpoint was kept there
+    EVICTED = "evicted"  # it was cached and then evicted for a more valuable entry
+    BYPASSED = "bypassed"  # the request (such as prompt_logprobs) or the configuration forbids cache reads
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
     """What the prefix cache did for one request.
 
-    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused; keys and values alone reached
-    `kv_num_tokens`. `miss` says why not all of the reusable prompt was reused (None: it was).
+    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were reused. Keys and values alone reached
+    `kv_num_tokens`. `miss` says why less than the reusable prompt was reused; None means that all of it was.
     """
 
     num_prompt_tokens: int = 0
@@ -48,7 +48,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Clock readings in seconds (time.perf_counter); None until the event has happened."""
+    """Clock readings in seconds (time.perf_counter). None until the event has happened."""
 
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
@@ -76,7 +76,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All that is known of a request so far; `finished` when no more will come."""
+    """The output of a request so far. `finished`: nothing more will come."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""What a caller asks of one request, and the bounds of it, which hold for Python and HTTP alike."""
+"""Parameters of one request and their bounds, which hold for Python and HTTP alike."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MAX_INT32: Final = 2**31 - 1  # token ids, positions and counts of them are int3
 MIN_PRIORITY: Final = -(2**31)
 MAX_TEMPERATURE: Final = 1e6
 PENALTIES: Final = Bounds(-2.0, 2.0)
-REPETITION_PENALTIES: Final = Bounds(0.01, 100.0)  # others overflow the logits
+REPETITION_PENALTIES: Final = Bounds(0.01, 100.0)  # outside, logits could overflow
 LOGIT_BIASES: Final = Bounds(-100.0, 100.0)
-MODEL: Final = "the model's, else "  # where the default of a parameter comes from, for its help
-# Lists are bounded by what they cost each step, of which the other requests would have their share.
+MODEL: Final = "the model's, else "  # prefix of help texts whose default comes from the model
+# Lists are bounded, because they cost time in each step, which other requests share.
 MAX_BIASED_TOKENS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 4096
-MAX_ALLOWED_TOKEN_IDS: Final = 2**18  # all ids of the largest vocabularies; of all `n` completions together
+MAX_ALLOWED_TOKEN_IDS: Final = 2**18  # every id of the largest vocabularies; all `n` completions together
 MAX_BREAKPOINTS: Final = 4096
 MAX_STOPS: Final = 64  # OpenAI takes 4
-MAX_STOP_CHARS: Final = 4096  # of all stop strings together: as much text is held back until none can begin in it
+MAX_STOP_CHARS: Final = 4096  # all stop strings together; this much text may be held back while one could begin in it
 MAX_BAD_WORDS: Final = 1024
-MAX_BAD_WORD_CHARS: Final = 16384  # of all bad words together
+MAX_BAD_WORD_CHARS: Final = 16384  # all bad words together
 MAX_SALT_CHARS: Final = 1024
 
-# Whether an answer begins with thinking, which `</think>` ends: it does not; it may, with `<think>`; or the prompt has
-# opened the thinking already.
+# Whether an answer starts with thinking, which `</think>` ends: never; maybe, with `<think>`; or always, because the
+# prompt has opened it.
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
@@ -44,7 +44,7 @@ LAST_TOKENS: Final = f"None, -1 (as many as have room) or an integer from 1 to {
 
 @enum.unique
 class FinishReason(enum.StrEnum):
-    """Why a completion ended; the values are those of OpenAI's API."""
+    """Why a completion ended. The values are those of OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -54,13 +54,13 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must match; exactly one is given. Names are vLLM's.
+    """A constraint on the output. Exactly one form is given. Names are vLLM's.
 
     `json` is a JSON schema (a mapping becomes its text), `json_object` allows any JSON object, `regex` and
     `grammar` (GBNF, rule `root`) match the whole output, `choice` lists texts, `structural_tag` is xgrammar's
     description (a mapping becomes its text) of free text with constrained parts, such as tool calls.
-    `disable_any_whitespace`: JSON comes as `json.dumps` writes it, without line breaks; the engine's
-    `structured_outputs_config` can ask for it for all requests.
+    With `disable_any_whitespace`, JSON has the form of `json.dumps`, without line breaks; the engine's
+    `structured_outputs_config` can set it for all requests.
     Raises InvalidParamsError for none, several, or values of a wrong type.
     """
 
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         if isinstance(self.choice, Collection) and not isinstance(self.choice, str | Mapping):
-            with suppress(TypeError):  # of an array without dimensions, which is refused below
+            with suppress(TypeError):  # a zero-dimensional array, which is refused below
                 object.__setattr__(self, "choice", tuple(self.choice))
         names = [item.name for item in fields(self) if item.name != "disable_any_whitespace"]
         given = [name for name in names if getattr(self, name) is not None]
@@ -169,7 +169,7 @@ class SamplingParams:
 
     @property
     def restricts_tokens(self) -> bool:
-        """Whether some ids may not come that the model could give."""
+        """Whether some token ids are excluded."""
         return self.structured_outputs is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
@@ -178,7 +178,7 @@ class SamplingParams:
 
 
 def checked_priority(value: object) -> int:
-    """A request's priority; a smaller one runs first. Raises InvalidParamsError."""
+    """Check a request's priority; the smallest runs first. Raises InvalidParamsError."""
     return Checker(InvalidParamsError).integer("priority", value, MIN_PRIORITY, MAX_INT32)
 
 
@@ -198,14 +198,14 @@ def _lists(given: SamplingParams) -> dict[str, Any]:
 def _allowed(given: SamplingParams) -> tuple[int, ...] | None:
     if given.allowed_token_ids is None:
         return None
-    most = MAX_ALLOWED_TOKEN_IDS // int(given.n)  # each completion takes them along
+    most = MAX_ALLOWED_TOKEN_IDS // int(given.n)  # each completion carries a copy
     found = _CHECK.integers("allowed_token_ids", given.allowed_token_ids, most, 0, MAX_INT32)
     _CHECK.require(bool(found), "allowed_token_ids", given.allowed_token_ids, "None or at least one id")
     return found
 
 
 def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, ...]:
-    """One text, or a list of them, none of them empty."""
+    """Return a text or a list of texts as a tuple. None of them may be empty."""
     items = (
         (value,) if isinstance(value, str) else _CHECK.items(name, value, most, f"a text or a list of at most {most}")
     )
@@ -216,7 +216,7 @@ def _texts(name: str, value: object, most: int, most_chars: int) -> tuple[str, .
 
 
 def _logit_bias(given: object) -> dict[int, float]:
-    """Ids may be given as texts, as JSON has them."""
+    """Read a mapping from ids, which may be texts as in JSON, to biases."""
     if given is None:
         return {}
     allowed = f"at most {MAX_BIASED_TOKENS} token ids, each with a number from -100 to 100"

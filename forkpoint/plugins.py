@@ -1,4 +1,4 @@
-"""Things that have a name, and that other packages may add to: model families, operator tables, policies."""
+"""Registries of named things that other packages can extend: model families, operator tables, policies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Thing = TypeVar("Thing", bound=Callable[..., Any])
 
 
 class Registry(Generic[Thing]):
-    """Classes or functions of one kind by name.
+    """Classes or functions of one kind, by name.
 
-    A name is one of forkpoint's own, an entry point of `group` in an installed package, or was given to `add`.
-    `find` also takes `module:name`, for what is importable and has no name of its own. What it imports has to be a
-    class derived from `base` or, without one, anything that can be called.
+    A name is forkpoint's own, an entry point of `group` in an installed package, or was passed to `add`. `find` also
+    accepts `module:name`. The thing it imports must be a subclass of `base` or, without a base, callable.
     """
 
     def __init__(
@@ -35,17 +34,17 @@ class Registry(Generic[Thing]):
         self._named = dict(own)
 
     def add(self, name: str, thing: Thing) -> None:
-        """For this process alone. Raises ConfigError for a name that is taken."""
+        """Add a name in this process only. Raises ConfigError if the name is taken."""
         if name in self.names():
             raise ConfigError(f"there is a {self._kind} named {name!r} already; give another name")
         self._named[name] = thing
 
     def names(self) -> tuple[str, ...]:
-        """Every name, sorted."""
+        """Return every name, sorted."""
         return tuple(sorted({*self._named, *(point.name for point in self._entry_points())}))
 
     def find(self, name: str) -> Thing:
-        """Raises the registry's error for an unknown name, and for one whose module cannot be imported."""
+        """Return the thing of a name. Raises the registry's error for an unknown name or a failing import."""
         points = [point for point in self._entry_points() if point.name == name]
         if len(points) + (name in self._named) > 1:
             packages = ", ".join(sorted(_package(point) for point in points))
@@ -58,7 +57,7 @@ class Registry(Generic[Thing]):
             return self._load(points[0].value, f"{self._kind} {name!r} of package {_package(points[0])}")
         if ":" in name:
             return self._load(name, f"{self._kind} {name!r}")
-        # Who mistypes a name rarely mistypes its first letter: gpu is no npu.
+        # Suggest only names with the same first letter, which people rarely mistype: `gpu` must not suggest `npu`.
         near = get_close_matches(name, [known for known in self.names() if known[:1] == name[:1]], n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         allowed = f"one of {', '.join(self.names())}, or module:name of one that can be imported"
@@ -68,7 +67,7 @@ class Registry(Generic[Thing]):
         return _installed(self._group, tuple(sys.path))
 
     def _load(self, place: str, what: str) -> Thing:
-        """What is at `module:name`."""
+        """Import `module:name`."""
         module, _, path = place.partition(":")
         try:
             found: Any = import_module(module)
@@ -87,7 +86,7 @@ class Registry(Generic[Thing]):
 
 @cache
 def _installed(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Of the packages on `path`, whose files are all read for it."""
+    """Return the entry points of the packages on `path`. This reads files of all packages."""
     return entry_points(group=group)
 
 

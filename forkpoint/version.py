@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_version() -> str:
-    """forkpoint's version; in a source tree that is not installed, that it is one."""
+    """Return forkpoint's version, or a note if the source tree is not installed."""
     try:
         return version("forkpoint")
     except PackageNotFoundError:

@@ -27,10 +27,10 @@ from forkpoint.cli.simulate import add_simulate_options, make_cases, read_traces
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ForkpointError
 from forkpoint.sim.cases import Case
-from forkpoint.sim.engine_system import EngineSystem
+from forkpoint.sim.engine_replica import EngineReplica
+from forkpoint.sim.named_systems import engine_options
+from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
-from forkpoint.sim.system import ServedSystem
-from forkpoint.sim.systems import engine_options
 from forkpoint.sim.table import GIB, markdown
 from forkpoint.sim.trace import Trace
 
@@ -138,10 +138,10 @@ class Rule:
 
     def system(
         self, name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None
-    ) -> ServedSystem:
+    ) -> SimulatedReplica:
         """The engine without the rule (a `SystemFactory`)."""
         options = engine_options("", shape, memory_bytes, scheduler)
-        return EngineSystem(replace(options, policy=self.eviction(), capture=self.capture()))
+        return EngineReplica(replace(options, policy=self.eviction(), capture=self.capture()))
 
 
 RULES: Final = (

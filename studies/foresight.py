@@ -19,8 +19,8 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.tree import Origin
 from forkpoint.errors import ConfigError
 from forkpoint.sim.cost import StepLoad
-from forkpoint.sim.engine_system import EngineOptions, EngineSystem
-from forkpoint.sim.system import StepNews
+from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
+from forkpoint.sim.replica import StepNews
 from forkpoint.sim.trace import Trace, TraceRequest
 from studies.bound import BLOCK, by_arrival, hashes_of
 
@@ -146,7 +146,7 @@ class DeclaredCapture(CapturePolicy):
         yield Origin.BREAKPOINT, context.breakpoints
 
 
-class ForeseeingSystem(EngineSystem):
+class ForeseeingSystem(EngineReplica):
     """The engine whose requests declare what foresight says, and that tells it what happens to them."""
 
     def __init__(self, options: EngineOptions, foresight: Foresight) -> None:

@@ -10,16 +10,16 @@ from typing import Final
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
-from forkpoint.sim import systems
+from forkpoint.sim import named_systems
+from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
-from forkpoint.sim.system import ServedSystem
 from forkpoint.sim.trace import Trace
 from studies.foresight import ClairvoyantPolicy, DeclaredCapture, ForeseeingSystem, Foresight
 from studies.peers.scheduler import PeerScheduler
 from studies.peers.sglang import SglangCache, SglangOptions
 from studies.peers.vllm import VllmCache, VllmGeometry, VllmOptions
 
-ENGINE: Final = systems.ENGINE
+ENGINE: Final = named_systems.ENGINE
 CLAIRVOYANT: Final = f"{ENGINE}:eviction=clairvoyant"
 VLLM: Final[Mapping[str, VllmOptions]] = MappingProxyType(
     {"vllm": VllmOptions(), "vllm-dense": VllmOptions(dense=True), "vllm-unit64": VllmOptions(unit=64)}
@@ -37,7 +37,7 @@ PEERS: Final = (*VLLM, *SGLANG)
 
 def make_system(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None = None
-) -> ServedSystem:
+) -> SimulatedReplica:
     """A system of `memory_bytes` for keys, values and states: a peer, `forkpoint:eviction=clairvoyant`, which needs all
     requests that it is going to get, or what `forkpoint simulate` takes. Raises ConfigError."""
     rows, budget = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
@@ -50,7 +50,7 @@ def make_system(
     if name == CLAIRVOYANT:
         return _clairvoyant(name, shape, memory_bytes, scheduler, trace)
     if name.partition(":")[0] == ENGINE:
-        return systems.make_system(name, shape, memory_bytes, scheduler, trace)
+        return named_systems.make_system(name, shape, memory_bytes, scheduler, trace)
     raise ConfigError(
         f"no system {name!r}; give {ENGINE}, {ENGINE}:capture=...,eviction=..., {CLAIRVOYANT}, or {', '.join(PEERS)}"
     )
@@ -58,7 +58,7 @@ def make_system(
 
 def _clairvoyant(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None
-) -> ServedSystem:
+) -> SimulatedReplica:
     """The engine with foresight in place of its policies: states at the boundaries that foresight declares, no others,
     and tokens saved count, whatever they cost to compute."""
     if trace is None:
@@ -67,7 +67,7 @@ def _clairvoyant(
         raise ConfigError(f"{CLAIRVOYANT} foresees checkpoints, and {shape.name} has no states; leave it out")
     foresight = Foresight(trace)
     options = replace(
-        systems.engine_options("", shape, memory_bytes, scheduler),
+        named_systems.engine_options("", shape, memory_bytes, scheduler),
         cost=RecomputeCost(),
         policy=ClairvoyantPolicy(foresight),
         capture=DeclaredCapture(),

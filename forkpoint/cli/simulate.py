@@ -20,9 +20,9 @@ from forkpoint.errors import ConfigError
 from forkpoint.routing.router import ROUTERS
 from forkpoint.sim.cases import Case, CaseResult, SystemFactory, run_cases
 from forkpoint.sim.cost import H200
+from forkpoint.sim.named_systems import ENGINE, make_system
 from forkpoint.sim.readers import read_trace
 from forkpoint.sim.shape import SHAPES, ModelShape, find_shape
-from forkpoint.sim.systems import ENGINE, make_system
 from forkpoint.sim.table import case_rows, markdown
 from forkpoint.sim.trace import Trace
 from forkpoint.sim.workload import WORKLOADS, make_workload

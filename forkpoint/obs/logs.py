@@ -1,4 +1,4 @@
-"""The log on standard error, and its lines for people: at start what runs and what is kept, then what happened."""
+"""The log on standard error: lines about operators and memory at the start, then lines about the load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ MISSED: Final = ("no_checkpoint", "evicted")
 
 
 class Formatter(logging.Formatter):
-    """`LEVEL time [file:line] message`, the level in colour on a terminal. What clients have sent cannot end a line or
-    begin one: control characters are escaped, and the lines of a traceback are indented."""
+    """Formats `LEVEL time [file:line] message`, with the level in colour on a terminal.
+
+    Clients cannot forge log lines: control characters are escaped, and the lines of a traceback are indented."""
 
     def __init__(self, *, color: bool) -> None:
         super().__init__("%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s", "%H:%M:%S")
@@ -42,12 +43,12 @@ class Formatter(logging.Formatter):
 
 
 def shown_plain(text: str) -> str:
-    """`text` with what could pass for another line, or rule a terminal, written as escapes."""
+    """Return `text` with line breaks and terminal control characters escaped."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class LossCountingHandler(logging.StreamHandler[TextIO]):
-    """Counts lines that cannot be written (a full disk, a closed pipe) and says so when writing works again."""
+    """Counts lines that cannot be written (full disk, closed pipe) and reports them when writing works again."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -73,12 +74,12 @@ class LossCountingHandler(logging.StreamHandler[TextIO]):
 
 
 def num_lost_lines() -> int:
-    """Log lines of this process that could not be written."""
+    """Return the number of log lines of this process that could not be written."""
     return sum(handler.num_lost for handler in LOGGER.handlers if isinstance(handler, LossCountingHandler))
 
 
 def set_up_logging(level: str) -> None:
-    """Send forkpoint's log to standard error from `level` upward; a second call replaces the first."""
+    """Send forkpoint's log from `level` upward to standard error. A second call replaces the first."""
     handler = LossCountingHandler(sys.stderr)
     handler.setFormatter(Formatter(color=wants_color(sys.stderr)))
     for old in list(LOGGER.handlers):
@@ -89,12 +90,13 @@ def set_up_logging(level: str) -> None:
 
 
 def wants_color(stream: TextIO) -> bool:
-    """The environment's NO_COLOR wins, then its FORCE_COLOR, then whether `stream` is a terminal."""
+    """Return whether to use colour: NO_COLOR decides first, then FORCE_COLOR, then whether `stream` is a terminal."""
     return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
 
 
 def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, max_model_len: int) -> list[str]:
-    """What the arena holds, what a block and a slot cost, and what is reused from which length on."""
+    """Return start-up lines on the arena's contents, the sizes of a block and a slot, and from which length hits
+    pay."""
     lines = [
         f"arena: {num_pages} pages of {layout.page_bytes:,} bytes ({num_pages * layout.page_bytes / MIB:.1f} MiB); "
         f"a page holds {_contents(layout)}, {layout.padding:.1%} padding at most"
@@ -117,7 +119,7 @@ def cache_plan_lines(layout: CacheLayout, num_pages: int, config: EngineConfig, 
 
 
 def operator_lines(backends: Mapping[str, str], copied: Iterable[str]) -> list[str]:
-    """Which backend serves each operator, and which state operators need their states copied before a step."""
+    """Return start-up lines on each operator's backend and on state operators that need copies before a step."""
     by_backend: dict[str, list[str]] = {}
     for name, backend in sorted(backends.items()):
         by_backend.setdefault(backend, []).append(name)
@@ -156,7 +158,7 @@ def _caching_line(layout: CacheLayout, config: EngineConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counters at one moment: tokens since the start, and the engine's stats."""
+    """Counters at one moment: tokens since the start, and the engine's statistics."""
 
     time_s: float
     num_prompt_tokens: int
@@ -165,7 +167,7 @@ class Reading:
 
 
 def load_line(before: Reading, now: Reading) -> str:
-    """What happened between two readings, and what the engine holds now."""
+    """Return a line on the load between two readings and on the engine's state now."""
     elapsed = max(now.time_s - before.time_s, 1e-9)
     stats = now.stats
     pages = max(1, stats["num_pages"] - 1)

@@ -1,4 +1,4 @@
-"""A device with memory of its own, which a module of torch with the names of `torch.cuda` drives."""
+"""A device with its own memory, driven by a torch module with the interface of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forkpoint.platforms.platform import Mark, Platform
 
 
 class AcceleratorPlatform(Platform):
-    """One device of `kind`, which is also the name of torch's module for it."""
+    """One device. `kind` is also the name of its torch module."""
 
     defaults: ClassVar = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=256, async_scheduling=True)
     shares_memory = False
@@ -26,11 +26,11 @@ class AcceleratorPlatform(Platform):
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device(self.kind, index)
-        # Without it the pieces that loading leaves behind can hold an eighth of the memory.
+        # Without it, fragments left by loading can hold an eighth of the memory.
         os.environ.setdefault(self.allocator_variable, "expandable_segments:True")
         self._torch: Any = torch.get_device_module(self.device)
         self._torch.set_device(self.device)
-        self._pool: Any = None  # memory of the graphs
+        self._pool: Any = None  # the memory pool that graphs share
 
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         if self._pool is None:
@@ -56,15 +56,16 @@ class AcceleratorPlatform(Platform):
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         source = torch.from_numpy(array)
         staged = self.host_buffer(tuple(source.shape), source.dtype).copy_(source)
-        # The host allocator keeps the staged memory from reuse until the copy is done.
+        # The host allocator does not reuse the staged memory before the copy is done.
         return staged.to(self.device, non_blocking=True)
 
     def free_bytes(self) -> int:
-        self._torch.empty_cache()  # what is left of the allocator's memory is in pieces
+        self._torch.empty_cache()  # return cached memory to the device
         return int(self._torch.mem_get_info(self.device)[0])
 
     def arena_bytes(self, utilization: float) -> int | None:
-        """What all programs hold now, loaded weights above all, counts against the share."""
+        """Return the arena's size: the share of the device's memory minus what all programs hold now, mainly
+        weights."""
         total = int(self._torch.mem_get_info(self.device)[1])
         return max(0, int(total * utilization) - (total - self.free_bytes()))
 
@@ -80,7 +81,7 @@ class AcceleratorPlatform(Platform):
 
     def release_unused(self) -> None:
         self._torch.empty_cache()
-        self._pool = None  # that of graphs which are gone cannot be used again
+        self._pool = None  # the pool of deleted graphs cannot be reused
 
     def synchronize(self) -> None:
         self._torch.synchronize(self.device)

@@ -12,7 +12,7 @@ from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.platforms.platform import Platform
 
-NUM_KEPT_PRODUCTS = 64  # shapes; layers of many rows come with about 24 numbers of them (ops/cpu/tiles.py)
+NUM_KEPT_PRODUCTS = 64  # shapes of products that libraries keep code for; large batches use about 24 (ops/cpu/tiles.py)
 
 
 class CpuPlatform(Platform):
@@ -24,8 +24,8 @@ class CpuPlatform(Platform):
 
     def __init__(self, index: int = 0, root: Path = Path("/")) -> None:
         self.device = torch.device("cpu")
-        # oneDNN, and torch beside it, keep code for every shape of a matrix product met, up to a megabyte each. Both
-        # read their bound at the first product.
+        # oneDNN and torch keep code for every shape of a product, up to a megabyte each. Both read their limit at the
+        # first product.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             os.environ.setdefault(name, str(NUM_KEPT_PRODUCTS))
         self._root = root
@@ -40,7 +40,7 @@ class CpuPlatform(Platform):
         return cpu_ops
 
     def free_bytes(self) -> int:
-        """What the kernel calls available, within the memory limit of the control group (v2 or v1)."""
+        """Return available memory, within the limit of the control group (v2 or v1)."""
         free = self._available_bytes()
         group = self._root / "sys/fs/cgroup"
         for limit, used in (

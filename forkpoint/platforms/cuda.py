@@ -1,4 +1,4 @@
-"""A GPU that torch calls `cuda`: NVIDIA's, and AMD's in builds of torch for them."""
+"""A GPU that torch calls `cuda`: NVIDIA's, or AMD's with a torch build for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class CudaPlatform(AcceleratorPlatform):
     collectives = "nccl"
 
     def __init__(self, index: int = 0) -> None:
-        # With a workspace NVIDIA's library takes kernels for 512 rows and more that clear a counter first. Read once.
+        # With a workspace, cuBLASLt chooses kernels for 512 rows and more that first clear a counter. It reads this
+        # once.
         if torch.version.cuda is not None:
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
         super().__init__(index)

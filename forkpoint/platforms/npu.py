@@ -1,4 +1,4 @@
-"""An Ascend NPU, which torch knows once `torch_npu` is imported. No card has run this: docs/ascend.md says what did."""
+"""An Ascend NPU, which torch supports after `torch_npu` is imported. No card has run this; see docs/ascend.md."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from forkpoint.errors import ConfigError
 from forkpoint.platforms.accelerator import AcceleratorPlatform
 from forkpoint.platforms.platform import DeviceTraits
 
-# A key head's share of 32 tokens, and what prefill makes of it beside 32 query rows of 256 dims in bf16, live on 157
-# KiB of the 192 on the chip; of 64 tokens on 176, of 128 (the pages of CANN's own attention) on 240: estimates.
+# Tokens per kernel block. Prefill with 32 query rows of 256 dims in bf16 needs an estimated 157 of the 192 KiB on the
+# chip with 32 tokens, 176 with 64, and 240 with 128 (the pages of CANN's own attention).
 KERNEL_BLOCK_SIZES: Final = (32,)
 MOST_PROGRAMS, MOST_ROWS = 65_535, 256
-# For triton-ascend 3.2.0, whose processes read memory that they have freed: on some kernels each crashes, unless that
-# memory is left alone.
+# triton-ascend 3.2.0 reads memory that it has freed. On some kernels it always crashes unless the allocator leaves that
+# memory alone.
 COMPILER_ENVIRONMENT: Final = ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0")
 
 
 def _missing() -> str:
-    """Why torch has no module for NPUs; "" if it has one."""
+    """Return why torch has no module for NPUs, or "" if it has one."""
     if hasattr(torch, "npu"):
         return ""
     if importlib.util.find_spec("torch_npu") is None:
@@ -36,13 +36,13 @@ def _missing() -> str:
 
 
 def _has_triton() -> bool:
-    """Whether the Triton that is here compiles for NPUs: `triton-ascend` installs one under the same name."""
+    """Return whether the installed Triton compiles for NPUs; `triton-ascend` installs under the same name."""
     here = importlib.util.find_spec("triton") is not None
     return here and importlib.util.find_spec("triton.backends.ascend") is not None
 
 
 def npu_traits(num_processors: int) -> DeviceTraits:
-    """Of a card of so many matrix units."""
+    """Return the traits of a card with `num_processors` matrix units."""
     return DeviceTraits(
         num_processors=num_processors,
         has_fp8=False,
@@ -81,7 +81,7 @@ class NpuPlatform(AcceleratorPlatform):
         name = cpu_ops
         if name == "auto":
             name = "triton" if _has_triton() else "torch"
-        self.has_graphs = name != "torch"  # those wait for the device: they look at lengths
+        self.has_graphs = name != "torch"  # torch operators read lengths, so they wait for the device
         if name == "triton":
             os.environ.setdefault(*COMPILER_ENVIRONMENT)
         return "triton-in-turns" if name == "triton" else name

@@ -1,4 +1,4 @@
-"""Many small arrays as one."""
+"""Packing many small arrays into one buffer, so that one copy uploads them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ALIGN = 16  # bytes
 
 
 def places_of(arrays: Arrays) -> tuple[list[int], int]:
-    """Where each of them starts if they lie end to end in their order, and what they take: in bytes."""
+    """Return the byte offset of each array in the buffer, and the buffer's size in bytes."""
     sizes = (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
     *offsets, size = itertools.accumulate(sizes, initial=0)
     return offsets, size
 
 
 def views(data: Tensor, arrays: Arrays, offsets: Sequence[int]) -> Tensors:
-    """Of bytes in which such arrays lie, each as a tensor."""
+    """Return the arrays of a packed buffer as tensor views."""
     found: Tensors = {}
     for (name, array), offset in zip(arrays.items(), offsets, strict=True):
         like = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a device. `table.py` has the kinds of devices there are."""
+"""The interface between the runtime and a device. `table.py` lists the kinds of devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forkpoint.platforms.packing import Arrays, Tensors, places_of, views
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
-    """What kernels ask of a device before they are launched."""
+    """The properties of a device that decide how kernels are launched."""
 
     num_processors: int = 8  # that run programs at the same time
     num_decode_programs: int = 256  # over (part of a row's keys, key head) that keep it busy
     overlaps_launches: bool = False  # a launch may start while the one before ends
-    has_fp8: bool = True  # kernels convert to and from float8_e4m3fn; elsewhere weights come as its bytes
-    multiplies_fp8: bool = False  # the library, in blocks; and e4m3 widens faster by its bits (PTX)
-    multiplies_tf32: bool = True  # products of fp32 take the first 11 bits, or all by three of them
+    has_fp8: bool = True  # whether kernels convert float8_e4m3fn; otherwise FP8 weights are bytes
+    multiplies_fp8: bool = False  # whether the library multiplies FP8 by FP8, and PTX widens e4m3 by moving bits
+    multiplies_tf32: bool = True  # whether fp32 products can use TF32, or three of them for full precision
     has_warpgroups: bool = False  # and loads of tiles that are described, as kernels in Gluon ask of a Hopper GPU
     caps_registers: bool = False  # a launch may say how many registers a thread has at most
     reaches_peers: bool = False  # kernels write to the memory of all devices of the kind here
@@ -41,21 +41,21 @@ class Mark(Protocol):
     """A point in the order of work issued to the device."""
 
     def synchronize(self) -> None:
-        """Return once all work issued before the mark is done."""
+        """Wait until all work issued before the mark is done."""
 
 
 class _PastMark:
-    """Of work that is done when the call which issues it returns."""
+    """A mark on a device whose work is done when the issuing call returns."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Platform(Protocol):
     """One device. Work runs in the order in which it is issued.
 
-    Methods that a kind of device leaves as they are do what holds on a host: work is done when the call that issues it
-    returns, and the device's memory is the host's.
+    The default methods suit the host: work is done when the issuing call returns, and the device's memory is the
+    host's.
     """
 
     defaults: ClassVar[SchedulerConfig]  # where the user says nothing
@@ -67,53 +67,54 @@ class Platform(Protocol):
 
     @abstractmethod
     def __init__(self, index: int = 0) -> None:
-        """Open the device of that number."""
+        """Open the device with that number."""
 
     @classmethod
     @abstractmethod
     def num_devices(cls) -> int:
-        """How many are here."""
+        """Return the number of devices of this kind."""
 
     @classmethod
     def absence(cls) -> str:
-        """Where none is here, why, and what would bring one."""
+        """Return why there is no device of this kind, and what would provide one."""
         return ""
 
     @classmethod
     def traits(cls, device: torch.device) -> DeviceTraits:
-        """Of a device of this kind."""
+        """Return the traits of a device of this kind."""
         return DeviceTraits()
 
     @abstractmethod
     def operators(self, cpu_ops: str) -> str:
-        """The name of the operator table (`ops.select`) for this device; `cpu_ops` is what the user wants on a CPU."""
+        """Return the name of the operator table (`ops.select`) for this device. `cpu_ops` is the user's choice on
+        CPUs."""
 
     def record_graph(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the work that `run` issues, which must not wait for the device; the answer issues it again.
+        """Record the work that `run` issues, which must not wait for the device. Returns a function that replays it.
 
-        `run` must have been called before, so that everything it needs is compiled. Memory that it allocates
-        stays with the graph and is shared among graphs: one's results are void once another was issued.
+        `run` must have been called before, so that its kernels are compiled. The memory it allocates belongs to the
+        graphs and is shared among them: a graph's results are invalid after another graph was replayed.
         """
         return run
 
     def mark(self) -> Mark:
-        """After all work issued so far."""
+        """Return a mark after all work issued so far."""
         return _PastMark()
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, filled in once a mark made after this call has been waited for."""
+        """Start a copy to the host. It is complete after waiting for a mark created after this call."""
         return tensor.clone()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory from which copies to the device are fastest."""
+        """Allocate uninitialised host memory from which copies to the device are fastest."""
         return torch.empty(shape, dtype=dtype)
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device. On a CPU the tensor shares the array's memory."""
+        """Copy the array to the device. On a CPU the tensor shares the array's memory."""
         return torch.from_numpy(array)
 
     def upload_all(self, arrays: Arrays) -> Tensors:
-        """Many arrays on the device, in one copy."""
+        """Copy many arrays to the device in one transfer."""
         if self.shares_memory:
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         offsets, size = places_of(arrays)
@@ -124,20 +125,22 @@ class Platform(Protocol):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Device memory that could be allocated now."""
+        """Return the device memory that can be allocated now."""
 
     def arena_bytes(self, utilization: float) -> int | None:
-        """What is left for the arena of that share of the device's memory; None where memory is shared with others."""
+        """Return the rest of that share of the device's memory for the arena; None for memory shared with other
+        programs."""
         return None
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """What `run` needed of the device's memory at most, 0 where that is not counted; all that it did not keep is
-        given back."""
+        """Run `run` and return the most device memory it used, or 0 where that is not counted.
+
+        Memory that it does not keep is returned to the device."""
         run()
         return 0
 
     def release_unused(self) -> None:
-        """Give memory that is kept for later use back to the device."""
+        """Return cached memory to the device."""
         return
 
     def synchronize(self) -> None:

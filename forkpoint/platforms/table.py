@@ -20,20 +20,20 @@ AUTO: Final = "auto"
 OWN: Final[Mapping[str, type[Platform]]] = MappingProxyType(
     {"cuda": CudaPlatform, "npu": NpuPlatform, "cpu": CpuPlatform}
 )
-# By what torch calls the kind of device.
+# By torch's name for the kind of device.
 PLATFORMS: Final[Registry[type[Platform]]] = Registry("kind of device", "forkpoint.platforms", OWN)
 
 
 def num_devices() -> dict[str, int]:
-    """How many devices of each kind are here; the kinds that `auto` prefers first."""
+    """Return the number of devices of each kind, in the order of `auto`'s preference."""
     names = [name for name in PLATFORMS.names() if name not in OWN] + list(OWN)
     return {name: PLATFORMS.find(name).num_devices() for name in names}
 
 
 def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
-    """A kind of device with an optional `:index` (else `rank`), or `auto`: the first kind of which there is a device.
+    """Open the device of a name: a kind with an optional `:index` (default: `rank`), or `auto`, the first kind present.
 
-    Raises ConfigError for others, for an absent device, and where there are fewer than ranks.
+    Raises ConfigError for an unknown kind, an absent device, and fewer devices than ranks.
     """
     if name == AUTO:
         name = next(kind for kind, count in num_devices().items() if count)
@@ -59,6 +59,6 @@ def resolve_platform(name: str, rank: int = 0, num_ranks: int = 1) -> Platform:
 
 @functools.cache
 def traits_of(device: torch.device) -> DeviceTraits:
-    """Of a device of whatever kind; the least of an unknown one."""
+    """Return the traits of any device. An unknown kind gets the most restrictive traits."""
     known = device.type in PLATFORMS.names()
     return PLATFORMS.find(device.type).traits(device) if known else DeviceTraits()

@@ -1,4 +1,4 @@
-"""Drafts of which a set number is right, whatever they say."""
+"""A drafter with a fixed acceptance length, whatever its drafts are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from forkpoint.sched.request import Request
 
 
 class SetAcceptance(Drafter):
-    """Every row has `num_drafts` drafts where there is room for them, and its steps confirm `length` tokens in the
-    mean, their own included: 2.5 is 2 tokens and 3 in turns. Drafting takes no time. Raises ConfigError."""
+    """Gives every row `num_drafts` drafts where there is room, of which a fixed number is accepted.
+
+    A row's steps produce `length` tokens on average, its own included: 2.5 alternates between 2 and 3 tokens. Drafting
+    takes no time. Raises ConfigError."""
 
     def __init__(self, length: float, num_drafts: int) -> None:
         if not 1 <= num_drafts <= MAX_DRAFTS:
@@ -27,13 +29,13 @@ class SetAcceptance(Drafter):
             )
         self._num_drafts = num_drafts
         self._length = length
-        self._owed: dict[str, float] = {}  # by request, what is left of a right draft
+        self._owed: dict[str, float] = {}  # by request id, the fraction of an accepted draft carried over
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         return np.zeros(min(most, self._num_drafts), np.int32)
 
     def accept(self, request_id: str, num_drafts: int) -> int:
-        """How many of a row's drafts are right."""
+        """Return the number of a row's drafts that are accepted."""
         owed = self._owed.get(request_id, 0.0) + self._length - 1
         whole = math.floor(owed + 1e-9)
         self._owed[request_id] = owed - whole

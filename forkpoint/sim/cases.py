@@ -1,4 +1,4 @@
-"""Cases to simulate, what each gives, and many of them in parallel processes."""
+"""Cases to simulate, their results, and runs of many cases in parallel processes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from forkpoint.config import SchedulerConfig
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel, Device
+from forkpoint.sim.named_systems import make_system
+from forkpoint.sim.replica import ReplicaCounters, SimulatedReplica
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
-from forkpoint.sim.system import ServedSystem, SystemCounters
-from forkpoint.sim.systems import make_system
 from forkpoint.sim.trace import Trace
 
-SUMMED: Final = tuple(each.name for each in fields(SystemCounters) if each.name != "lost_tokens")
+SUMMED: Final = tuple(each.name for each in fields(ReplicaCounters) if each.name != "lost_tokens")
 Progress: TypeAlias = Callable[[int], None]
-# Makes a replica: (the system's name, model, bytes, scheduler's options, its requests if it gets them all).
-SystemFactory: TypeAlias = Callable[[str, ModelShape, int, SchedulerConfig, Trace | None], ServedSystem]
+# Creates a replica from (system name, model, memory in bytes, scheduler options, all requests if it serves all).
+SystemFactory: TypeAlias = Callable[[str, ModelShape, int, SchedulerConfig, Trace | None], SimulatedReplica]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system in one amount of memory under one trace. `memory_bytes` is per replica.
+    """One system with one amount of memory and one trace. `memory_bytes` is per replica.
 
-    `factory` makes the system of that name; give your own to simulate what has none.
+    `factory` creates the system of that name. Pass your own to simulate a system without a name.
     """
 
     trace: Trace
@@ -48,8 +48,8 @@ class Case:
 
 
 @dataclass(slots=True, kw_only=True)
-class CaseResult(SystemCounters):
-    """What a case gave, over all replicas. Times in simulated seconds, rates per simulated second."""
+class CaseResult(ReplicaCounters):
+    """The result of a case, over all replicas. Times are simulated seconds, rates are per simulated second."""
 
     trace: str
     model: str
@@ -71,11 +71,11 @@ class CaseResult(SystemCounters):
 
     @property
     def hit_rate(self) -> float:
-        """Reused tokens as a share of all prompt tokens, those of refused requests included."""
+        """Reused tokens divided by all prompt tokens, including those of refused requests."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def as_json(self) -> dict[str, object]:
-        """All fields, and the hit rate."""
+        """Return all fields and the hit rate."""
         return {**asdict(self), "hit_rate": self.hit_rate}
 
 
@@ -93,7 +93,7 @@ def _simulate(case: Case, progress: Progress | None) -> SimulationResult:
     cost = CostModel(case.shape, case.device)
     simulator = Simulator(case.trace, replicas, cost, Router(case.router), progress)
     collecting = gc.isenabled()
-    gc.disable()  # walking a tree of some 100,000 nodes for garbage takes longer than all else
+    gc.disable()  # collecting a tree of 100,000 nodes would take longer than everything else
     try:
         return simulator.run()
     finally:
@@ -138,16 +138,16 @@ def _summary(case: Case, result: SimulationResult) -> CaseResult:
 
 
 def run_cases(cases: Sequence[Case], jobs: int, progress: Progress | None = None) -> list[CaseResult]:
-    """Simulate many cases, `jobs` at a time in processes of their own; results in the order of the cases.
+    """Simulate many cases, `jobs` processes at a time; return results in the order of the cases.
 
-    `progress` is told how many requests more have ended. What a case raises is raised here.
+    `progress` gets the number of newly finished requests. An exception of a case is raised here.
     """
     if jobs < 1:
         raise ConfigError(f"jobs={jobs} is not allowed; give 1 or more")
     report = progress or (lambda count: None)
     if jobs == 1 or len(cases) == 1:
         return [run_case(case, report) for case in cases]
-    context = multiprocessing.get_context("fork")  # nothing of a case has to be picklable
+    context = multiprocessing.get_context("fork")  # with fork, cases need not be picklable
     waiting = deque(enumerate(cases))
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     results: dict[int, CaseResult] = {}

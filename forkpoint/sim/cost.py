@@ -1,4 +1,4 @@
-"""How long a step takes: a model's work under a device's two ceilings."""
+"""The cost model: how long a step takes, given the model's work and the device's two ceilings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from forkpoint.sim.shape import WEIGHT_BYTES, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one step computes.
+    """The work of one step.
 
-    Prefill: `prefill_tokens` in `num_segments` chunks, `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
-    rows that attend to `decode_kv_tokens` keys together, with `num_drafts` drafts to verify besides their own tokens:
-    each attends to all keys before it, and the rows' states are read and written once. `num_saves` states are stored
-    besides the rows' own; `copied_bytes` are moved (compaction, or copies of states before the step).
+    Prefill: `prefill_tokens` in `num_segments` chunks, with `prefill_pairs` (query, key) pairs. Decode: `num_decodes`
+    rows that attend to `decode_kv_tokens` keys in total, with `num_drafts` drafts to verify. A draft attends to all
+    keys before it; a row's state is read and written once. `num_saves` states are stored in addition to the rows' own,
+    and `copied_bytes` are moved by compaction or by copies of states before the step.
     """
 
     prefill_tokens: int = 0
@@ -34,7 +34,7 @@ class StepLoad:
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step by what they go to, at the ceilings (efficiency 1)."""
+    """Seconds of a step by kind of work, at the ceilings."""
 
     linear: float
     attention: float
@@ -46,11 +46,11 @@ class StepParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device's ceilings, measured, and the share of them that each kind of work reaches.
+    """A device's measured ceilings, and the share of them that each kind of work reaches.
 
-    `flops` in operations a second, `bandwidth` in bytes a second, `step_s` the time of a step beside its kernels. The
-    shares are those that docs/benchmarks/simulator/steps_h200.json gives; one above 1 says that the layers' products
-    run faster than the one that the ceiling was measured with.
+    `flops` are operations per second, `bandwidth` is bytes per second, `step_s` is the time of a step outside kernels.
+    The shares are fitted to docs/benchmarks/simulator/steps_h200.json. A share above 1 means that the layers' products
+    run faster than the product that measured the ceiling.
     """
 
     name: str
@@ -70,14 +70,14 @@ H200: Final = Device("NVIDIA H200", flops=693e12, bandwidth=4.28e12, memory_byte
 
 
 class CostModel:
-    """Seconds of a step of one model on one device: each part takes the longer of its operations and bytes."""
+    """Predicts the duration of a model's steps on a device. Each part takes the longer of its operations and bytes."""
 
     def __init__(self, shape: ModelShape, device: Device) -> None:
         self.shape = shape
         self.device = device
 
     def parts(self, load: StepLoad) -> StepParts:
-        """The step's parts at the ceilings."""
+        """Return the seconds of the step's parts at the ceilings."""
         shape, device, tokens = self.shape, self.device, load.num_tokens
         slot_bytes = shape.layout.slot_bytes
         linear = max(tokens * shape.flops_per_token / device.flops, shape.weight_bytes(tokens) / device.bandwidth)
@@ -95,9 +95,9 @@ class CostModel:
         )
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds that the step takes."""
+        """Return the duration of the step in seconds."""
         device = self.device
         seconds = device.step_s
-        for name, part in self.parts(load)._asdict().items():  # `sum` adds floats up otherwise from Python 3.12 on
+        for name, part in self.parts(load)._asdict().items():  # not `sum`, which rounds differently from Python 3.12 on
             seconds += part / getattr(device, name)
         return seconds

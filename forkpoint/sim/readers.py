@@ -1,4 +1,4 @@
-"""Traces from files: Mooncake, Claude-Code conversations, Azure lengths, and the engine's own request log."""
+"""Readers of trace files: Mooncake, Claude-Code conversations, Azure lengths, and the engine's request log."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from forkpoint.sim.trace import Trace, TraceRequest
 
 MOONCAKE_BLOCK = 512
 _CLAUDE_BLOCK = 64
-SESSION_GAP_S = 30.0  # between the starts of conversations in traces that do not say
+SESSION_GAP_S = 30.0  # mean seconds between conversations in traces without start times
 
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
-    """Read a trace by its form: Mooncake JSON lines, a request log, Azure CSV, Claude-Code JSON or an archive.
+    """Read a trace file of any known format: Mooncake, request log, Azure CSV, Claude-Code JSON or archive.
 
     `limit` is a number of requests (of conversations for Claude-Code). Raises TraceError.
     """
@@ -50,7 +50,7 @@ def _reader_for(path: Path) -> Callable[[Path, int | None], Trace]:
 
 
 def read_azure(path: Path, limit: int | None = None) -> Trace:
-    """Azure's LLM inference trace: lengths and times only, so that no two prompts share anything."""
+    """Read Azure's LLM inference trace, which has only lengths and times: no two prompts share tokens."""
     mint, start = TokenMint(), None
     requests: list[TraceRequest] = []
     with path.open(encoding="utf-8", newline="") as file:
@@ -64,11 +64,12 @@ def read_azure(path: Path, limit: int | None = None) -> Trace:
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> Trace:
-    """Mooncake's traces: prefix-chained ids of 512-token blocks, the last of a prompt partly filled.
+    """Read Mooncake's traces: ids of 512-token blocks that depend on their prefix; a prompt's last block may be
+    partial.
 
-    A partly filled block has an id of its own, so that a conversation's next turn repeats all ids of its last
-    turn but the last one. A prompt that ends sharing just there is taken to continue that turn: it repeats the
-    rest of that prompt too, and its output where the length allows.
+    A partial block has an id of its own, so a conversation's next turn repeats all ids of its previous turn except the
+    last one. A prompt that stops sharing exactly there is read as the next turn: it repeats the rest of that prompt,
+    and its output where the length allows.
     """
     records = list(_lines(path, limit))
     return Trace(path.stem, tuple(_MooncakeTokens(len(records)).requests(records)))
@@ -80,14 +81,15 @@ def _lines(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
 
 
 class _MooncakeTokens:
-    """Gives blocks their tokens, record by record."""
+    """Assigns tokens to blocks, record by record."""
 
     def __init__(self, num_records: int) -> None:
         self._mint = TokenMint()
         self._blocks: dict[int, TokenSpans] = {}
-        self._conversation: dict[int, int] = {}  # block id -> conversation whose text it first appeared in
+        self._conversation: dict[int, int] = {}  # block id -> the conversation in which it first appeared
         self._of_record = list(range(num_records))  # record -> conversation
-        self._ends: dict[int, tuple[int, TokenSpans]] = {}  # last full block of a prompt -> its record, its rest
+        # last full block of a prompt -> its record and its partial block
+        self._ends: dict[int, tuple[int, TokenSpans]] = {}
 
     def requests(self, records: Sequence[dict[str, Any]]) -> Iterator[TraceRequest]:
         previous = [self._place(index, record) for index, record in enumerate(records)]
@@ -107,7 +109,7 @@ class _MooncakeTokens:
             yield TraceRequest(f"mooncake-{index}", session, prompts[index], output, record["timestamp"] / 1000)
 
     def _place(self, index: int, record: dict[str, Any]) -> int | None:
-        """Give the record's new blocks their tokens; returns the record that it continues."""
+        """Assign tokens to the record's new blocks; return the record that it continues."""
         ids, length = record["hash_ids"], record["input_length"]
         known = next((i for i, block in enumerate(ids) if block not in self._blocks), len(ids))
         before, tail = self._ends.get(ids[known - 1], (None, TokenSpans())) if known else (None, TokenSpans())
@@ -127,10 +129,10 @@ class _MooncakeTokens:
 
 
 def read_claude_code(path: Path, limit: int | None = None) -> Trace:
-    """Claude-Code conversations: ids of full 64-token blocks, local to each; think times between requests.
+    """Read Claude-Code conversations: ids of full 64-token blocks, local to a conversation, and think times.
 
-    Requests of a conversation follow each other. What a prompt has beyond its full blocks, and its output, are
-    taken from the next prompt where that extends it. Conversations start `SESSION_GAP_S` apart on average.
+    Requests of a conversation follow each other. The tokens after a prompt's full blocks, and its output, are those of
+    the next prompt if that extends it. Conversations start `SESSION_GAP_S` apart on average.
     """
     mint, gaps, start = TokenMint(), random.Random(0), 0.0
     requests: list[TraceRequest] = []
@@ -161,7 +163,7 @@ def _conversations(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _threads(conversation: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The conversation's own requests, then those of each subagent, which runs beside it."""
+    """Yield the conversation's own requests, then those of each subagent, which runs in parallel."""
     nested = [entry for entry in conversation["requests"] if "requests" in entry]
     yield "", [entry for entry in conversation["requests"] if "hash_ids" in entry]
     for number, agent in enumerate(nested):
@@ -207,7 +209,7 @@ def _claude_requests(
 
 
 def read_request_log(path: Path, limit: int | None = None) -> Trace:
-    """The engine's own log (`--log-requests`): one JSON line a request, with block hashes or token ids."""
+    """Read the engine's request log (`--log-requests`): one JSON line per request, with block hashes or token ids."""
     mint, requests = TokenMint(), []
     seen: dict[str | int, TokenSpans] = {}  # by hash or token id
     for index, record in enumerate(_lines(path, limit)):

@@ -1,4 +1,4 @@
-"""What a model weighs: the numbers that the cost model needs, from published shapes. No torch."""
+"""Sizes of published models that the cost model needs. No torch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 
 WEIGHT_BYTES: Final = 2  # bfloat16
-FP8_WEIGHT_BYTES: Final = 1  # scales apart: one for 128 x 128 weights
-# What elementwise kernels and convolutions move per token and layer (docs/benchmarks/gpu_ops.md), in hidden vectors.
+FP8_WEIGHT_BYTES: Final = 1  # without the scales, one per 128 x 128 weights
+# Bytes that elementwise kernels and convolutions move per token and layer, in hidden vectors (gpu_ops.md).
 HIDDEN_VECTORS_MOVED: Final = 28
 
 
@@ -31,9 +31,9 @@ HIDDEN_VECTORS_MOVED: Final = 28
 class ModelShape:
     """A model's sizes.
 
-    `num_weights` are those that every token meets (the output head apart), `num_expert_weights` all routed
-    experts together, of which a token meets `top_k` in `num_experts`. `flops_per_pair` counts one query
-    attending to one key, over all attention layers. A weight has `weight_bytes_each`, one of the head WEIGHT_BYTES.
+    `num_weights` are used by every token, without the output head. `num_expert_weights` are all routed experts
+    together; a token uses `top_k` of `num_experts`. `flops_per_pair` counts one query attending to one key, over all
+    attention layers. A weight takes `weight_bytes_each`, a weight of the head WEIGHT_BYTES.
     """
 
     name: str
@@ -53,31 +53,31 @@ class ModelShape:
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        """Keys and values of one token, all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return self.layout.block_bytes // BLOCK_SIZE
 
     @cached_property
     def flops_per_token(self) -> int:
-        """Matrix-product operations per prompt token, attention scores and the output head apart."""
+        """Matrix-product operations per prompt token, without attention scores and the output head."""
         return 2 * (self.num_weights + self.num_expert_weights * self.top_k // self.num_experts)
 
     @cached_property
     def state_flops_per_token(self) -> int:
-        """Operations of the chunked recurrences per prompt token, all layers."""
+        """Operations of the chunked recurrences per prompt token in all layers."""
         return sum(state.flops_per_token for state in self.layout.states)
 
     @cached_property
     def moved_bytes_per_token(self) -> int:
-        """Bytes that elementwise kernels move per token, all layers."""
+        """Bytes that elementwise kernels move per token in all layers."""
         return HIDDEN_VECTORS_MOVED * self.hidden_size * WEIGHT_BYTES * len(self.layers)
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Weights that a step of so many tokens reads: all dense ones, and the experts that some token chose."""
+        """Return the bytes of weights that a step reads: all dense weights, and the experts that some token chose."""
         met = 1 - (1 - self.top_k / self.num_experts) ** num_tokens
         return self.weight_bytes_each * (self.num_weights + self.num_expert_weights * met)
 
     def kept_as(self, kv_cache_dtype: str, state_dtype: str, quantization: str | None) -> ModelShape:
-        """A preset with keys and values, recurrent matrices, and weights, of those dtypes.
+        """Return the shape with other dtypes of keys and values, recurrent matrices and weights.
 
         Raises UnsupportedModelError."""
         layers = tuple(tuple(_in_state_dtype(spec, state_dtype) for spec in layer) for layer in self.layers)
@@ -89,7 +89,7 @@ class ModelShape:
 
     @cached_property
     def recompute_cost(self) -> RecomputeCost:
-        """The weights that the engine's eviction gives recomputation."""
+        """The recompute cost per token that the engine's eviction policy uses."""
         return RecomputeCost(self.flops_per_token, self.flops_per_pair)
 
 
@@ -110,7 +110,7 @@ def _delta_net(k_heads: int, v_heads: int, dim: int = 128) -> LayerSpec:
 def _qwen3_5(
     name: str, num_layers: int, hidden_size: int, kv_heads: int, mlp_columns: int, **experts: int
 ) -> ModelShape:
-    """Every fourth layer attends, with 16 heads of 256; `mlp_columns` are those of the dense matrices after it."""
+    """Return a Qwen3.5 shape: every fourth layer is attention with 16 heads of 256. `mlp_columns` sizes dense MLPs."""
     attending, linear = num_layers // 4, num_layers - num_layers // 4
     keys = KVSpec.of(kv_heads, 256, 256, "bfloat16", takes_fp8=True)
     columns = num_layers * mlp_columns + attending * 256 * (3 * 16 + 2 * kv_heads) + linear * (8192 + 2 * 4096 + 2 * 32)
@@ -149,7 +149,7 @@ SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
 
 
 def find_shape(name: str) -> ModelShape:
-    """The preset of that name, whatever its case. Raises ConfigError."""
+    """Return the preset of that name, ignoring case. Raises ConfigError."""
     shape = SHAPES.get(name.lower())
     if shape is None:
         raise ConfigError(f"no model shape {name!r}; give one of {', '.join(SHAPES)}, or a model folder")

@@ -1,4 +1,4 @@
-"""Requests arrive, replicas step, time passes."""
+"""The event loop of the simulator: requests arrive, replicas run steps, and simulated time advances."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from forkpoint.outputs import CacheReport
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import CostModel
-from forkpoint.sim.system import ServedSystem, SystemCounters
+from forkpoint.sim.replica import ReplicaCounters, SimulatedReplica
 from forkpoint.sim.trace import Trace, TraceRequest
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request; times in simulated seconds."""
+    """The record of one request. Times are simulated seconds."""
 
     request: TraceRequest
     arrival_s: float
@@ -33,22 +33,22 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Records in the order of arrival, the replicas' counters, and how long it all took in simulated time."""
+    """Records in the order of arrival, the replicas' counters, and the simulated duration."""
 
     records: tuple[RequestRecord, ...]
-    counters: tuple[SystemCounters, ...]
+    counters: tuple[ReplicaCounters, ...]
     elapsed_s: float
     busy_s: float
     num_steps: int
 
 
 class Simulator:
-    """Runs a trace on replicas of one system. A replica runs one step at a time; steps take what `cost` says."""
+    """Runs a trace on replicas of one system. A replica runs one step at a time, which takes as long as `cost` says."""
 
     def __init__(
         self,
         trace: Trace,
-        replicas: Sequence[ServedSystem],
+        replicas: Sequence[SimulatedReplica],
         cost: CostModel,
         router: Router,
         on_finish: Callable[[int], None] | None = None,
@@ -59,7 +59,7 @@ class Simulator:
         self._on_finish = on_finish or (lambda count: None)
         self._order = itertools.count()
         self._arrivals: list[tuple[float, int, TraceRequest]] = []
-        self._steps: list[tuple[float, int]] = []  # (end, replica) of steps under way, one of a replica at a time
+        self._steps: list[tuple[float, int]] = []  # (end, replica) of running steps, one per replica
         self._records: dict[str, RequestRecord] = {}
         self._followers: dict[str, list[TraceRequest]] = {}
         self._busy_s, self._num_steps = 0.0, 0
@@ -70,7 +70,7 @@ class Simulator:
                 self._followers.setdefault(request.after, []).append(request)
 
     def run(self) -> SimulationResult:
-        """Serve everything."""
+        """Run the whole trace."""
         now = 0.0
         while self._arrivals or self._steps:
             arrives = self._arrivals[0][0] if self._arrivals else float("inf")
@@ -81,7 +81,7 @@ class Simulator:
             else:
                 now, replica = heapq.heappop(self._steps)
                 self._finish_step(now, replica)
-            if not self._arrivals or self._arrivals[0][0] > now:  # what arrives at the same moment is to share steps
+            if not self._arrivals or self._arrivals[0][0] > now:  # requests that arrive at the same moment share steps
                 self._wake_all(now)
         counters = tuple(replica.counters() for replica in self._replicas)
         return SimulationResult(tuple(self._records.values()), counters, now, self._busy_s, self._num_steps)

@@ -27,7 +27,7 @@ COLUMNS: Final[tuple[tuple[str, Callable[[CaseResult], str]], ...]] = (
 
 
 def case_rows(results: Iterable[CaseResult]) -> list[list[str]]:
-    """The titles, then a row for each case."""
+    """Return the column titles, then a row for each case."""
     return [[title for title, _ in COLUMNS], *([cell(result) for _, cell in COLUMNS] for result in results)]
 
 
@@ -36,7 +36,7 @@ def _written(result: CaseResult) -> int:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table of which the first row is the head; columns padded to be read as text."""
+    """Format rows as a Markdown table with padded columns. The first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

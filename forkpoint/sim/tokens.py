@@ -1,4 +1,5 @@
-"""Token sequences of traces, which say what is equal and not what it is: runs of consecutive invented ids."""
+"""Token sequences of traces, as runs of consecutive invented ids. Traces say which tokens are equal, not their
+values."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from forkpoint.cache.hashing import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class TokenSpans:
-    """`num_tokens` token ids as runs `(first id, length)`; a 100,000-token prompt takes a few of them."""
+    """Token ids as runs `(first id, length)`. A 100,000-token prompt takes a few runs."""
 
     runs: tuple[tuple[int, int], ...] = ()
     num_tokens: int = field(init=False)
@@ -22,7 +23,7 @@ class TokenSpans:
 
     @classmethod
     def join(cls, parts: Iterable[TokenSpans]) -> TokenSpans:
-        """The parts one after another; runs that continue each other become one."""
+        """Concatenate the parts. Runs that continue each other become one."""
         kept = [part for part in parts if part.num_tokens]
         if len(kept) == 1:
             return kept[0]
@@ -36,7 +37,7 @@ class TokenSpans:
         return cls(tuple(runs))
 
     def part(self, start: int, end: int) -> TokenSpans:
-        """Tokens `[start, end)`, as far as there are any."""
+        """Return tokens `[start, end)`, cut at the end of the sequence."""
         if start <= 0 and end >= self.num_tokens:
             return self
         runs: list[tuple[int, int]] = []
@@ -51,7 +52,7 @@ class TokenSpans:
         return TokenSpans(tuple(runs))
 
     def array(self) -> TokenIds:
-        """The ids, int32 `[num_tokens]`."""
+        """Return the ids, int32 `[num_tokens]`."""
         if not self.runs:
             return np.empty(0, np.int32)
         return np.concatenate([np.arange(first, first + length, dtype=np.int32) for first, length in self.runs])
@@ -59,12 +60,12 @@ class TokenSpans:
 
 @dataclass(slots=True)
 class TokenMint:
-    """Hands out ids that nothing else has."""
+    """Creates unique token ids."""
 
     next_id: int = 0
 
     def fresh(self, count: int) -> TokenSpans:
-        """`count` new ids. Raises OverflowError past what an int32 holds."""
+        """Return `count` new ids. Raises OverflowError beyond int32."""
         first = self.next_id
         self.next_id += count
         if self.next_id >= 2**31:

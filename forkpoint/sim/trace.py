@@ -1,4 +1,4 @@
-"""What a trace is: requests with arrival or think times, whose tokens are known up to equality."""
+"""Traces: requests with arrival or think times, whose tokens are known up to equality."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from forkpoint.sim.tokens import TokenSpans
 class TraceRequest:
     """One request. It arrives at `arrival_s`, or `think_s` after request `after` has ended.
 
-    `output` are the tokens that it generates (a later turn repeats them); `breakpoints` are declared by the caller;
-    `awaits_tool`: the answer contains a tool call.
+    `output` are the tokens it generates, which a later turn repeats. The caller declares `breakpoints`. `awaits_tool`:
+    the answer contains a tool call.
     """
 
     id: str
@@ -30,7 +30,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of the file; one that follows another comes behind it."""
+    """Requests in the order of the file. A request that follows another comes after it."""
 
     name: str
     requests: tuple[TraceRequest, ...]
@@ -47,12 +47,12 @@ class Trace:
             seen.add(request.id)
 
     def scaled(self, arrivals: float = 1.0, think: float = 1.0) -> Trace:
-        """The same requests with arrivals `arrivals` times, and think times `think` times, as far apart."""
+        """Return the trace with arrival times multiplied by `arrivals` and think times by `think`."""
         requests = [replace(r, arrival_s=r.arrival_s * arrivals, think_s=r.think_s * think) for r in self.requests]
         return Trace(self.name, tuple(requests))
 
     def sample(self, share: float, seed: int = 0) -> Trace:
-        """A share of the sessions, drawn at random, each with all its requests at their own times."""
+        """Return a random share of the sessions, each with all its requests at their own times."""
         if not 0 < share <= 1:
             raise TraceError(f"a share of {share} of the sessions of {self.name} is not possible; give 0 < share <= 1")
         rng = random.Random(seed)
@@ -60,7 +60,8 @@ class Trace:
         return Trace(self.name, tuple(r for r in self.requests if drawn[r.session]))
 
     def within(self, max_tokens: int) -> Trace:
-        """Without requests longer than `max_tokens` with their output, and without what follows them."""
+        """Return the trace without requests of more than `max_tokens` tokens, output included, and without their
+        followers."""
         dropped: set[str] = set()
         kept = []
         for request in self.requests:

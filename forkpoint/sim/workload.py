@@ -1,4 +1,4 @@
-"""Made-up traces: chats, agents, questions over shared documents, tree search. Lengths in tokens."""
+"""Synthetic traces: chats, agents, questions over shared documents, tree search. Lengths are tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forkpoint.sim.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Turns that extend each other: each prompt is the last one, its answer and something new.
+    """Conversations: each prompt is the previous prompt, its answer and new tokens.
 
     Sessions start at random, `gap_s` apart on average; lengths and think times are exponential with the given means.
     """
@@ -56,7 +56,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDocuments:
-    """Questions, each over `per_prompt` of `documents`; a few documents are asked for most (Zipf's law)."""
+    """Questions over `per_prompt` of `documents` documents each, drawn by Zipf's law."""
 
     questions: int = 500
     documents: int = 50
@@ -86,7 +86,7 @@ class SharedDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeSearch:
-    """Each problem is expanded level by level: every kept answer of a level is continued `branching` times."""
+    """Tree search: every kept answer of a level is continued `branching` times."""
 
     problems: int = 20
     problem: int = 1500
@@ -134,7 +134,7 @@ WORKLOADS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
 
 
 def make_workload(spec: str) -> Trace:
-    """A trace from `kind` or `kind:option=value,...`, such as `chat:sessions=50,turns=4`. Raises TraceError."""
+    """Create a trace from `kind` or `kind:option=value,...`, such as `chat:sessions=50,turns=4`. Raises TraceError."""
     kind, _, given = spec.partition(":")
     if kind not in WORKLOADS:
         raise TraceError(f"no workload {kind!r}; give one of {', '.join(WORKLOADS)}, or a trace file")
@@ -155,5 +155,5 @@ def make_workload(spec: str) -> Trace:
 
 
 def _length(rng: random.Random, mean: int) -> int:
-    """Exponential with that mean, cut at six times the mean, at least 1."""
+    """Draw an exponential length with that mean, at most six times the mean and at least 1."""
     return 1 + min(int(rng.expovariate(1 / mean)), 6 * mean)

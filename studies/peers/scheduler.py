@@ -9,7 +9,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.outputs import CacheReport
 from forkpoint.sim.cost import StepLoad
-from forkpoint.sim.system import StepNews, SystemCounters
+from forkpoint.sim.replica import ReplicaCounters, StepNews
 from forkpoint.sim.trace import TraceRequest
 from studies.peers.sequence import PeerCache, PeerHit, Sequence, StepPlanned
 
@@ -37,7 +37,7 @@ class PeerScheduler:
         self._step = 0
         self._due: dict[int, list[tuple[Sequence, int]]] = {}  # step -> (sequence, its epoch)
         self._first: list[Sequence] = []
-        self._counters = SystemCounters()
+        self._counters = ReplicaCounters()
 
     def add(self, request: TraceRequest) -> bool:
         """Queue a request; False if even an empty cache could not hold it."""
@@ -105,7 +105,7 @@ class PeerScheduler:
         reports = {s.request.id: CacheReport(0, s.num_cached_tokens, s.kv_num_tokens) for s in finished}
         return StepNews(tuple(s.request.id for s in first), reports)
 
-    def counters(self) -> SystemCounters:
+    def counters(self) -> ReplicaCounters:
         """What was counted so far."""
         counts = self.cache.counts
         self._counters.states_evicted = counts.states_evicted

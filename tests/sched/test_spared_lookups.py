@@ -8,9 +8,9 @@ from forkpoint.cache.manager import CacheManager
 from forkpoint.config import SchedulerConfig
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import H200, CostModel
+from forkpoint.sim.named_systems import make_system
 from forkpoint.sim.shape import KIMI_LINEAR
 from forkpoint.sim.simulator import Simulator
-from forkpoint.sim.systems import make_system
 from forkpoint.sim.workload import make_workload
 
 MEMORY_BYTES = 3 << 27  # a few of the requests below

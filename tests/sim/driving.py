@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from forkpoint.routing.router import Router
 from forkpoint.sim.cost import H200, CostModel, StepLoad
+from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
 from forkpoint.sim.simulator import Simulator
-from forkpoint.sim.system import ServedSystem
 from forkpoint.sim.tokens import TokenMint, TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 
@@ -54,7 +54,7 @@ def take_turns(prompt_tokens: int, output_tokens: int, more_tokens: int, num_tur
     return requests
 
 
-def reused_by_talk(requests: list[TraceRequest], shape: ModelShape, system: ServedSystem) -> list[float]:
+def reused_by_talk(requests: list[TraceRequest], shape: ModelShape, system: SimulatedReplica) -> list[float]:
     """The reused share of both conversations' prompts, the first of each included."""
     trace = Trace("alternating", tuple(requests))
     records = Simulator(trace, [system], CostModel(shape, H200), Router("round-robin")).run().records

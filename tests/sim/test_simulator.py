@@ -20,10 +20,10 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.cases import Case, run_cases
 from forkpoint.sim.cost import H200, CostModel, StepLoad
-from forkpoint.sim.engine_system import EngineOptions, EngineSystem
+from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
+from forkpoint.sim.named_systems import make_system
 from forkpoint.sim.shape import KIMI_LINEAR, QWEN3_5_9B, QWEN3_5_35B, ModelShape
 from forkpoint.sim.simulator import SimulationResult, Simulator
-from forkpoint.sim.systems import make_system
 from forkpoint.sim.tokens import TokenSpans
 from forkpoint.sim.trace import Trace, TraceRequest
 from forkpoint.sim.workload import make_workload
@@ -106,7 +106,7 @@ def test_simulator_and_engine_decide_alike(name: str, asks: list[Ask], tokens: i
         core.step()
         step += 1
 
-    system = EngineSystem(EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST))
+    system = EngineReplica(EngineOptions(layout, num_pages, CacheConfig(), SCHEDULER, COST))
     plans = []
     plan_step = system.sched.schedule
 
@@ -138,7 +138,7 @@ def simulate(trace: Trace, replicas: int = 1, router: str = "round-robin", gib: 
     layout = QWEN3_5_9B.layout
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=64)
     options = EngineOptions(layout, (gib << 30) // layout.page_bytes, CacheConfig(), scheduler, COST)
-    systems = [EngineSystem(options) for _ in range(replicas)]
+    systems = [EngineReplica(options) for _ in range(replicas)]
     return Simulator(trace, systems, CostModel(QWEN3_5_9B, H200), Router(router)).run()
 
 
@@ -279,6 +279,6 @@ def test_two_alternating_conversations_in_too_little_memory(shape: ModelShape) -
         if room_beside(layout, num_pages, requests[-1]) < layout.fallback_step(num_pages):
             continue
         num_fitting += 1
-        system = EngineSystem(EngineOptions(layout, num_pages, CacheConfig(), scheduler, shape.recompute_cost))
+        system = EngineReplica(EngineOptions(layout, num_pages, CacheConfig(), scheduler, shape.recompute_cost))
         assert sum(reused_by_talk(requests, shape, system)) / 2 > 0.334, percent
     assert num_fitting >= 1

@@ -1,4 +1,4 @@
-"""The engine with any of its policies, and with drafts, by name."""
+"""Simulated engines by name: `forkpoint` with any of its policies and with drafts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.sim.acceptance import SetAcceptance
-from forkpoint.sim.engine_system import EngineOptions, EngineSystem
+from forkpoint.sim.engine_replica import EngineOptions, EngineReplica
+from forkpoint.sim.replica import SimulatedReplica
 from forkpoint.sim.shape import ModelShape
-from forkpoint.sim.system import ServedSystem
 from forkpoint.sim.trace import Trace
 
 ENGINE: Final = "forkpoint"
@@ -21,18 +21,22 @@ DRAFTS: Final = MappingProxyType({"acceptance_length": "1", "num_speculative_tok
 
 def make_system(
     name: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig, trace: Trace | None = None
-) -> ServedSystem:
-    """A system of `memory_bytes` for keys, values and states: `forkpoint`, or `forkpoint` with options, as in
-    `forkpoint:capture=dense,eviction=lru`. `trace` is for systems that know it beforehand. Raises ConfigError."""
+) -> SimulatedReplica:
+    """Create a replica with `memory_bytes` for keys, values and states.
+
+    The name is `forkpoint`, or `forkpoint` with options, as in `forkpoint:capture=dense,eviction=lru`. `trace` serves
+    systems that know all requests beforehand. Raises ConfigError."""
     head, _, options = name.partition(":")
     if head != ENGINE:
         raise ConfigError(f"no system {name!r}; give {ENGINE} or {ENGINE}:OPTION=...,OPTION=...")
-    return EngineSystem(engine_options(options, shape, memory_bytes, scheduler))
+    return EngineReplica(engine_options(options, shape, memory_bytes, scheduler))
 
 
 def engine_options(options: str, shape: ModelShape, memory_bytes: int, scheduler: SchedulerConfig) -> EngineOptions:
-    """The engine's options with `capture=NAME` and `eviction=NAME` as `options` says ('': the defaults); names are also
-    `module:Class`. With `acceptance_length=2.4` rows have `num_speculative_tokens=3` drafts. Raises ConfigError."""
+    """Read the options of a simulated engine, such as `capture=NAME,eviction=NAME` ('': the defaults).
+
+    A name may also be `module:Class`. With `acceptance_length=2.4`, rows have `num_speculative_tokens=3` drafts. Raises
+    ConfigError."""
     config, layout = CacheConfig(), shape.layout
     chosen = {"capture": config.capture_policy, "eviction": config.eviction_policy, **DRAFTS}
     for option in filter(None, options.split(",")):

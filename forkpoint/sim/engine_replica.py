@@ -1,4 +1,4 @@
-"""The engine's own scheduler and cache under simulated time: everything of the engine but the model."""
+"""The engine's own scheduler and cache under simulated time: the whole engine without the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from forkpoint.sim.acceptance import SetAcceptance
 from forkpoint.sim.cost import StepLoad
-from forkpoint.sim.system import StepNews, SystemCounters
+from forkpoint.sim.replica import ReplicaCounters, StepNews
 from forkpoint.sim.trace import TraceRequest
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """An engine to simulate, in Scheduler's words. Policies override those that `cache` names."""
+    """Options of a simulated engine. Given policies override those that `cache` names."""
 
     layout: CacheLayout
     num_pages: int
@@ -35,21 +35,21 @@ class EngineOptions:
     drafter: SetAcceptance | None = None
 
 
-class EngineSystem:
-    """Drives a `Scheduler` as `EngineCore` does, one step in flight; sampled tokens come from the trace."""
+class EngineReplica:
+    """Drives a `Scheduler` as `EngineCore` does, with one step in flight. Sampled tokens come from the trace."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
         self._now = 0.0
         self.sched = Scheduler(**vars(options), clock=lambda: self._now)
         self._requests: dict[str, Request] = {}
-        self._outputs: dict[str, list[int]] = {}  # what they are going to generate
+        self._outputs: dict[str, list[int]] = {}  # the outputs that the trace gives, by request id
         self._row_ids: dict[int, str] = {}
         self._plan: StepPlan | None = None
-        self._counters = SystemCounters()
+        self._counters = ReplicaCounters()
 
     def add(self, request: TraceRequest) -> bool:
-        """Queue a request; False if the arena can never hold it."""
+        """Queue a request. Return False if the arena can never hold it."""
         length = request.output.num_tokens
         params = SamplingParams(max_tokens=length, ignore_eos=True)
         output = request.output.array().tolist()
@@ -71,7 +71,7 @@ class EngineSystem:
         return True
 
     def plan(self, now_s: float) -> StepLoad | None:
-        """Plan the next step; None if there is nothing to do."""
+        """Plan the next step. Return None if there is nothing to do."""
         self._now = now_s
         self._plan = plan = self.sched.schedule()
         if plan is None:
@@ -85,7 +85,7 @@ class EngineSystem:
         return load
 
     def finish(self, now_s: float) -> StepNews:
-        """The planned step has ended: its rows get their tokens from the trace."""
+        """Finish the planned step: its rows get their tokens from the trace."""
         self._now = now_s
         plan = self._plan
         assert plan is not None
@@ -99,7 +99,7 @@ class EngineSystem:
         return StepNews(first, finished)
 
     def _sample(self, plan: StepPlan) -> tuple[IntArray, IntArray | None]:
-        """The next tokens of the sampled rows, row after row, and how many each gets; None: one each."""
+        """Return the next tokens of the sampled rows, row after row, and each row's count (None: one each)."""
         num_drafts, drafter = plan.rows.num_drafts[plan.rows.samples], self.options.drafter
         tokens: list[int] = []
         counts: list[int] = []
@@ -111,15 +111,15 @@ class EngineSystem:
         return np.asarray(tokens, np.int32), np.asarray(counts, np.int32) if num_drafts.any() else None
 
     def restorable(self, request: TraceRequest) -> int:
-        """Tokens that a hit would cover now."""
+        """Return the number of tokens that a hit would cover now."""
         cache, prompt = self.sched.cache, request.prompt.array()
         return cache.lookup(cache.new_lease(request.id, "", prompt), len(prompt)).num_tokens
 
     def num_unfinished(self) -> int:
         return len(self._requests)
 
-    def counters(self) -> SystemCounters:
-        """Counters of cache and scheduler, in the simulator's terms."""
+    def counters(self) -> ReplicaCounters:
+        """Return the counters of cache and scheduler."""
         stats = self.sched.stats()
         counters, cache = self._counters, stats.cache
         counters.states_evicted = sum(cache.checkpoints_evicted.values())
@@ -130,7 +130,7 @@ class EngineSystem:
 
 
 def load_of(plan: StepPlan, layout: CacheLayout) -> StepLoad:
-    """What a plan has the model compute."""
+    """Return the work of a plan."""
     rows, num_decodes, num_moves = plan.rows, plan.num_decodes, len(plan.moves)
     num_moved_slots = sum(move.kind is MoveKind.SLOT for move in plan.moves)
     start, lens = rows.start[num_decodes:].astype(np.int64), rows.num_tokens[num_decodes:]
