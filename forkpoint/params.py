@@ -36,6 +36,8 @@ MAX_SALT_CHARS: Final = 1024
 # Whether an answer starts with thinking, which `</think>` ends: never; maybe, with `<think>`; or always, because the
 # prompt has opened it.
 Thinking: TypeAlias = Literal["none", "optional", "open"]
+THINK: Final = "<think>"
+THINK_END: Final = "</think>"
 
 _CHECK: Final = Checker(InvalidParamsError, "sampling parameter ")
 CHOICES: Final = "a list of texts (valid Unicode), not all of them empty"

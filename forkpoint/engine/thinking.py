@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from forkpoint.params import Thinking
-
-THINK: Final = "<think>"
-THINK_END: Final = "</think>"
+from forkpoint.params import THINK, THINK_END, Thinking
 
 
 class ContentFinder:

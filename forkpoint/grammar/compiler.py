@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,8 +12,8 @@ from typing import Any
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, StructuredOutputError
 from forkpoint.grammar.masks import TokenRules, bad_word_ids
-from forkpoint.grammar.source import Description, slow_name
-from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.grammar.source import BYTES_SPECIAL_ID, Description, slow_name
+from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputsParams, Thinking
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
@@ -80,7 +80,7 @@ class GrammarCompiler:
             min_tokens=params.min_tokens,
         )
         try:
-            found = rules() if wanted is None else self._structured(wanted, stop_token_ids, rules)
+            found = rules() if wanted is None else self._structured(params, stop_token_ids, rules)
         except StructuredOutputError as error:
             what = "no token can come" if wanted is None else "structured_outputs cannot be met"
             raise InvalidParamsError(f"{what}: {error}") from error
@@ -89,14 +89,17 @@ class GrammarCompiler:
         return found
 
     def _structured(
-        self, wanted: StructuredOutputsParams, stop_token_ids: Collection[int], rules: Callable[..., TokenRules]
+        self, params: SamplingParams, stop_token_ids: Collection[int], rules: Callable[..., TokenRules]
     ) -> TokenRules:
-        assert self._tokenizer is not None
-        description, loaded = self._description(wanted), self._loaded()
+        wanted = params.structured_outputs
+        assert self._tokenizer is not None and wanted is not None
+        loaded = self._loaded()
+        description = self._description(wanted, thinking=params.thinking, special_ids=self._special_ids())
         ends = frozenset(loaded.eos_tokens)
         forbidden = ends - set(stop_token_ids)
         if not wanted.structural_tag:  # which may name special tokens; other texts do not show them
-            forbidden |= frozenset(self._tokenizer.hf.all_special_ids) - ends
+            named = {token_id for _, token_id in description.special_ids}
+            forbidden |= frozenset(self._tokenizer.hf.all_special_ids) - ends - named
         rules = partial(rules, forbidden=forbidden, num_ids=loaded.vocab_size, ends=ends)
         try:
             return rules(matcher=self._matcher(description))
@@ -114,13 +117,26 @@ class GrammarCompiler:
     def check(self, wanted: StructuredOutputsParams) -> None:
         """Compile it once. Raises InvalidParamsError; the process may end of it."""
         if self._tokenizer is not None:
-            self._description(wanted).check()
+            self._description(wanted, special_ids=dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID)).check()
 
-    def _description(self, wanted: StructuredOutputsParams) -> Description:
+    def _description(
+        self, wanted: StructuredOutputsParams, *, thinking: Thinking = "none", special_ids: Mapping[str, int]
+    ) -> Description:
+        named = special_ids
+        if not wanted.structural_tag:
+            named = {tag: special_ids[tag] for tag in (THINK, THINK_END) if tag in special_ids and thinking != "none"}
+        compact = self._compact or wanted.disable_any_whitespace
+        return Description.of(wanted, compact=compact, thinking=thinking, special_ids=named)
+
+    def _added_tokens(self) -> dict[str, int]:
+        """Return the ids of tokens that are not a part of the vocabulary's text, by their texts."""
         assert self._tokenizer is not None
-        hf = self._tokenizer.hf
-        specials = dict(zip(hf.all_special_tokens, hf.all_special_ids, strict=True)) if wanted.structural_tag else {}
-        return Description.of(wanted, compact=self._compact or wanted.disable_any_whitespace, special_ids=specials)
+        return {added.content: token for token, added in self._tokenizer.backend.get_added_tokens_decoder().items()}
+
+    def _special_ids(self) -> dict[str, int]:
+        """Return the ids of tokens that llguidance does not read as text, by their texts."""
+        loaded = self._loaded()
+        return {text: token for text, token in self._added_tokens().items() if loaded.is_special_token(token)}
 
     def _matcher(self, description: Description) -> Any:
         """An llguidance.LLMatcher that has followed nothing yet."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
 from forkpoint.grammar.schema import check_depth, complaint_in_a_line, enforceable, located
-from forkpoint.grammar.tags import HEADER, grammar_of_tags
-from forkpoint.params import StructuredOutputsParams
+from forkpoint.grammar.tags import HEADER, grammars_of_tags
+from forkpoint.grammar.thinking import grammar_of_thinking
+from forkpoint.params import StructuredOutputsParams, Thinking
 
 MAX_PLAIN_SCHEMA = 2000  # characters
 # Patterns, combinations, references, numbers that count much, and escapes, behind which any of them could be.
@@ -24,16 +26,22 @@ MAX_REGEX_LENGTH = 16 * 1024  # characters; every mask takes time in proportion
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a request asks for: the parameter's name and its text. `special_ids`: special tokens, for tags alone."""
+    """What a request asks for: the parameter's name and its text, and whether thinking comes before the output.
+
+    `special_ids` are the special tokens that the grammar names.
+    """
 
     name: str
     text: str
     compact: bool
+    thinking: Thinking = "none"
     special_ids: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, wanted: StructuredOutputsParams, *, compact: bool, special_ids: Mapping[str, int]) -> Description:
-        """Raises InvalidParamsError for what is too long or nested too deep."""
+    def of(
+        cls, wanted: StructuredOutputsParams, *, compact: bool, thinking: Thinking, special_ids: Mapping[str, int]
+    ) -> Description:
+        """Describe what is `wanted`. Raises InvalidParamsError for what is too long or nested too deep."""
         name, text = _named(wanted)
         limit = MAX_REGEX_LENGTH if name == "regex" else MAX_DESCRIPTION_LENGTH
         if len(text) > limit:
@@ -42,15 +50,18 @@ class Description:
             check_depth(text, name)
         if name in ("regex", "grammar"):
             check_depth(text, name, _PARENTHESES, "levels of parentheses")
-        return cls(name, text, compact, tuple(special_ids.items()) if name == "structural_tag" else ())
+        return cls(name, text, compact, thinking, tuple(special_ids.items()))
 
     def grammar(self) -> str:
-        """What llguidance reads. Raises InvalidParamsError for what it cannot enforce."""
-        from llguidance import LLMatcher
-
+        """Return what llguidance reads. Raises InvalidParamsError for what it cannot enforce."""
         if self.name == "structural_tag":
-            return grammar_of_tags(self.text, dict(self.special_ids), compact=self.compact)
-        return str(LLMatcher.grammar_from_lark(f"{HEADER}\n{self._rules()}"))
+            grammars = grammars_of_tags(self.text, dict(self.special_ids), compact=self.compact)
+        else:
+            grammars = [{"name": "content", "lark_grammar": f"{HEADER}\n{self._rules()}"}]
+        if self.thinking != "none":
+            thinking = grammar_of_thinking(grammars[0]["name"], self.thinking, dict(self.special_ids))
+            grammars = [thinking, *grammars]
+        return json.dumps({"grammars": grammars})
 
     def _rules(self) -> str:
         if self.name in ("json", "json_object"):
@@ -63,11 +74,13 @@ class Description:
             raise refusal(self.name, str(error)) from error
 
     def check(self) -> None:
-        """Compile it once, over single bytes. Raises InvalidParamsError."""
+        """Compile it once, over single bytes, for which all `special_ids` are BYTES_SPECIAL_ID.
+
+        Raises InvalidParamsError.
+        """
         from llguidance import LLTokenizer
 
-        trial = replace(self, special_ids=tuple((text, BYTES_SPECIAL_ID) for text, _ in self.special_ids))
-        self.matcher(LLTokenizer("byte"), trial.grammar())
+        self.matcher(LLTokenizer("byte"), self.grammar())
 
     def matcher(self, tokenizer: Any, grammar: str) -> Any:
         """An llguidance.LLMatcher of its `grammar` that has followed nothing.

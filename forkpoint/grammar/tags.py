@@ -15,8 +15,11 @@ HEADER = '%llguidance {"no_forcing": true}'  # forced text may come in any token
 _ANY = "/(?s:.*)/"
 
 
-def grammar_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool) -> str:
-    """`special_ids`: tokens that stand for texts which are never spelled out. Raises InvalidParamsError."""
+def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool) -> list[dict[str, str]]:
+    """Return the grammars of a structural tag, the main one first.
+
+    `special_ids`: tokens that stand for texts which are never spelled out. Raises InvalidParamsError.
+    """
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -27,7 +30,7 @@ def grammar_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool)
     except (KeyError, TypeError, AttributeError) as error:
         _refuse(f"is not as xgrammar describes it: {type(error).__name__} {error}")
     main = {"name": "tags", "lark_grammar": "\n".join([HEADER, f"start: {start}", *writer.rules])}
-    return json.dumps({"grammars": [main, *writer.grammars]})
+    return [main, *writer.grammars]
 
 
 def _format(tag: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from forkpoint.engine.thinking import THINK, THINK_END
+from forkpoint.params import THINK, THINK_END
 from forkpoint.server.notations import FORCED, NO_CALL, QWEN, Body, Call, Notation, Tools, is_json
 
 
@@ -62,7 +62,7 @@ class AnswerParser:
         self._single = single
         self._buffer = ""  # what has come and is not told yet
         self._final = False  # nothing more comes
-        self._parts = self._forced_call() if forced else self._free(reasoning)
+        self._parts = self._read(reasoning, forced)
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain with `text`."""
@@ -81,13 +81,16 @@ class AnswerParser:
 
     # --- generators, which yield None where they need more text to go on
 
-    def _free(self, reasoning: bool) -> Iterator[Piece | None]:
+    def _read(self, reasoning: bool, forced: bool) -> Iterator[Piece | None]:
         if reasoning and (self.in_reasoning or (yield from self._takes(THINK))):
             self.in_reasoning = True
             yield from self._trim("\n")
             yield from self._until(THINK_END, Reasoning)
             self.in_reasoning = False
             yield from self._trim("\n")
+        yield from self._forced_call() if forced else self._free()
+
+    def _free(self) -> Iterator[Piece | None]:
         while self._tools is None:
             text, self._buffer = self._buffer, ""
             yield Content(text) if text else None

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 from forkpoint.engine.inputs import Prompt
-from forkpoint.engine.thinking import THINK, THINK_END
 from forkpoint.outputs import CompletionOutput, Logprob
-from forkpoint.params import SamplingParams, Thinking
+from forkpoint.params import THINK, THINK_END, SamplingParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning
 from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
 from forkpoint.server.errors import HTTPError
@@ -88,13 +87,15 @@ class Turn(Asked):
 
 
 def _thinking(texts: Texts, body: ChatBody, prompt: Prompt, params: SamplingParams) -> Thinking:
-    """Whether the answer begins with thinking."""
-    if texts.config.reasoning_parser == "none" or params.structured_outputs is not None:
+    """Return whether the answer begins with thinking."""
+    if texts.config.reasoning_parser == "none":
         return "none"
-    text = prompt.text or ""
-    if text.rstrip().endswith(THINK) or (body.continue_final_message and _ends_in_thinking(body.messages[-1])):
+    begun = (prompt.text or "").rstrip()
+    if begun.endswith(THINK) or (body.continue_final_message and _ends_in_thinking(body.messages[-1])):
         return "open"
-    return "optional"
+    # Under a grammar thinking has to be expected to be possible.
+    is_over = begun.endswith(THINK_END) or body.continue_final_message or not texts.may_think
+    return "none" if params.structured_outputs is not None and is_over else "optional"
 
 
 def _ends_in_thinking(message: ChatMessage) -> bool:

@@ -24,7 +24,7 @@ from forkpoint.engine.generation_config import log_sampling_defaults, sampling_d
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
-from forkpoint.params import SamplingParams
+from forkpoint.params import THINK_END, SamplingParams
 from forkpoint.server.body import parse
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
@@ -135,6 +135,13 @@ class Texts:
         """How the model writes tool calls."""
         template = self._chat.source if self._chat is not None else ""
         return find_notation(self.config.tool_call_parser, self.tokenizer, template)
+
+    @cached_property
+    def may_think(self) -> bool:
+        """Whether the model writes thinking as far as its chat template or its vocabulary shows."""
+        if self._chat is not None and THINK_END in self._chat.source:
+            return True
+        return self.tokenizer is not None and self.tokenizer.backend.token_to_id(THINK_END) is not None
 
     def text_of(self, token_ids: list[int]) -> str:
         return self.require_tokenizer().decode(token_ids, skip_special_tokens=False)

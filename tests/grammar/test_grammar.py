@@ -404,7 +404,9 @@ def test_tokens_that_may_not_come_and_dead_ends_are_errors() -> None:
         TokenRules(
             setup.vocab_size,
             allowed=only,
-            matcher=setup.compiler._matcher(setup.compiler._description(StructuredOutputsParams(regex="c"))),
+            matcher=setup.compiler._matcher(
+                setup.compiler._description(StructuredOutputsParams(regex="c"), special_ids={})
+            ),
             num_ids=setup.vocab_size,
             ends={setup.eos},
         )

@@ -15,6 +15,10 @@ from tests.server.running import RunningServer
 SCRIPTS = {
     "ponders": ["we ponder ", "END:\n\n", "again", "</think>", "\n\nAnswer: 4", " END", ": rest"],
     "opens": ["<think>", "hm END:", "\n</think>\n", "so it ", "is END: rest"],
+    "thinks of json": ["Let me see: {", "\n\nthinks of json", "</think>", "\n\n", '{"a":', " 1}"],
+    "opens json": ["<think>", "\nLet me see: {\n", "\nopens json", "</think>\n\n", '{ "a"', ": 2}"],
+    "says json": ['{"a"', ": 3", "}"],
+    "calls": ["I call f", "\n</think>\n\n", '{"name"', ': "f", "arguments": ', '{"a": 4}', "}"],
     "goes on": [" so it is.", "\n</think>", "\n\nDone."],
 }
 STARTS = "#"  # ends a message that an answer goes on with
@@ -28,7 +32,10 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer
         "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if think %}<think>{% endif %}{{ marker }}{% endif %}"
     )
     folder = tmp_path_factory.mktemp("thinking")
-    with scripted_server(folder, SCRIPTS, template=template, after={STARTS: "goes on"}) as running:
+    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    with scripted_server(
+        folder, SCRIPTS, "--speculative-config", drafts, template=template, after={STARTS: "goes on"}
+    ) as running:
         yield running
 
 
@@ -44,18 +51,22 @@ def ask(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_of_chat_completions_concern_the_content(http: httpx2.Client, stream: bool) -> None:
-    body = chat_body("ponders", stop=["END:", "\n\n"], stream=stream, chat_template_kwargs={"think": True})
-    if stream:
+def answer_of(http: httpx2.Client, body: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Content, reasoning and the (last) choice of a chat completion, streamed or not."""
+    if body.get("stream"):
         events = http.post("/v1/chat/completions", json=body).text.split("\n\n")
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
         content, reasoning = ("".join(d.get(name) or "" for d in deltas) for name in ("content", "reasoning"))
-        ending = chunks[-1]["choices"][0]
-    else:
-        ending = ask(http, "/v1/chat/completions", body)["choices"][0]
-        content, reasoning = ending["message"]["content"], ending["message"]["reasoning"]
+        return content, reasoning, chunks[-1]["choices"][0]
+    choice = ask(http, "/v1/chat/completions", body)["choices"][0]
+    return choice["message"]["content"] or "", choice["message"]["reasoning"] or "", choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_of_chat_completions_concern_the_content(http: httpx2.Client, stream: bool) -> None:
+    body = chat_body("ponders", stop=["END:", "\n\n"], stream=stream, chat_template_kwargs={"think": True})
+    content, reasoning, ending = answer_of(http, body)
     assert (reasoning.strip(), content.strip()) == ("we ponder END:\n\nagain", "Answer: 4")
     assert (ending["finish_reason"], ending["stop_reason"]) == ("stop", "END:")
 
@@ -97,3 +108,42 @@ def test_an_answer_that_goes_on_after_thinking_is_content(http: httpx2.Client) -
     body = {"model": SERVED_NAME, "messages": messages, "temperature": 0, **ending}
     message = ask(http, "/v1/chat/completions", body)["choices"][0]["message"]
     assert message["content"].startswith(" so it is.") and message["reasoning"] is None
+
+
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA | {"additionalProperties": False}}}
+
+
+@pytest.mark.parametrize("script", ["thinks of json", "opens json", "says json"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_holds_for_what_follows_the_thinking(http: httpx2.Client, script: str, stream: bool) -> None:
+    think = script == "thinks of json"
+    body = chat_body(script, response_format=FORMAT, stream=stream, chat_template_kwargs={"think": think})
+    content, reasoning, ending = answer_of(http, body)
+    assert reasoning.strip() == ("" if script == "says json" else f"Let me see: {{\n\n{script}")
+    assert json.loads(content) == {"a": {"thinks of json": 1, "opens json": 2, "says json": 3}[script]}
+    assert ending["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_forced_call_comes_after_the_thinking(http: httpx2.Client, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    body = chat_body("calls", tools=tools, tool_choice=choice, chat_template_kwargs={"think": True})
+    message = ask(http, "/v1/chat/completions", body)["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    assert message["reasoning"].strip() == "I call f"
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"a": 4})
+    assert not message["content"]
+
+
+def test_drafts_within_and_behind_the_thinking_change_nothing(http: httpx2.Client) -> None:
+    def ask_again(*earlier: str) -> tuple[Any, Any]:
+        body = chat_body("thinks of json", response_format=FORMAT, chat_template_kwargs={"think": True})
+        body["messages"] = [{"role": "assistant", "content": text} for text in earlier] + body["messages"]
+        answer = ask(http, "/v1/chat/completions", body)
+        return answer["choices"][0]["message"], answer["speculation"]
+
+    first, _ = ask_again()
+    again, counts = ask_again("".join(SCRIPTS["thinks of json"]))
+    assert again == first
+    assert counts["num_accepted_tokens"] > 2, "lookups in the prompt find the thinking and the content"
