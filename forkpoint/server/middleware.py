@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from forkpoint.server.metrics import Metrics
 from forkpoint.server.page import FOLDER as PAGE_FOLDER
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json", "/docs", "/favicon.ico"})
+# An IPv6 address in brackets or alone, or a name or IPv4 address; then perhaps a port.
+HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.%]+)\]|(?P<name>[^:\[\]@/?#\s]+))(?::\d*)?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 REQUEST_ID = b"x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
@@ -159,9 +162,11 @@ class Origins:
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host if host.count(":") > 1 else host.partition(":")[0]
+    """Return the name or address in a Host header; a header in another form is returned as it is."""
+    found = HOST.fullmatch(host)
+    if found is None:
+        return host
+    return found["address"] or found["name"]
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from forkpoint.server.protocol import RequestBody
 
 B = TypeVar("B", bound=RequestBody)
 T = TypeVar("T")
+MAX_SHOWN_CHARS: Final = 200  # of an unknown model's name, in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def served_name(names: Sequence[str], asked: str | None) -> str:
     if asked not in names:
         raise HTTPError(
             404,
-            f"the model {asked!r} does not exist; this server has {', '.join(names)}",
+            f"the model {asked[:MAX_SHOWN_CHARS]!r} does not exist; this server has {', '.join(names)}",
             "not_found_error",
             param="model",
             code="model_not_found",

@@ -84,14 +84,23 @@ def test_priorities_need_a_switch(server: RunningServer, shared: RunningServer) 
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "[::2]:80", "10.0.0.1"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "[::2]:80",
+        "10.0.0.1",
+        "localhost:80@evil.example",
+        "localhost:x",
+    ],
 )
 def test_a_local_server_answers_for_local_names_alone(server: RunningServer, host: str) -> None:
     port = urlsplit(server.url).port
     with server.client() as http:
         reply = http.get("/v1/models", headers={"Host": host.format(port=port)})
         assert reply.status_code == 403 and "--allowed-hosts" in reply.json()["error"]["message"]
-        for local in ("localhost", f"localhost:{port}", "127.0.0.1", "[::1]:80", "LOCALHOST"):
+        for local in ("localhost", f"localhost:{port}", "127.0.0.1", "[::1]:80", "::1", "LOCALHOST"):
             assert http.get("/v1/models", headers={"Host": local}).status_code == 200
 
 
