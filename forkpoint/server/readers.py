@@ -30,6 +30,7 @@ from forkpoint.server.texts import Facts, Prepare, Texts
 SMALL_BYTES: Final = 64 * 2**10  # requests of at most this size have the lane with the highest priority
 RETIRE_BYTES: Final = 2**20  # larger requests may leave their reader with much memory: it is not used again
 NICENESS: Final = 10  # of readers of all but small requests: they must not slow the engine's steps
+SMALL_NICENESS: Final = 5
 BUFFER_BYTES: Final = 2**20
 
 T = TypeVar("T")
@@ -57,7 +58,9 @@ class Readers:
         self._pid = pid
         self._numbers = itertools.count()
         width = max(2, (os.cpu_count() or 2) // 2)
-        self._small, self._medium, self._large = Lane(0, width), Lane(NICENESS, width), Lane(NICENESS, width)
+        self._small, self._medium, self._large = (
+            Lane(niceness, width) for niceness in (SMALL_NICENESS, NICENESS, NICENESS)
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: asyncio.Future[Any] | None = None
         self._is_loading = True

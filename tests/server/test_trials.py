@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
-from forkpoint.server.trials import NUM_AT_ONCE
+from forkpoint.errors import InvalidParamsError
+from forkpoint.params import StructuredOutputsParams
+from forkpoint.server import trials
+from forkpoint.server.trials import NUM_AT_ONCE, compile_once
 from tests.server.running import RunningServer
 from tests.server.test_readers import until
 
@@ -57,3 +61,13 @@ def test_one_that_overflows_the_stack_ends_its_process_alone(server: RunningServ
     schema = {"$defs": {**DEEP, "d2000": {}}, "$ref": "#/$defs/d0"}
     assert "its process ended" in message(ask(server, json=schema))
     assert "regex cannot be compiled" in message(ask(server, regex="("))
+
+
+def test_a_grammar_that_takes_too_much_of_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine compiles it again, so it is refused even if the trial's process was done in time."""
+    compiler = SimpleNamespace(check=lambda wanted: sum(range(10**5)), slow_name=lambda wanted: "json")
+    texts: Any = SimpleNamespace(inputs=SimpleNamespace(grammars=compiler))
+    compile_once(StructuredOutputsParams(json={}), texts, b"")
+    monkeypatch.setattr(trials, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(InvalidParamsError, match=r"structured_outputs\.json took more than 0 s to compile"):
+        compile_once(StructuredOutputsParams(json={}), texts, b"")
