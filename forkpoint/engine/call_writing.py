@@ -10,7 +10,9 @@ from forkpoint.engine.tokenizer import Tokenizer
 
 Calls: TypeAlias = Sequence[Mapping[str, Any]]  # each with `id` and `function`: `name`, and `arguments` as a mapping
 CallWriter: TypeAlias = Callable[[Calls], str]
-NotationName: TypeAlias = Literal["hermes", "qwen_xml", "ling", "lfm2", "olmo3", "kimi"]
+NotationName: TypeAlias = Literal[
+    "hermes", "qwen_xml", "ling", "lfm2", "olmo3", "kimi", "granite", "nemotron", "jamba", "mistral", "llama"
+]
 
 LING_TAG: Final = "<arg_key>"
 QWEN_XML_TAG: Final = "<function="
@@ -22,9 +24,20 @@ TEMPLATE_TAGS: Final[Mapping[str, NotationName]] = {
     "<|tool_call_start|>": "lfm2",
     "<function_calls>": "olmo3",
     "<|tool_calls_section_begin|>": "kimi",
+    "<TOOLCALL>": "nemotron",
+    "<tool_calls>": "jamba",
+    "<|tool_call|>": "granite",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama",
 }
 # Tags that are tokens of their own in the vocabularies of these families alone.
-VOCABULARY_TAGS: Final = ("<|tool_call_start|>", "<|tool_calls_section_begin|>")
+VOCABULARY_TAGS: Final = (
+    "<|tool_call_start|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call|>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+)
 PARSERS: Final[Mapping[str, NotationName]] = {
     "lfm2": "lfm2",
     "olmo3": "olmo3",
@@ -32,6 +45,12 @@ PARSERS: Final[Mapping[str, NotationName]] = {
     "ling3": "ling",
     "qwen3_coder": "qwen_xml",
     "qwen3_xml": "qwen_xml",
+    "granite": "granite",
+    "nemotron_json": "nemotron",
+    "jamba": "jamba",
+    "mistral": "mistral",
+    "llama3_json": "llama",
+    "pythonic": "llama",
 }
 
 
@@ -91,6 +110,31 @@ def _write_kimi(calls: Calls) -> str:
     return "<|tool_calls_section_begin|>" + "".join(texts) + "<|tool_calls_section_end|>"
 
 
+def _write_granite(calls: Calls) -> str:
+    return f"<|tool_call|>{_list(calls)}"
+
+
+def _write_nemotron(calls: Calls) -> str:
+    return f"<TOOLCALL>{_list(calls)}</TOOLCALL>"
+
+
+def _write_jamba(calls: Calls) -> str:
+    return f"<tool_calls>{_list(calls)}</tool_calls>"
+
+
+def _write_mistral(calls: Calls) -> str:
+    return f"[TOOL_CALLS]{_list(calls)}"
+
+
+def _write_llama(calls: Calls) -> str:
+    functions = [call["function"] for call in calls]
+    return "; ".join(_json({"name": one["name"], "parameters": one["arguments"]}) for one in functions)
+
+
+def _list(calls: Calls) -> str:
+    return _json([_named(call) for call in calls])
+
+
 def _named(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
 
@@ -119,4 +163,9 @@ WRITERS: Final[Mapping[NotationName, CallWriter]] = {
     "lfm2": _write_lfm2,
     "olmo3": _write_olmo3,
     "kimi": _write_kimi,
+    "granite": _write_granite,
+    "nemotron": _write_nemotron,
+    "jamba": _write_jamba,
+    "mistral": _write_mistral,
+    "llama": _write_llama,
 }

@@ -1,14 +1,26 @@
-"""The text of an answer taken apart as it comes: reasoning, content, tool calls."""
+"""The text of an answer taken apart while it comes: reasoning, content, tool calls."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import regex
 
 from forkpoint.params import THINK, THINK_END
-from forkpoint.server.notations import FORCED, NO_CALL, QWEN, Body, Call, Notation, Tools, is_json
+from forkpoint.server.calls.incoming import Incoming
+from forkpoint.server.calls.json_calls import HEAD, string_value
+from forkpoint.server.calls.json_text import JsonText
+from forkpoint.server.calls.reader import CallsReader, Notation
+from forkpoint.server.calls.site import Event, Named
+from forkpoint.server.notations import QWEN
+
+WORD_END = regex.compile(r"[\w.-]")
+MAX_SPACE = 200  # white space before a tag that waits for the tag, in characters
+# Where the reader is: in a list behind an opening tag, of which some part was not understood, calls need no tag.
+REASONING, CONTENT, LIST = "reasoning", "content", "list"
+QUOTES: Final = '`"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +48,16 @@ Piece: TypeAlias = Reasoning | Content | CallPart
 class AnswerParser:
     """Feed it text as it comes. Text that may turn out to be a tag or a call is held back until that is decided.
 
-    `reasoning`: tell `<think>` parts from the rest; `starts_inside`: the prompt has opened one already.
-    `tools`: parameter schemas by name of the function, None where calls are not looked for. `notation`: how they are
-    written. `forced`: the whole answer is one call without its tags. `single`: nothing is told after the first call.
+    The answer is read in one of two states: reasoning, or content. A tag of thinking, or a call, leads from one to the
+    other; `_free` is that loop. A call ends the reasoning. A call of a declared function is certain once its name and
+    the beginning of its arguments have come, and is reported from then on; it can no longer be taken back, so if it
+    breaks off, its arguments are closed to valid JSON. A call of another function is reported when it is whole, and
+    is text if it breaks off.
 
-    A call that has been told cannot be taken back. So one that the model writes freely is told when it is whole; one
-    that a grammar enforces cannot break, and is told as it comes.
+    `reasoning`: tell `<think>` parts from the rest; `starts_inside`: the prompt has opened one already. `tools`:
+    parameter schemas by name of the function, None where calls are not looked for. `notation`: how they are written.
+    `forced`: the answer is one call in JSON, which a grammar enforces. `single`: nothing is reported after the first
+    call.
     """
 
     def __init__(
@@ -56,153 +72,231 @@ class AnswerParser:
     ) -> None:
         self.num_calls = 0
         self.in_reasoning = reasoning and starts_inside
-        self.done = False  # whatever may come, nothing more will be told
-        self._tools = tools
+        self.done = False  # whatever may come, nothing more will be reported
+        self._source = Incoming()
         self._notation = notation
         self._single = single
-        self._buffer = ""  # what has come and is not told yet
-        self._final = False  # nothing more comes
-        self._parts = self._read(reasoning, forced)
+        self._calls = CallsReader(notation, self._source, tools) if tools is not None and not forced else None
+        self._triggers = {state: self._trigger(state, reasoning) for state in (REASONING, CONTENT, LIST)}
+        self._in_list = False  # an opening tag has come whose calls were not understood
+        self._num_quoted = 0  # `<think>` tags in the content that are text
+        self._begin_segment()
+        self._parts = self._forced(reasoning) if forced else self._free(reasoning)
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that became certain with `text`."""
-        self._buffer += text
-        pieces = []
-        for piece in self._parts:
-            if piece is None:
+        if self.done:
+            return []
+        self._source.append(text)
+        parts: list[Piece] = []
+        for part in self._parts:
+            if part is None:
                 break
-            pieces.append(piece)
-        return pieces
+            parts.append(part)
+        return _joined(parts)
 
-    def finish(self) -> list[Piece]:
-        """What is left when no more text comes."""
-        self._final = True
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        """What is left when no more text comes. `cut`: the answer's length ended it, so that a call stays as it is."""
+        self._source.finish(cut=cut)
         return self.feed("")
+
+    def _trigger(self, state: str, reasoning: bool) -> regex.Pattern[str] | None:
+        """What ends a stretch of text in `state`."""
+        groups = [f"(?P<think_end>{THINK_END})"] * reasoning
+        groups += [f"(?P<think>{THINK})"] * (reasoning and state != REASONING)
+        if self._calls is not None:
+            groups.append(f"(?P<opening>{regex.escape(self._notation.opening)})")
+            groups += [f"(?P<tag>{'|'.join(map(regex.escape, self._notation.tags))})"] * bool(self._notation.tags)
+            names = "|".join(map(regex.escape, self._calls.functions.names))
+            if state == LIST:
+                groups.append(rf"(?P<item>\{{|(?:{names})\()")
+            elif state == CONTENT and self._notation.bare is not None:
+                groups.append(f"(?P<bare>{self._notation.bare})")
+        return regex.compile("|".join(groups)) if groups else None
+
+    @property
+    def _state(self) -> str:
+        if self.in_reasoning:
+            return REASONING
+        return LIST if self._in_list else CONTENT
 
     # --- generators, which yield None where they need more text to go on
 
-    def _read(self, reasoning: bool, forced: bool) -> Iterator[Piece | None]:
-        if reasoning and (self.in_reasoning or (yield from self._takes(THINK))):
-            self.in_reasoning = True
-            yield from self._trim("\n")
-            yield from self._until(THINK_END, Reasoning)
-            self.in_reasoning = False
-            yield from self._trim("\n")
-        yield from self._forced_call() if forced else self._free()
-
-    def _free(self) -> Iterator[Piece | None]:
-        while self._tools is None:
-            text, self._buffer = self._buffer, ""
-            yield Content(text) if text else None
-        opening = self._notation.opening
+    def _free(self, reasoning: bool) -> Iterator[Piece | None]:
+        yield from self._begin(reasoning)
         while not self.done:
-            space = yield from self._until(opening, Content)
-            yield from self._calls(space + opening, self._tools)
+            found = yield from self._text()
+            if found is None:
+                return
+            kind = found.lastgroup
+            space, tag = self._source.take(found.start()), self._source.take(found.end())
+            if kind == "think_end":
+                yield from self._end_thinking(space, tag)
+            elif kind == "think":
+                yield from self._think_again(space, tag)
+            else:
+                yield from self._read_calls(kind or "", space, tag)
 
-    def _takes(self, tag: str) -> Generator[None, None, bool]:
-        """Take `tag` off the beginning, and white space before it; False if the text begins otherwise."""
-        while (text := self._buffer.lstrip()) != tag and tag.startswith(text) and not self._final:
-            yield
-        found = text.startswith(tag)
-        if found:
-            self._buffer = text.removeprefix(tag)
-        return found
+    def _begin(self, reasoning: bool) -> Iterator[None]:
+        """Read the tag that begins the reasoning, which may come although the prompt has it already."""
+        if not reasoning:
+            return
+        if (yield from self._source.skip_tag((THINK,))):
+            self.in_reasoning = True
+        if self.in_reasoning:
+            yield from self._trim("\n")
+
+    def _text(self) -> Generator[Piece | None, None, regex.Match[str] | None]:
+        """Report text up to a trigger, and return its match; None at the end of the answer. The white space before the
+        trigger is not read yet."""
+        source = self._source
+        while True:
+            pattern = self._triggers[self._state]
+            found = None if pattern is None else pattern.search(source.text, source.at, partial=not source.final)
+            before = source.text[source.at : len(source.text) if found is None else found.start()]
+            is_found = found is not None and not found.partial
+            certain = len(before)
+            if pattern is not None and (is_found or not source.final):
+                certain = max(len(before.rstrip()), len(before) - MAX_SPACE)
+            if certain:
+                yield self._tell(source.take(source.at + certain))
+            if is_found:
+                return found
+            if source.final:
+                return None
+            yield None
+
+    def _tell(self, text: str) -> Piece:
+        self._last = text[-1]
+        for quote in QUOTES:
+            self._quotes[quote] += text.count(quote)
+        return Reasoning(text) if self.in_reasoning else Content(text)
+
+    def _begin_segment(self) -> None:
+        self._last = ""  # the last character of this stretch of reasoning or content
+        self._quotes = dict.fromkeys(QUOTES, 0)
 
     def _trim(self, characters: str) -> Iterator[None]:
         """Drop characters at the beginning of what follows."""
-        while not (rest := self._buffer.lstrip(characters)) and not self._final:
-            yield
-        self._buffer = rest
-
-    def _until(self, tag: str, kind: type[Reasoning | Content]) -> Generator[Piece | None, None, str]:
-        """Tell the text before `tag`, which is taken too; returns the white space between the two. White space that
-        may come before a tag waits."""
-        while tag not in self._buffer:
-            end = len(self._buffer) if self._final else _certain_length(self._buffer, tag)
-            text, self._buffer = self._buffer[:end], self._buffer[end:]
-            if text:
-                yield kind(text)
+        source = self._source
+        while True:
+            rest = len(source.text[source.at :].lstrip(characters))
+            source.at = len(source.text) - rest
+            if rest or source.final:
+                return
             yield None
-        before, _, self._buffer = self._buffer.partition(tag)
-        text = before.rstrip()
-        if text:
-            yield kind(text)
-        return before[len(text) :]
 
-    def _calls(self, opening: str, tools: Tools) -> Iterator[Piece | None]:
-        """What follows the tag `opening`: calls, or the text that it is."""
-        try:
-            calls = yield from self._read_calls(tools)
-        except NO_CALL:
-            text, tags = self._buffer, self._notation
-            # Without a closing tag only what the last opening one begins can be whole: it may lack its own.
-            last = text.rfind(tags.opening) if self._final and tags.closing not in text else 0
-            plain = text[: max(last, 0)].rstrip()
-            self._buffer = text[len(plain) :]
-            yield Content(opening + plain)
+    def _end_thinking(self, space: str, tag: str) -> Iterator[Piece | None]:
+        """`</think>`: the end of the reasoning, text that talks about the tag, or a tag too many, which is dropped."""
+        is_quoted = not space and (yield from self._is_quoted())
+        if is_quoted or (self._num_quoted and not self.in_reasoning):
+            self._num_quoted -= not is_quoted
+            yield self._tell(space + tag)
+        elif self.in_reasoning:
+            self.in_reasoning = False
+            self._begin_segment()
+            yield from self._trim("\n")
+        elif not self._last:
+            yield from self._trim("\n")
+        elif space:
+            yield self._tell(space)
+
+    def _is_quoted(self) -> Generator[None, None, bool]:
+        """Whether the tag that was just read stands between quotes that the text has opened."""
+        if self._last not in self._quotes or self._quotes[self._last] % 2 == 0:
+            return False
+        while self._source.is_empty and not self._source.final:
+            yield None
+        return self._source.text.startswith(self._last, self._source.at)
+
+    def _think_again(self, space: str, tag: str) -> Iterator[Piece | None]:
+        """`<think>` in the content: reasoning begins again on a line of its own, elsewhere it is text."""
+        if not self._last or "\n" in self._last + space:
+            self.in_reasoning = True
+            self._begin_segment()
+            yield from self._trim("\n")
+        else:
+            self._num_quoted += 1
+            yield self._tell(space + tag)
+
+    def _read_calls(self, kind: str, space: str, tag: str) -> Iterator[Piece | None]:
+        """Read the calls that may begin with `tag`; if there are none, it is text."""
+        assert self._calls is not None
+        number = 0
+        if kind in ("opening", "tag") or self._may_begin(kind, space):
+            self._source.mark()
+            self._source.at -= 0 if kind == "opening" else len(tag)
+            bare, item = kind in ("tag", "bare"), kind == "item"
+            number = yield from self._events(self._calls.read(bare=bare, in_list=item, single=self._single))
+            if number:
+                self._source.unmark()
+            else:
+                self._source.rewind()
+        if number == 0:
+            self._in_list |= kind == "opening" and self._notation.lists
+            yield self._tell(space + tag)
             return
-        for call in calls[:1] if self._single else calls:
-            self.num_calls += 1
-            yield CallPart(self.num_calls - 1, call.name, call.arguments)
         self.done = self._single
+        self._in_list = False
+        self._begin_segment()
         yield from self._trim(" \n")
 
-    def _read_calls(self, tools: Tools) -> Generator[None, None, list[Call]]:
-        """Take calls off the beginning, once they are whole. Their closing tag may be missing where the answer ends.
-        Raises one of NO_CALL, and takes nothing, where they can no longer become any."""
-        notation = self._notation
-        while (head := notation.head.match(self._buffer, partial=not self._final)) and head.partial:
-            yield
-        if head is None:
-            raise ValueError("no call begins like this")
-        calls: list[Call] = []
-        sought = head.end()  # up to where the text has been read, or the closing tag been looked for
-        while not calls:
-            end = self._buffer.find(notation.closing, sought)
-            if end >= 0:
-                calls = notation.read(Body(head, self._buffer[head.end() : end], tools, True))
-                sought = end + len(notation.closing)
-            elif self._final:
-                calls = notation.read(Body(head, self._buffer[head.end() :], tools, False))
-                sought = len(self._buffer)
-                if not calls:
-                    raise ValueError("the answer ends within a call")
-            else:  # the tag may have come in part
-                sought = max(sought, len(self._buffer) - len(notation.closing) + 1)
-                yield
-        self._buffer = self._buffer[sought:]
-        if notation.section is not None:
-            yield from self._end_in_section(*notation.section)
-        return calls
+    def _may_begin(self, kind: str, space: str) -> bool:
+        """Whether a call without a tag may begin here."""
+        if kind == "item":
+            return bool(space) or not WORD_END.match(self._last)
+        return not self._notation.bare_at_start or not self._last
 
-    def _end_in_section(self, another: str, end: str) -> Iterator[None]:
-        """Behind calls in a section: take its end off, or begin another call where one follows."""
-        if (yield from self._takes(end)):
-            return
-        if (yield from self._takes(another)):
-            self._buffer = self._notation.opening + another + self._buffer
-
-    def _forced_call(self) -> Iterator[Piece | None]:
-        """One call at most; what is cut off before its name is certain is no text that anybody asked for."""
-        while (head := FORCED.match(self._buffer)) is None:
-            yield None
-        self.num_calls = 1
-        name: str | None = json.loads(head[1])
-        told = head.end()
+    def _events(self, reading: Generator[Event | None, None, int]) -> Generator[Piece | None, None, int]:
+        """Report calls as pieces; returns their number."""
         while True:
-            # A bracket at the end may be the call's own: it waits for more, and is dropped from a whole call.
-            bare = self._buffer.rstrip()
-            waits = bare.endswith("}") and (not self._final or is_json(bare))
-            end = max(told, len(bare) - 1 if waits else len(self._buffer))
-            if name is not None or end > told:
-                yield CallPart(0, name, self._buffer[told:end])
-            name, told = None, end
-            yield None
+            try:
+                event = next(reading)
+            except StopIteration as end:
+                return int(end.value)
+            if event is None:
+                yield None
+            elif isinstance(event, Named):
+                self.in_reasoning = False
+                self.num_calls += 1
+                yield CallPart(self.num_calls - 1, event.function, "")
+            elif event:
+                yield CallPart(self.num_calls - 1, None, event)
+
+    def _forced(self, reasoning: bool) -> Iterator[Piece | None]:
+        """Read at most one call, behind reasoning if there is any. The grammar completes the arguments, so they are not
+        closed here; what is cut off before the name is certain is not reported."""
+        yield from self._begin(reasoning)
+        while self.in_reasoning:
+            found = yield from self._text()
+            if found is None:
+                return
+            space, tag = self._source.take(found.start()), self._source.take(found.end())
+            yield from self._end_thinking(space, tag)
+        yield from self._source.skip_space()
+        head = yield from self._source.matched(HEAD)
+        if head is None:
+            return
+        self._source.at = head.end()
+        self.num_calls = 1
+        yield CallPart(0, string_value(head["name"]), "")
+        for part in JsonText().read(self._source):
+            if part != "":
+                yield part if part is None else CallPart(0, None, part)
 
 
-def _certain_length(text: str, tag: str) -> int:
-    """Length of `text` without white space, or the beginning of `tag` with white space before it, at its end."""
-    for size in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-size:]):
-            return len(text[:-size].rstrip())
-    return len(text.rstrip())
+def _joined(parts: list[Piece]) -> list[Piece]:
+    """Join the parts of the same stretch of text, or of the same call."""
+    runs: list[tuple[Piece, list[str]]] = []
+    for part in parts:
+        text = part.arguments if isinstance(part, CallPart) else part.text
+        begins_call = isinstance(part, CallPart) and part.name is not None
+        if not runs or begins_call or type(part) is not type(runs[-1][0]):
+            runs.append((part, []))
+        runs[-1][1].append(text)
+    return [
+        CallPart(first.index, first.name, "".join(texts))
+        if isinstance(first, CallPart)
+        else type(first)("".join(texts))
+        for first, texts in runs
+    ]

@@ -67,7 +67,22 @@ class ServerConfig:
     max_open_requests: int = option(4096, "completions being served beyond which new requests are refused")
     shutdown_timeout_s: float = option(30.0, "seconds that open requests are given after Ctrl-C or SIGTERM")
     tool_call_parser: Literal[
-        "auto", "hermes", "qwen3_coder", "qwen3_xml", "granite4", "lfm2", "olmo3", "kimi_k2", "ling3", "none"
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "qwen3_xml",
+        "granite4",
+        "granite",
+        "jamba",
+        "kimi_k2",
+        "lfm2",
+        "ling3",
+        "llama3_json",
+        "mistral",
+        "nemotron_json",
+        "olmo3",
+        "pythonic",
+        "none",
     ] = option(
         "auto",
         "the notation of tool calls, by vLLM's name; by default that of the chat template; none leaves them in it",

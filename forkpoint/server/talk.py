@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
-from forkpoint.params import THINK, THINK_END, SamplingParams, Thinking
+from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning
 from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
 from forkpoint.server.errors import HTTPError
@@ -192,7 +192,7 @@ class Talk:
         if parser.in_reasoning or any(isinstance(piece, Reasoning) for piece in pieces):
             self.num_reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            pieces += parser.finish()
+            pieces += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
         news.pieces += [piece for piece in pieces if self._turn.tells_reasoning or not isinstance(piece, Reasoning)]
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()

@@ -26,9 +26,10 @@ from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
 from forkpoint.params import THINK_END, SamplingParams
 from forkpoint.server.body import parse
+from forkpoint.server.calls.reader import Notation
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.notations import Notation, find_notation
+from forkpoint.server.notations import find_notation
 from forkpoint.server.notices import Notices
 from forkpoint.server.protocol import RequestBody
 

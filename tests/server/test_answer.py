@@ -91,12 +91,24 @@ def test_nothing_breaks_it_and_plain_text_is_kept(text: str) -> None:
     assert taken_apart(list(text)) == ("", text, [])
 
 
-def test_a_free_call_is_told_when_it_is_whole() -> None:
+@pytest.mark.parametrize("call", [CALL, XML_CALL])
+def test_a_call_of_a_declared_function_is_reported_while_it_comes(call: str) -> None:
     parser = AnswerParser(tools=TOOLS)
-    parts = [piece for char in f"a {CALL} b" for piece in parser.feed(char)] + parser.finish()
-    calls = [piece for piece in parts if isinstance(piece, CallPart)]
-    assert [piece.name for piece in calls] == ["weather"]
-    assert "".join(piece.text for piece in parts if isinstance(piece, Content)) == "ab"
+    end = call.index("days")
+    pieces = [piece for char in f"a {call[:end]}" for piece in parser.feed(char)]
+    calls = [piece for piece in pieces if isinstance(piece, CallPart)]
+    assert calls[0].name == "weather" and len(calls) > 5
+    told = "".join(piece.arguments for piece in calls)
+    assert told.startswith('{"city": "') and len(told) > 15
+
+
+def test_a_call_of_another_function_is_reported_when_it_is_whole() -> None:
+    parser = AnswerParser(tools=TOOLS)
+    call = CALL.replace("weather", "other")
+    pieces = [piece for char in f"a {call} b" for piece in parser.feed(char)] + parser.finish()
+    calls = [piece for piece in pieces if isinstance(piece, CallPart)]
+    assert [piece.name for piece in calls] == ["other"]
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "ab"
 
 
 def test_a_forced_call_streams_as_it_comes() -> None:
@@ -104,7 +116,7 @@ def test_a_forced_call_streams_as_it_comes() -> None:
     text = '{"name": "weather", "arguments": {"city": "K}", "days": 3}}'
     parts = [piece for char in text for piece in parser.feed(char)]
     assert isinstance(parts[0], CallPart) and parts[0].name == "weather"
-    assert len(parts) > 20
+    assert len(parts) > 15
 
 
 @pytest.mark.parametrize(
@@ -180,10 +192,29 @@ def test_what_is_told_as_a_call_is_json(inner: str, sizes: list[int]) -> None:
     assert taken_apart([*chunks, rest], tools=TOOLS) == ("", content, calls)
 
 
-def test_a_call_that_is_cut_off_stays_text() -> None:
+@pytest.mark.parametrize(
+    ("text", "closing"),
+    [
+        ('<tool_call>{"name": "weather", "arguments": {"city": "K', '"}'),
+        ('<tool_call>{"name": "weather", "arguments": {"days": [1, {"a": 2', "}]}"),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nK", '"}'),
+        ("<tool_call>\n<function=weather>\n<parameter=city>\nK\n</parameter>\n", "}"),
+    ],
+)
+def test_arguments_that_break_off_are_closed_unless_the_length_cut_them(text: str, closing: str) -> None:
+    _, content, [(name, arguments)] = taken_apart(list(text), tools=TOOLS)
+    assert (content, name) == ("", "weather") and isinstance(json.loads(arguments), dict)
+    for chunks in ([text], list(text)):
+        parser = AnswerParser(tools=TOOLS)
+        pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish(cut=True)
+        told = "".join(piece.arguments for piece in pieces if isinstance(piece, CallPart))
+        assert told + closing == arguments
+
+
+def test_a_call_that_is_cut_off_before_it_is_certain_stays_text() -> None:
     for text in (
-        '<tool_call>{"name": "weather", "arguments": {"city": "K',
         '<tool_call>{"na',
+        '<tool_call>{"name": "other", "arguments": {"city": "K',
         "<tool_call>\n<function=f>",
     ):
         assert taken_apart([text], tools=TOOLS) == ("", text, [])

@@ -14,9 +14,10 @@ from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Reasoning
+from forkpoint.server.calls.reader import Notation
 from forkpoint.server.chat_body import ChatBody
 from forkpoint.server.config import ServerConfig
-from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, Notation, find_notation
+from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, find_notation
 from forkpoint.server.talk import Turn
 from forkpoint.server.texts import Facts, Texts
 from forkpoint.server.tokens import tokenize
@@ -53,8 +54,6 @@ def test_calls_written_as_python(body: str, calls: list[tuple[str, str]], notati
         "[now(x=y)]",
         "[now(**x)]",
         "[now(x=b'y')]",
-        "[now(x='\\ud800')]",
-        "[now(x={1, 2})]",
         "[now(x={1: 2})]",
         "[now(x=1e999)]",
         "[]",
@@ -125,17 +124,16 @@ def test_a_call_in_a_section_is_told_before_the_next_is_whole() -> None:
         "",
         "no call",
         "<|tool_call_begin|>",
-        "<|tool_call_begin|>functions.now<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.other<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "<|tool_call_begin|>functions.now.0<|tool_call_argument_begin|>{}<|tool_call_end|>",
         "<|tool_call_begin|>now:0<|tool_call_end|>",
         "<|tool_call_begin|>" + "n" * 5000,
-        kimi(("functions.now:0", '{"x": NaN}'))[len(SECTION) : -len(SECTION_END)],
-        kimi(("functions.now:0", '{"x": 1'))[len(SECTION) : -len(SECTION_END)],
-        kimi(("functions.now:0", '{"x": 1} and more'))[len(SECTION) : -len(SECTION_END)],
+        kimi(("functions.other:0", '{"x": NaN}'))[len(SECTION) : -len(SECTION_END)],
+        kimi(("functions.other:0", '{"x": 1'))[len(SECTION) : -len(SECTION_END)],
         kimi(("functions.now:0", "[1]"))[len(SECTION) : -len(SECTION_END)],
-        kimi(("functions.now:0", '{"x":' * 3000 + "1" + "}" * 3000))[len(SECTION) : -len(SECTION_END)],
+        kimi(("functions.other:0", '{"x":' * 3000 + "1" + "}" * 3000))[len(SECTION) : -len(SECTION_END)],
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_what_is_no_call_in_a_section_stays_text(body: str) -> None:
     good = kimi(("functions.now:1", "{}"))
@@ -203,7 +201,7 @@ def test_calls_with_keys_and_values(name: str, body: str, arguments: str, betwee
 
 @pytest.mark.parametrize(
     "body",
-    ["", "<b>", "two words", "n" * 5000, "now<arg_key>x</arg_key>", "now{}", f"weather{CITY}<arg_value>never ends"],
+    ["", "<b>", "two words", "n" * 5000, "now<arg_key>x</arg_key>", "now{}"],
 )
 def test_what_is_no_call_with_keys_and_values_stays_text(body: str) -> None:
     text = f"see <tool_call>{body}</tool_call> there"

@@ -1,0 +1,275 @@
+"""JSON as models write it, made strict JSON while it comes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterator
+from typing import Any, Final, NoReturn
+
+import regex
+
+from forkpoint.server.calls.incoming import Ending, Incoming
+
+JSON_NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+LOOSE_NUMBER = regex.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+MAX_DEPTH = 256  # of brackets, far from what makes other programs' readers of JSON fail
+MAX_DIGITS = 4000  # Python reads no longer integers
+WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+NOT_JSON: Final = ("NaN", "Infinity", "-Infinity")
+
+SPACE_RUN = regex.compile(r"\s+")
+WORD_RUN = regex.compile(r"""[^\s{}\[\],:"'<]+""")
+TEXT_RUN = regex.compile(r"""[^"'\\\x00-\x1f<]+""")
+ESCAPE = regex.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", regex.DOTALL)
+# What follows the quote that ends a string; another quote is part of the string, which should have escaped it.
+STRING_END = Ending.compile(r"""["']\s{0,100}(?:[,}\]<]|["'][^"'\\\n]{1,64}["']\s{0,10}:|@END@)""")
+VALUE, KEY, COLON, NEXT = "value", "key", "colon", "next"  # what may come now
+CLOSING: Final = {"{": "}", "[": "]"}
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON and nothing beyond it. Raises ValueError, or RecursionError for deep nesting."""
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is too large a number")
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def number_json(text: str, *, whole: bool = False) -> str | None:
+    """Return `text` as a JSON number with the digits as written; None if it is none. `whole`: 5.0 is 5."""
+    if len(text) > MAX_DIGITS or not LOOSE_NUMBER.fullmatch(text) or not math.isfinite(float(text)):
+        return None
+    if JSON_NUMBER.fullmatch(text):
+        if whole and not text.lstrip("-").isdigit():
+            value = float(text)
+            return str(int(value)) if value.is_integer() and abs(value) < 2**53 else text
+        return text
+    digits = text.replace("_", "").removeprefix("+")
+    if digits.lstrip("-").isdigit():
+        sign = "-" if digits.startswith("-") else ""
+        return sign + (digits.lstrip("-").lstrip("0") or "0")
+    return repr(float(digits))
+
+
+def escaped(text: str) -> str:
+    """Return `text` as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JsonText:
+    """One JSON value, read piece by piece. Valid JSON passes through as it is written.
+
+    Mended: raw control characters, Python's words, quotes and escapes, loose numbers, commas before a closing bracket.
+    `sound` turns false for worse: missing brackets, commas or colons, bare words, quotes within strings that are not
+    escaped. The text that `read` and then `close` return is JSON in any case.
+
+    `stop`: text at which even a string ends, such as the tags that end a call.
+    """
+
+    def __init__(self, stop: Ending | None = None) -> None:
+        self.done = False
+        self.sound = True
+        self._stop = stop
+        self._stack: list[str] = []
+        self._expected = VALUE
+        self._held = ""  # white space, and a comma that may have to be dropped
+        self._quote = ""  # that of the string being read
+
+    def read(self, source: Incoming) -> Iterator[str | None]:
+        """The parts of the value; None where more text is needed. Ends with the value, at a tag, or with the answer."""
+        while not self.done:
+            if source.is_empty:
+                if source.final:
+                    self.sound = False
+                    return
+                yield None
+            elif self._quote:
+                if not (yield from self._string(source)):
+                    self.sound = False
+                    return
+            elif source.text[source.at] == "<" or len(self._stack) > MAX_DEPTH:
+                self.sound = False
+                return
+            else:
+                yield from self._token(source)
+
+    def close(self) -> str:
+        """What makes JSON of the parts that have come."""
+        if self.done:
+            return ""
+        self.done = True
+        text = ""
+        if self._quote:
+            text += '"'
+            self._expected = COLON if self._expected == KEY else NEXT
+        if self._expected == COLON:
+            text += ": null"
+        elif self._expected == VALUE and (not self._stack or self._stack[-1] == "{"):
+            text += "null"
+        return text + "".join(CLOSING[bracket] for bracket in reversed(self._stack))
+
+    # --- tokens outside strings
+
+    def _token(self, source: Incoming) -> Iterator[str | None]:
+        char = source.text[source.at]
+        if space := SPACE_RUN.match(source.text, source.at):
+            self._held += source.take(space.end())
+        elif char in "{[":
+            source.at += 1
+            yield self._begin() + char
+            self._stack.append(char)
+            self._expected = KEY if char == "{" else VALUE
+        elif char in "}]":
+            source.at += 1
+            yield self._end(char)
+        elif char == ",":
+            source.at += 1
+            self._comma()
+        elif char == ":":
+            source.at += 1
+            self.sound &= self._expected == COLON
+            if self._expected == COLON:
+                self._expected = VALUE
+                yield self._release() + ":"
+        elif char in "\"'":
+            source.at += 1
+            yield self._begin() + '"'
+            self._quote = char
+        else:
+            yield from self._word(source)
+
+    def _release(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _begin(self) -> str:
+        """What comes before a key or value: held text, and a comma or colon if it is missing."""
+        if self._expected == NEXT:
+            self.sound = False
+            self._held = "," + self._held
+            self._expected = KEY if self._stack[-1] == "{" else VALUE
+        elif self._expected == COLON:
+            self.sound = False
+            self._held = ":" + self._held
+            self._expected = VALUE
+        return self._release()
+
+    def _comma(self) -> None:
+        if self._expected != NEXT:
+            self.sound = False
+            return
+        self._held += ","
+        self._expected = KEY if self._stack[-1] == "{" else VALUE
+
+    def _end(self, bracket: str) -> str:
+        """Close `bracket`, and brackets within it that are open; ignore it if there is no such bracket."""
+        opening = "{" if bracket == "}" else "["
+        if opening not in self._stack:
+            self.sound = False
+            return ""
+        text = self._held.replace(",", "", 1)
+        self._held = ""
+        if self._expected == COLON or (self._expected == VALUE and self._stack[-1] == "{"):
+            self.sound = False
+            text += ": null" if self._expected == COLON else "null"
+        while True:
+            innermost = self._stack.pop()
+            text += CLOSING[innermost]
+            if innermost == opening:
+                break
+            self.sound = False
+        self._expected = NEXT
+        self.done = not self._stack
+        return text
+
+    def _completed(self) -> None:
+        """A key or a value without brackets has come."""
+        self._expected = COLON if self._expected == KEY else NEXT
+        self.done = not self._stack
+
+    def _word(self, source: Incoming) -> Iterator[str | None]:
+        parts = []
+        while True:
+            run = WORD_RUN.match(source.text, source.at)
+            if run is not None:
+                parts.append(source.take(run.end()))
+            if not source.is_empty or source.final:
+                break
+            yield None
+        word = "".join(parts)
+        if source.cut and source.is_empty:
+            yield self._begin() + word
+            return
+        begun = self._begin()
+        value = None
+        if self._expected == VALUE:
+            value = WORDS.get(word) or number_json(word)
+        if value is None:
+            self.sound = False
+            value = "null" if word in NOT_JSON and self._expected == VALUE else f'"{escaped(word)}"'
+        self._completed()
+        yield begun + value
+
+    # --- strings
+
+    def _string(self, source: Incoming) -> Generator[str | None, None, bool]:
+        """Read on in a string; false at a tag that ends the call within it."""
+        run = TEXT_RUN.match(source.text, source.at)
+        if run is not None:
+            yield source.take(run.end())
+            return True
+        char = source.text[source.at]
+        if char == "\\":
+            yield from self._escape(source)
+        elif char == "<":
+            found = (yield from source.matched(self._stop)) if self._stop is not None else None
+            if found is not None:
+                return False
+            source.at += 1
+            yield char
+        elif char == self._quote:
+            yield from self._quote_mark(source)
+        else:  # a control character or a quote of the other kind
+            source.at += 1
+            yield escaped(char)
+        return True
+
+    def _quote_mark(self, source: Incoming) -> Iterator[str | None]:
+        ends = self._expected == KEY or not self._stack
+        if not ends:
+            ends = (yield from source.matched(STRING_END)) is not None
+        source.at += 1
+        if not ends:
+            self.sound = False
+            yield escaped(self._quote)
+            return
+        self._quote = ""
+        self._completed()
+        yield '"'
+
+    def _escape(self, source: Incoming) -> Iterator[str | None]:
+        found = yield from source.matched(ESCAPE)
+        if found is None:  # the answer ends within it, or it is not an escape
+            source.at += 1
+            if not source.is_empty:
+                yield "\\\\"
+            return
+        written = source.take(found.end())
+        if written[1] in '"\\/bfnrt' or (written[1] == "u" and len(written) == 6):
+            yield written
+        elif written[1] == "x" and len(written) == 4:
+            yield f"\\u00{written[2:]}"
+        elif written[1] == "'":
+            yield "'"
+        else:
+            source.at -= len(written) - 1
+            yield "\\\\"

@@ -1,0 +1,69 @@
+"""Whole values that models write as JSON or as Python literals, made strict JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from typing import Final
+
+from forkpoint.server.calls.incoming import Incoming
+from forkpoint.server.calls.json_text import JsonText, strict_json
+
+JSON_WORDS: Final = {"true": True, "false": False, "null": None}
+MAX_PYTHON_CHARACTERS = 65_536  # Python's own parser takes a hundred times the memory of its text
+
+
+def literal_json(text: str) -> str | None:
+    """Return `text`, a literal of JSON or Python, as JSON; None if it is none. JSON stays as it is written."""
+    if is_json(text):
+        return text
+    return _loose_json(text) or _python_json(text)
+
+
+def is_json(text: str) -> bool:
+    try:
+        strict_json(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _loose_json(text: str) -> str | None:
+    source, value = Incoming(), JsonText()
+    source.append(text)
+    source.finish(cut=False)
+    written = "".join(part for part in value.read(source) if part is not None)
+    is_whole = value.done and value.sound and not source.text[source.at :].strip()
+    return written if is_whole else None
+
+
+def _python_json(text: str) -> str | None:
+    if len(text) > MAX_PYTHON_CHARACTERS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            tree = ast.parse(text.strip(), mode="eval").body
+        value = ast.literal_eval(_Words().visit(tree))
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()  # half a character is not text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return written
+
+
+class _Words(ast.NodeTransformer):
+    """Makes constants of JSON's words, which models mix in, and lists of sets. The keys of an object are strings."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
+
+    def visit_Set(self, node: ast.Set) -> ast.expr:
+        return ast.List([self.visit(element) for element in node.elts], ast.Load())
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            raise ValueError("an object has a key that is not a string")
+        self.generic_visit(node)
+        return node

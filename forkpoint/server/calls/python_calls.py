@@ -1,0 +1,177 @@
+"""Calls written like Python: `f(x=1, y="a")`, with the mistakes that models make."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Final
+
+import regex
+
+from forkpoint.server.calls.incoming import END, Ending, Incoming
+from forkpoint.server.calls.json_calls import EMPTY, read_object
+from forkpoint.server.calls.json_text import escaped, number_json
+from forkpoint.server.calls.literals import literal_json
+from forkpoint.server.calls.schema_types import Parameter, dumps
+from forkpoint.server.calls.site import CallReader, Named, Site
+
+SPACE: Final = r"\s{0,100}"
+NAME: Final = r"[A-Za-z_][\w.-]{0,255}"
+KEY: Final = r"[^\W\d][\w-]{0,127}"
+HEAD = regex.compile(rf"(?P<name>{NAME}){SPACE}\({SPACE}(?:\)|(?={KEY}{SPACE}=[^=]))")
+NEXT_KEY = regex.compile(rf"{SPACE}(?P<key>{KEY}){SPACE}={SPACE}(?=[^=\s])")
+AFTER_VALUE = Ending.compile(rf"{SPACE}(?:,{SPACE}(?:\)|(?=[^\s)])|{END})|\))")
+OPENING_QUOTE = Ending.compile(
+    r"(?P<raw>[rR])?[uUfF]?(?P<quote>'''|\"\"\"|'(?='?[^']|'?@END@)|\"(?=\"?[^\"]|\"?@END@))"
+)
+# What follows the quote that ends a string. Any other quote should have been escaped and is part of the string.
+AFTER_STRING: Final = (
+    rf"{SPACE}(?:,{SPACE}(?:{KEY}{SPACE}=[^=]|\))|\){SPACE}(?:\]|<|,{SPACE}[\w\{{]|;|\n?{NAME}{SPACE}\(|{END})|{END})"
+)
+STRING_ENDS: Final = {quote: Ending.compile(quote + AFTER_STRING) for quote in ("'", '"', "'''", '"""')}
+TEXT_RUNS: Final = {quote: regex.compile(rf"[^\\{quote}]+") for quote in ("'", '"')}
+ESCAPE = regex.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}(?=[^0-7])|[^xuU0-7])", regex.DOTALL
+)
+ESCAPED: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""} | {
+    char: char for char in "\\'\""
+}
+PLAIN_RUN = regex.compile(r"[^()\[\]{}\"',\\<]+")
+CLOSED_BY: Final = {"(": ")", "[": "]", "{": "}"}
+
+
+def read_python(site: Site) -> CallReader:
+    """Read one call with named arguments, or the same as a JSON object. Strings are reported while they come."""
+    source = site.source
+    if source.text.startswith("{", source.at):
+        return (yield from read_object(site))
+    head = yield from source.matched(HEAD)
+    if head is None:
+        return False
+    function, _ = site.resolve(head["name"])
+    source.at = head.end()
+    if head.group().endswith(")"):
+        yield Named(function)
+        yield EMPTY
+        return True
+    is_first = True
+    while True:
+        key = yield from source.matched(NEXT_KEY)
+        if key is None:
+            break
+        source.at = key.end()
+        parameter = site.functions.parameter(function, key["key"])
+        opening = ("{" if is_first else ", ") + f"{dumps(key['key'])}: "
+        quote = yield from source.matched(OPENING_QUOTE)
+        if quote is not None:
+            if is_first:
+                yield Named(function)
+            source.at = quote.end()
+            yield opening + '"'
+            for text in _string(source, quote["quote"], raw=quote["raw"] is not None):
+                yield text if text is None else escaped(text)
+            if source.final and source.is_empty:
+                yield "" if source.cut else '"}'
+                return False
+            yield '"'
+        else:
+            written = yield from _value(source)
+            value = _json(written, parameter)
+            if value is None and is_first:
+                return False
+            if source.final and source.is_empty and source.cut:
+                return False
+            if is_first:
+                yield Named(function)
+            yield opening + (value or dumps(written))
+        is_first = False
+        after = yield from source.matched(AFTER_VALUE)
+        if after is None:
+            break
+        source.at = after.end()
+        if after.group().endswith(")"):
+            yield "}"
+            return True
+    if not source.is_cut_here:
+        yield EMPTY if is_first else "}"
+    return False
+
+
+def _json(written: str, parameter: Parameter) -> str | None:
+    """The JSON of a value without quotes. A number stays a string where only a string is allowed."""
+    bare = written.strip()
+    if parameter.is_text and bare not in ("None", "null") and (number_json(bare) or not bare.startswith(("[", "{"))):
+        return dumps(bare)
+    return literal_json(bare)
+
+
+def _string(source: Incoming, quote: str, *, raw: bool) -> Iterator[str | None]:
+    """The text of a string up to its closing quote, which is read too; None where more text is needed."""
+    run_of = TEXT_RUNS[quote[0]]
+    while True:
+        if source.is_empty:
+            if source.final:
+                return
+            yield None
+            continue
+        run = run_of.match(source.text, source.at)
+        if run is not None:
+            yield source.take(run.end())
+        elif source.text[source.at] == "\\" and not raw:
+            yield from _escape(source)
+        elif source.text[source.at] == "\\":
+            yield source.take(source.at + 1)
+        elif (yield from source.matched(STRING_ENDS[quote])) is not None:
+            source.at += len(quote)
+            return
+        else:
+            yield source.take(source.at + 1)
+
+
+def _escape(source: Incoming) -> Iterator[str | None]:
+    """The character that an escape stands for; an escape that Python does not know stays as it is written."""
+    found = yield from source.matched(ESCAPE)
+    if found is None:
+        yield source.take(source.at + 1)
+        return
+    code = source.take(found.end())[1:]
+    if code in ESCAPED:
+        yield ESCAPED[code]
+    elif code[0] in "xuU" or code.isdigit():
+        number = int(code, 8) if code.isdigit() else int(code[1:], 16)
+        is_character = number < 0x110000 and not 0xD800 <= number < 0xE000
+        yield chr(number) if is_character else "\\" + code
+    else:
+        yield "\\" + code
+
+
+def _value(source: Incoming) -> Generator[None, None, str]:
+    """Read a value that does not begin with a quote, up to the comma or bracket after it."""
+    parts: list[str] = []
+    brackets: list[str] = []
+    quote = ""
+    while True:
+        if source.is_empty:
+            if source.final:
+                break
+            yield None
+            continue
+        char = source.text[source.at]
+        run = (TEXT_RUNS[quote] if quote else PLAIN_RUN).match(source.text, source.at)
+        if run is not None:
+            parts.append(source.take(run.end()))
+            continue
+        if char == "\\" and len(source.text) - source.at < 2 and not source.final:
+            yield None
+            continue
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in CLOSED_BY:
+            brackets.append(CLOSED_BY[char])
+        elif char in ")]}" and brackets and brackets[-1] == char:
+            brackets.pop()
+        elif char in ")]}" or (char in ",<" and not brackets):
+            break
+        parts.append(source.take(source.at + (2 if char == "\\" else 1)))
+    return "".join(parts)

@@ -1,0 +1,174 @@
+"""Reads the calls that begin at an opening tag, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import regex
+
+from forkpoint.server.calls.incoming import END, Ending, Incoming
+from forkpoint.server.calls.schema_types import Functions
+from forkpoint.server.calls.site import Event, Named, ReadCall, Site
+
+SPACE = r"\s{0,100}"
+AFTER_CALL = Ending.compile(rf"[^\S\n]{{0,100}}(?:[,;\]{{<\n]|{END})")
+# Text that was read in vain is read again. Beyond this share of the answer no call is held back any more.
+MAX_READ_AGAIN, MIN_READ_AGAIN = 4, 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """How a family writes calls.
+
+    `opening` and `closing`: the tags around calls; `closings`: further tags that end calls. `read`: reads one call.
+    `tags`: tags that begin a call whose opening tag is missing. `bare`: a pattern that begins a call of a declared
+    function in the content without any tag; `bare_at_start`: only where the content begins. `lists`: several calls may
+    stand in square brackets. `repeats`: the model may write calls a second time, without the opening tag.
+    """
+
+    opening: str
+    closing: str
+    read: ReadCall
+    closings: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    bare: str | None = None
+    bare_at_start: bool = False
+    lists: bool = False
+    repeats: bool = False
+
+
+class CallsReader:
+    """Reads calls in one notation from `source`."""
+
+    def __init__(self, notation: Notation, source: Incoming, schemas: Mapping[str, Any]) -> None:
+        self.functions = Functions(schemas)
+        self._notation = notation
+        self._source = source
+        self._num_again = 0
+        opening, closing = regex.escape(notation.opening), regex.escape(notation.closing)
+        begins = "|".join([rf"{opening}{SPACE}[\[{{<]", *map(regex.escape, notation.tags)])
+        over = f"{closing}{SPACE}(?:{begins}|{END})"
+        self._tagged = Site(source, self.functions, Ending.compile(over), Ending.compile(f"{over}|{opening}"), opening)
+        never = Ending.compile("(?!)")
+        self._bare = Site(source, self.functions, never, never, opening, needs_arguments=True)
+        self._closings = tuple(filter(None, (notation.closing, *notation.closings)))
+
+    def read(
+        self, *, bare: bool = False, in_list: bool = False, single: bool = False
+    ) -> Generator[Event | None, None, int]:
+        """Read calls and the tags that end them; returns their number. If it is 0, some text may have been read.
+
+        `bare`: no tag has come, so only declared functions count. `in_list`: calls before this one were not understood.
+        `single`: read one call.
+        """
+        source, calls = self._source, list[Event]()
+        number = 0
+        while number == 0 or not single:
+            source.mark()
+            in_list |= yield from self._before_call(number, in_list)
+            is_call = yield from self._call(bare, calls)
+            if not is_call:
+                self._num_again += source.rewind()
+                break
+            source.unmark()
+            number += 1
+        if number and not single:
+            yield from self._after_calls(in_list)
+            if self._notation.repeats:
+                yield from self._skip_repeated(calls)
+        return number
+
+    def _before_call(self, number: int, in_list: bool) -> Generator[None, None, bool]:
+        """Read what stands between calls; returns whether a list begins."""
+        source = self._source
+        yield from source.skip_space()
+        if number and source.text.startswith((",", ";"), source.at):
+            source.at += 1
+            yield from source.skip_space()
+        if self._notation.lists and not in_list and source.text.startswith("[", source.at):
+            source.at += 1
+            yield from source.skip_space()
+            return True
+        return False
+
+    def _call(self, bare: bool, calls: list[Event]) -> Generator[Event | None, None, bool]:
+        """Read one call. One of a declared function is reported while it comes, another one when it is whole. `calls`
+        gains what is reported."""
+        held: list[Event] = []
+        is_certain = False
+        reading = self._notation.read(self._bare if bare else self._tagged)
+        while True:
+            try:
+                event = next(reading)
+            except StopIteration as end:
+                is_whole: bool = end.value
+                break
+            if event is None:
+                if not is_certain and self._num_again > MIN_READ_AGAIN + MAX_READ_AGAIN * self._source.num_characters:
+                    return False
+                yield None
+                continue
+            is_certain |= isinstance(event, Named) and self.functions.declared(event.function) is not None
+            held.append(event)
+            if is_certain:
+                yield from held
+                calls += held
+                held = []
+        if is_certain:
+            return True
+        if is_whole and held and not bare and (yield from self._source.matched(AFTER_CALL)) is not None:
+            yield from held
+            calls += held
+            return True
+        return False
+
+    def _after_calls(self, in_list: bool) -> Generator[None, None, None]:
+        if in_list:
+            yield from self._source.skip_tag(("]",))
+        while self._closings and (yield from self._source.skip_tag(self._closings)):
+            pass
+
+    def _skip_repeated(self, calls: list[Event]) -> Generator[Event | None, None, None]:
+        """Read the same calls once more, if they follow with the closing tag but without the opening one."""
+        source = self._source
+        source.mark()
+        yield from source.skip_space()
+        again: list[Event] = []
+        if source.text.startswith("[", source.at):
+            number = 0
+            while True:
+                yield from self._before_call(number, number > 0)
+                reading = self._call(False, again)
+                is_call = yield from _silently(reading)
+                if not is_call:
+                    break
+                number += 1
+            yield from source.skip_tag(("]",))
+        if again and joined(again) == joined(calls) and (yield from source.skip_tag((self._notation.closing,))):
+            source.unmark()
+        else:
+            source.rewind()
+
+
+def _silently(reading: Generator[Event | None, None, bool]) -> Generator[None, None, bool]:
+    """Wait for `reading` as it does, without its events."""
+    while True:
+        try:
+            event = next(reading)
+        except StopIteration as end:
+            return bool(end.value)
+        if event is None:
+            yield None
+
+
+def joined(events: list[Event]) -> list[tuple[str, str]]:
+    """The names and the arguments of calls."""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, Named):
+            calls.append((event.function, ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + event)
+    return calls

@@ -1,0 +1,206 @@
+"""The JSON types that a function's schema allows for a parameter, and values written as text made JSON of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from forkpoint.server.calls.json_text import number_json, strict_json
+from forkpoint.server.calls.literals import is_json, literal_json
+
+ANY: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+# Names of types that clients write, of JSON Schema and of programming languages.
+NAMES: Final[Mapping[str, frozenset[str]]] = {
+    **{name: frozenset({name}) for name in ANY},
+    **dict.fromkeys(("number", "float", "double", "num"), frozenset({"number", "integer"})),
+    **dict.fromkeys(("int", "long"), frozenset({"integer"})),
+    **dict.fromkeys(("str", "text"), frozenset({"string"})),
+    "bool": frozenset({"boolean"}),
+    **dict.fromkeys(("list", "tuple"), frozenset({"array"})),
+    **dict.fromkeys(("dict", "map"), frozenset({"object"})),
+}
+TYPES: Final[Mapping[type, frozenset[str]]] = {
+    str: NAMES["string"],
+    bool: NAMES["boolean"],
+    int: NAMES["integer"],
+    float: NAMES["number"],
+    type(None): NAMES["null"],
+    list: NAMES["array"],
+    dict: NAMES["object"],
+}
+WORDS: Final = {"true": "true", "false": "false", "1": "true", "0": "false"}
+MAX_DEPTH = 64  # of schemas within schemas, as of request bodies
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What a schema says of one parameter.
+
+    `types`: those that it allows, ANY if it says nothing. `constants`: the values that `enum` and `const` list and that
+    are not strings, as JSON.
+    """
+
+    types: frozenset[str] = ANY
+    constants: frozenset[str] = frozenset()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each value is a string, or null."""
+        return "string" in self.types and self.types <= {"string", "null"} and not self.constants
+
+    def json(self, text: str) -> str:
+        """Return the JSON value that `text` stands for. A value that may be a string is one, unless it is null or an
+        array or object that is allowed too."""
+        bare = text.strip()
+        if self.types == ANY:
+            return bare if is_json(bare) else dumps(text)
+        if "null" in self.types and bare in ("null", "None"):
+            return "null"
+        if bare in self.constants:
+            return bare
+        nested = bool(self.types & {"array", "object"}) and bare[:1] in ("[", "{", "(")
+        if "string" in self.types:
+            return (literal_json(bare) if nested else None) or dumps(text)
+        return self._scalar(bare) or literal_json(bare) or dumps(text)
+
+    def _scalar(self, bare: str) -> str | None:
+        """A boolean or number, or a value in a JSON string."""
+        if "boolean" in self.types and bare.lower() in ("true", "false"):
+            return bare.lower()
+        if self.types & {"number", "integer"}:
+            return number_json(bare, whole="number" not in self.types)
+        if "boolean" in self.types:
+            return WORDS.get(bare)
+        if bare.startswith('"'):
+            try:
+                inner = strict_json(bare)
+            except (ValueError, RecursionError):
+                return None
+            return literal_json(inner) if isinstance(inner, str) else None
+        return None
+
+
+class Functions:
+    """The functions that a request declares, by name, with the schemas of their parameters."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._parameters: dict[tuple[str, str], Parameter | None] = {}
+        self.names = tuple(schemas)
+
+    def declared(self, written: str) -> str | None:
+        """The declared name that `written` means."""
+        for name in (written, written.removeprefix("functions.")):
+            if name in self._schemas:
+                return name
+        return None
+
+    def parameter(self, function: str, key: str) -> Parameter:
+        return self._find(function, key) or Parameter()
+
+    def has_parameter(self, function: str, key: str) -> bool:
+        return self._find(function, key) is not None
+
+    def _find(self, function: str, key: str) -> Parameter | None:
+        if (function, key) not in self._parameters:
+            root = self._schemas.get(function)
+            schema = next(_properties(root, root, key), None)
+            self._parameters[function, key] = None if schema is None else _Reading(root).parameter(schema)
+        return self._parameters[function, key]
+
+
+class _Reading:
+    """Reads what a schema allows; each reference once, so that schemas that refer to each other cost no more than they
+    are long."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[str, frozenset[str]] = {}
+        self._constants: set[str] = set()
+
+    def parameter(self, schema: Any) -> Parameter:
+        types = self._types(schema, 0) or ANY
+        return Parameter(types, frozenset(self._constants))
+
+    def _types(self, schema: Any, depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+            return ANY
+        types = self._own_types(schema)
+        if isinstance(ref := schema.get("$ref"), str):
+            if ref not in self._known:
+                self._known[ref] = frozenset()
+                self._known[ref] = self._types(_resolve(ref, self._root), depth + 1)
+            if not self._known[ref]:
+                return frozenset()  # a schema that contains itself adds nothing to its own types
+            types = _both(types, self._known[ref])
+        for word in ("anyOf", "oneOf"):
+            if isinstance(choices := schema.get(word), list) and choices:
+                types = _both(types, frozenset().union(*(self._types(choice, depth + 1) for choice in choices)))
+        for part in _list(schema.get("allOf")):
+            types = _both(types, self._types(part, depth + 1))
+        return types
+
+    def _own_types(self, schema: Mapping[str, Any]) -> frozenset[str]:
+        types = ANY
+        named = schema.get("type")
+        names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+        if names:
+            types = frozenset().union(*(NAMES.get(name.lower(), ANY) for name in names))
+        elif "properties" in schema:
+            types = NAMES["object"]
+        elif "items" in schema:
+            types = NAMES["array"]
+        values = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+        if values:
+            types = _both(types, frozenset().union(*(TYPES.get(type(value), ANY) for value in values)))
+            texts = {value for value in values if isinstance(value, str)}
+            self._constants |= {dumps(value) for value in values if not isinstance(value, str)} - texts
+        return types
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _both(types: frozenset[str], others: frozenset[str]) -> frozenset[str]:
+    """Types that both schemas allow; those of either one if they contradict each other."""
+    return types & others or types | others
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _resolve(ref: str, root: Any) -> Any:
+    """The schema that a reference within the same document points to; None if there is none."""
+    if not ref.startswith("#"):
+        return None
+    found = root
+    for part in filter(None, ref[1:].split("/")):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _properties(schema: Any, root: Any, key: str) -> Iterator[Any]:
+    """The schemas that `schema` and its parts have for the property `key`."""
+    queue, seen = [schema], 0
+    while queue and seen < 10_000:
+        current = queue.pop(0)
+        seen += 1
+        if not isinstance(current, Mapping):
+            continue
+        properties = current.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            yield properties[key]
+        if isinstance(ref := current.get("$ref"), str) and seen < MAX_DEPTH:
+            queue.append(_resolve(ref, root))
+        for word in ("allOf", "anyOf", "oneOf"):
+            queue += _list(current.get(word))

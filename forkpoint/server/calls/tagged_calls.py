@@ -1,0 +1,236 @@
+"""Calls whose parameters stand between tags, each value as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Final
+
+import regex
+
+from forkpoint.server.calls.incoming import END, Ending, Incoming
+from forkpoint.server.calls.json_calls import read_object
+from forkpoint.server.calls.json_text import JsonText, escaped
+from forkpoint.server.calls.schema_types import Parameter, dumps
+from forkpoint.server.calls.site import CallReader, Named, Site
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+KEY: Final = r"[^<>\n]{1,256}?"
+SPACE: Final = r"\s{0,200}"
+NAME: Final = r"[\"']?(?P<name>[^>\"'\n<=]{1,256}?)[\"']?"
+NULLS: Final = ("null", "None")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Patterns of a notation.
+
+    `head`: the name of the function, up to what shows that it is a call. `parameter`: the tags before a value, with its
+    `key`. `value_end` matches where a value may end, at a "<": `closed` is a tag that belongs to the value, `another`
+    the beginning of the next parameter, `restart` that of the next call, which counts only if the value holds more ends
+    of calls than beginnings. `call_end`: the tag that ends the function.
+    """
+
+    head: Ending
+    parameter: regex.Pattern[str]
+    value_end: Ending
+    call_end: str
+    space: regex.Pattern[str]
+
+
+def _tags(head: str, parameter: str, value_close: str, call_end: str, space: str) -> Tags:
+    key = parameter.format(key=KEY)
+    named_key = parameter.format(key=f"(?P<key>{KEY})")
+    begins = f"{CALL}{space}(?:{head}{space}(?:{key}|{call_end}))".replace("?P<name>", "")
+    structure, json = f"{key}|{call_end}|{CALL_END}|{CALL}", ""
+    ends = [
+        f"(?P<another>{named_key})",
+        f"{CALL_END}{space}(?:{begins}|{CALL}{space}\\{{|{END})",
+        f"(?P<restart>{CALL}{space}{head}{space}(?:{key}|{call_end}))",
+    ]
+    if call_end != CALL_END:  # the function has tags of its own
+        structure, json = f"{structure}|{FUNCTION}", r"(?P<json>(?=\{))|"
+        ends.append(f"{call_end}{space}(?:{CALL_END}|{CALL}|{FUNCTION}|{END})")
+    return Tags(
+        Ending.compile(f"{space}{head}{space}(?:{json}(?={structure}|{END}))"),
+        regex.compile(space + named_key),
+        Ending.compile("|".join([f"(?P<closed>{value_close}){space}(?:{structure}|{END})", *ends])),
+        call_end,
+        regex.compile(f"{space}(?={call_end})"),
+    )
+
+
+QWEN_TAGS: Final = _tags(
+    head=rf"<function={NAME}>",
+    parameter="<parameter=[\"']?{key}[\"']?>",
+    value_close=r"</parameter\w{0,20}>?",
+    call_end=FUNCTION_END,
+    space=SPACE,
+)
+LING_TAGS: Final = _tags(
+    head=r"(?P<name>[\w.-]{1,256})",
+    parameter=r"<arg_key>\s{{0,20}}{key}\s{{0,20}}</arg_key>(?:\s|\\n){{0,100}}<arg_value>",
+    value_close="</arg_value>",
+    call_end=CALL_END,
+    space=r"(?:\s|\\n){0,100}",  # it writes line ends as \n too
+)
+
+
+def read_qwen(site: Site) -> CallReader:
+    """Read JSON (Hermes, Qwen3), or a function and its parameters between tags (Qwen3-Coder, Qwen3.5)."""
+    if site.source.text.startswith("{", site.source.at):
+        return (yield from read_object(site))
+    return (yield from _read_tagged(site, QWEN_TAGS))
+
+
+def read_ling(site: Site) -> CallReader:
+    return (yield from _read_tagged(site, LING_TAGS))
+
+
+def _read_tagged(site: Site, tags: Tags) -> CallReader:
+    source = site.source
+    head = yield from source.matched(tags.head)
+    if head is None:
+        return False
+    function, declared = site.resolve(head["name"].strip())
+    source.at = head.end()
+    if head.groupdict().get("json") is not None:
+        return (yield from _read_json_in_tags(site, function, declared, tags))
+    parameter = yield from source.matched(tags.parameter)
+    if not declared and parameter is None and tags.call_end == CALL_END:
+        return False  # a word between the tags of a call says nothing
+    yield Named(function)
+    yield "{"
+    is_first, given = True, set[str]()
+    while parameter is not None:
+        key = parameter["key"].strip()
+        given.add(key)
+        source.at = parameter.end()
+        yield ("" if is_first else ", ") + f"{dumps(key)}: "
+        is_first = False
+        value = _Value(site, tags, function, given, strict=not declared)
+        ended = yield from _value_json(value, site.functions.parameter(function, key), source)
+        if not ended and (source.cut or not declared):
+            return False
+        parameter = yield from source.matched(tags.parameter)
+    sound = source.text.startswith(CALL_END, source.at)
+    if tags.call_end != CALL_END:
+        sound = yield from source.skip_tag((tags.call_end,))
+    elif not sound and (space := (yield from source.matched(tags.space))) is not None:
+        source.at = space.end()
+        sound = source.text.startswith(CALL_END, source.at)
+    if sound or not source.is_cut_here:
+        yield "}"
+    return sound
+
+
+def _read_json_in_tags(site: Site, function: str, declared: bool, tags: Tags) -> CallReader:
+    """Read `<function=name>{...}</function>`, which mixes two notations."""
+    yield Named(function)
+    arguments = JsonText(site.stop if declared else site.strict_stop)
+    yield from arguments.read(site.source)
+    sound = arguments.done and arguments.sound
+    if not site.source.is_cut_here:
+        yield arguments.close()
+    ended = yield from site.source.skip_tag((tags.call_end,))
+    return sound and ended
+
+
+def _value_json(value: _Value, parameter: Parameter, source: Incoming) -> Generator[str | None, None, bool]:
+    """Report a value as JSON: a string while it comes, other types when they are whole. Returns whether it ended."""
+    parts: list[str] = []
+    is_told = False
+    for text in value.read():
+        if text is None:
+            yield None
+            continue
+        parts.append(text)
+        if is_told:
+            yield escaped(text)
+        elif parameter.is_text and not _may_be_null(parameter, parts):
+            is_told = True
+            yield '"' + escaped("".join(parts))
+    if is_told:
+        yield "" if source.cut and not value.ended else '"'
+    elif parameter.is_text and source.cut and not value.ended:
+        yield '"' + escaped("".join(parts))
+    elif value.ended or not source.cut:
+        yield parameter.json("".join(parts))
+    return value.ended
+
+
+def _may_be_null(parameter: Parameter, parts: list[str]) -> bool:
+    if "null" not in parameter.types or len(parts) > 10:
+        return False
+    bare = "".join(parts).strip()
+    return any(null.startswith(bare) for null in NULLS)
+
+
+@dataclass(slots=True)
+class _Value:
+    """The text of one value, without the line end that the notation puts before and after it."""
+
+    site: Site
+    tags: Tags
+    function: str
+    given: set[str]  # keys of the call so far
+    strict: bool  # the call is given up where another begins in the value
+    ended: bool = False
+    _balance: int = 0  # tags in the value that begin a call, less those that end one
+    _is_first: bool = field(default=True)
+
+    def read(self) -> Generator[str | None, None, None]:
+        """The parts of the text; None where more is needed. Sets `ended` if it ends before the answer does."""
+        source = self.site.source
+        held = ""  # a line end that belongs to the value if more of it comes
+        while True:
+            if source.is_empty:
+                if source.final:
+                    break
+                yield None
+                continue
+            if source.text[source.at] == "<":
+                if (yield from self._is_end()):
+                    self.ended = True
+                    return
+                if self.strict and source.text.startswith(CALL, source.at):
+                    return
+                text = source.take(source.at + 1)
+            else:
+                end = source.text.find("<", source.at)
+                text = source.take(end if end >= 0 else len(source.text))
+            text = held + text
+            held = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
+            if self._is_first and (text or held):
+                self._is_first = False
+                if text.startswith("\n"):
+                    text = text[1:]
+                elif not text:  # the line end before the value
+                    held = ""
+            if text:
+                yield text
+        if held and not source.cut:
+            return
+        if held:
+            yield held
+
+    def _is_end(self) -> Generator[None, None, bool]:
+        """Whether the value ends at this "<"; reads the tag that ends it, if it is the value's own."""
+        source = self.site.source
+        found = yield from source.matched(self.tags.value_end)
+        if found is None:
+            self._balance += source.text.startswith(CALL, source.at)
+            self._balance -= source.text.startswith(CALL_END, source.at)
+            return False
+        if found["another"] is not None:
+            key = found["key"].strip()
+            return key not in self.given and self.site.functions.has_parameter(self.function, key)
+        if found["restart"] is not None:
+            is_restart = self._balance < 0 and self.site.resolve(found["name"].strip())[1]
+            self._balance += not is_restart
+            return is_restart
+        if found["closed"] is not None:
+            source.at = found.end("closed")
+        return True
