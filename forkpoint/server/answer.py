@@ -73,6 +73,9 @@ class AnswerParser:
         self.num_calls = 0
         self.in_reasoning = reasoning and starts_inside
         self.done = False  # whatever may come, nothing more will be reported
+        self.num_unopened = 0  # characters of content before a line with `</think>` that nothing has opened
+        self._num_content = 0  # characters of content that were reported
+        self._was_reasoning = self.in_reasoning
         self._source = Incoming()
         self._notation = notation
         self._single = single
@@ -170,7 +173,11 @@ class AnswerParser:
         self._last = text[-1]
         for quote in QUOTES:
             self._quotes[quote] += text.count(quote)
-        return Reasoning(text) if self.in_reasoning else Content(text)
+        self._was_reasoning |= self.in_reasoning
+        if self.in_reasoning:
+            return Reasoning(text)
+        self._num_content += len(text)
+        return Content(text)
 
     def _begin_segment(self) -> None:
         self._last = ""  # the last character of this stretch of reasoning or content
@@ -188,21 +195,30 @@ class AnswerParser:
 
     def _end_thinking(self, space: str, tag: str) -> Iterator[Piece | None]:
         """`</think>`: the end of the reasoning, text that talks about the tag, or a tag too many, which is dropped."""
-        is_quoted = not space and (yield from self._is_quoted())
-        if is_quoted or (self._num_quoted and not self.in_reasoning):
-            self._num_quoted -= not is_quoted
-            yield self._tell(space + tag)
-        elif self.in_reasoning:
+        if self.in_reasoning:
             self.in_reasoning = False
             self._begin_segment()
             yield from self._trim("\n")
+        elif self._num_quoted or (not space and (yield from self._is_quoted())):
+            self._num_quoted = max(self._num_quoted - 1, 0)
+            yield self._tell(space + tag)
         elif not self._last:
             yield from self._trim("\n")
-        elif space:
+        else:
+            yield from self._drop_end(space)
+
+    def _drop_end(self, space: str) -> Iterator[Piece | None]:
+        """A `</think>` in the content is not reported. On a line of its own it ends thinking that nothing opened."""
+        if not self._was_reasoning and not self.num_calls and self.num_unopened == 0:
+            while self._source.is_empty and not self._source.final:
+                yield None
+            if "\n" in space or self._source.text.startswith("\n", self._source.at):
+                self.num_unopened = self._num_content
+        if space:
             yield self._tell(space)
 
     def _is_quoted(self) -> Generator[None, None, bool]:
-        """Whether the tag that was just read stands between quotes that the text has opened."""
+        """Whether the tag that was just read stands between quotes that the content has opened."""
         if self._last not in self._quotes or self._quotes[self._last] % 2 == 0:
             return False
         while self._source.is_empty and not self._source.final:
@@ -283,6 +299,21 @@ class AnswerParser:
         for part in JsonText().read(self._source):
             if part != "":
                 yield part if part is None else CallPart(0, None, part)
+
+
+def with_unopened_reasoning(pieces: list[Piece], num_unopened: int) -> list[Piece]:
+    """Return the pieces of a whole answer with its first `num_unopened` characters of content as reasoning.
+
+    A stream has reported them as content before the tag came that shows what they are.
+    """
+    changed: list[Piece] = []
+    for piece in _joined(pieces):
+        if isinstance(piece, Content) and num_unopened:
+            changed += [Reasoning(piece.text[:num_unopened]), Content(piece.text[num_unopened:].lstrip("\n"))]
+            num_unopened = 0
+        else:
+            changed.append(piece)
+    return changed
 
 
 def _joined(parts: list[Piece]) -> list[Piece]:

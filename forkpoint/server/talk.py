@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
-from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning
+from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning, with_unopened_reasoning
 from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
@@ -158,6 +158,8 @@ class Talk:
                     continue  # what is told has ended before what is generated
                 self._read(delta, news)
                 if news.reason is not None:
+                    if whole:
+                        self._move_unopened(news)
                     del held[delta.index]
                 elif news.pieces and not whole:
                     held[delta.index] = News(delta.index)
@@ -197,6 +199,13 @@ class Talk:
         news.token_ids += delta.token_ids
         news.logprobs += delta.logprobs or ()
         news.reason, news.stop_reason = self._reason(parser, delta), delta.stop_reason
+
+    def _move_unopened(self, news: News) -> None:
+        """Make reasoning of the content before a `</think>` that nothing has opened."""
+        num = self._parsers[news.index].num_unopened
+        if num:
+            pieces = with_unopened_reasoning(news.pieces, num)
+            news.pieces = [one for one in pieces if self._turn.tells_reasoning or not isinstance(one, Reasoning)]
 
     def _reason(self, parser: AnswerParser, delta: CompletionOutput) -> Reason | None:
         """A call to the function that the request names is no reason of its own, as OpenAI has it."""

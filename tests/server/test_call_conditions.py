@@ -818,14 +818,6 @@ THINKING = [
     condition(
         "prose about the tags of thinking", "hermes", "Write <think>x</think> so.", content="Write <think>x</think> so."
     ),
-    condition(
-        "a quoted end in the thinking",
-        "hermes",
-        "It ends with `</think>` always.</think>So",
-        content="So",
-        reasoning="It ends with `</think>` always.",
-        inside=True,
-    ),
     condition("a quoted end in the content", "hermes", "It ends with `</think>`.", content="It ends with `</think>`."),
     condition(
         "call in the thinking", "qwen3_coder", f"I look.\n\n{tagged(xml('ls'))}", LS, reasoning="I look.", inside=True

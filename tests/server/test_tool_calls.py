@@ -17,7 +17,8 @@ TOOLS: list[Any] = [
 SHORT: list[Any] = [{"type": "function", "function": {"name": "forecast"}}]  # leaves room in a short context
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "forecast", "arguments": {"days": 1}}\n</tool_call>'
-BROKEN = '<tool_call>{"name":"forecast","arguments":{"days":1\n</tool_call>'
+BROKEN = '<tool_call>{"name":"other","arguments":{"days":1\n</tool_call>'
+OPEN = '<tool_call>{"name":"forecast","arguments":{"days":1\n</tool_call>'
 NO_SPACES = {str(byte): -100 for byte in b" \n\r\t"}
 
 
@@ -49,11 +50,18 @@ def say(client: openai.OpenAI, text: str, stream: bool, **fields: Any) -> tuple[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_broken_call_stays_text(client: openai.OpenAI, stream: bool) -> None:
+def test_a_broken_call_of_another_function_stays_text(client: openai.OpenAI, stream: bool) -> None:
     text = f"So:\n{BROKEN}\n{BROKEN} ."
     assert say(client, text, stream)[:3] == (text, [], "stop")
     content, calls, reason, _ = say(client, f"{BROKEN}\n{CALL}", stream)
     assert (content, calls, reason) == (BROKEN, [("forecast", '{"days": 1}')], "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_broken_call_of_a_declared_function_is_closed(client: openai.OpenAI, stream: bool) -> None:
+    content, calls, reason, _ = say(client, f"{OPEN}\n{CALL}", stream)
+    assert content == "" and reason == "tool_calls"
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("forecast", {"days": 1})] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
