@@ -118,7 +118,8 @@ class Tokenizer:
 
 
 def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Ids that end a completion: of generation_config.json, else of config.json, and the tokenizer's own."""
+    """Return the ids that end a completion: those of generation_config.json, else of config.json, and the tokenizer's
+    own. Raises ModelFolderError for a file that is broken or has something else there."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -126,7 +127,10 @@ def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
         text = values.get("text_config")
         value = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         if value is not None:
-            found.update(int(v) for v in (value if isinstance(value, list) else [value]))
+            ids = value if isinstance(value, list) else [value]
+            if not all(type(each) is int and each >= 0 for each in ids):
+                raise ModelFolderError(f"{path} has eos_token_id={value!r}; a token id or a list of them is needed")
+            found.update(ids)
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)

@@ -138,6 +138,14 @@ def test_deep_large_and_special_files(folder: Path, monkeypatch: pytest.MonkeyPa
         load_config(folder)
 
 
+@pytest.mark.parametrize("value", ["x", -1, [2, None], True, 1.5])
+def test_an_end_that_is_not_a_token_id(value: Any, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    for read in (load_config, lambda path: eos_token_ids(str(path), None)):
+        with pytest.raises(ModelFolderError, match=r"generation_config\.json has eos_token_id=.*a token id or a list"):
+            read(folder)
+
+
 def test_an_old_transformers_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"transformers \d.* has no LaterConfig, .* install a newer one"):
         class_defaults("later.LaterConfig")
