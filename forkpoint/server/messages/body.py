@@ -32,7 +32,7 @@ class Tool(Body):
 
 
 class Thinking(ThinkingOptions):
-    """`budget_tokens` is accepted and not enforced."""
+    """`budget_tokens` is ignored, and the log says so once."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -97,6 +97,8 @@ def chat_fields(body: CountTokensBody, note: Note) -> dict[str, Any]:
         fields["response_format"] = _response_format(output_format)
     if body.messages[-1].role == "assistant":  # which begins the answer
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        note("requests have thinking.budget_tokens, which is ignored; give max_tokens, or thinking disabled")
     if isinstance(body, MessagesBody):
         fields |= {"include_reasoning": body.shows_thinking, "stop": body.stop_sequences}
     return {name: value for name, value in fields.items() if value is not None}
