@@ -135,7 +135,7 @@ def test_an_edited_answer_is_what_the_next_question_follows(page: Page, server: 
     say(page, "sure?")
     expect(answers(page).last.locator(".figures")).to_be_visible()
     assert sent(server) == [("user", "2+2?"), ("assistant", "five"), ("user", "sure?")]
-    answers(page).last.get_by_role("button", name="New try").click()
+    answers(page).last.get_by_role("button", name="Regenerate").click()
     expect(page.get_by_label("Branch 2 of 2")).to_have_count(2)
     assert sent(server) == [("user", "2+2?"), ("assistant", "five"), ("user", "sure?")]
 
@@ -220,6 +220,44 @@ def test_errors_say_what_happened_and_can_be_tried_again(page: Page, server: Fak
     assert sent(server) == [("user", "hello")]
 
 
+def test_a_model_that_loads_is_waited_for(page: Page, server: FakeServer) -> None:
+    loading = {"error": {"message": "the model is loading", "type": "service_unavailable_error", "code": "loading"}}
+    server.script = Script(refuse=(503, loading))
+    say(page, "hello")
+    expect(answers(page)).to_contain_text("The model is still loading")
+    told(server, "ready now")
+    expect(answers(page)).to_contain_text("ready now")
+    expect(answers(page)).not_to_contain_text("loading")
+    assert len(server.requests) >= 2 and all(request == server.requests[0] for request in server.requests)
+    server.script = Script(refuse=(503, loading))
+    say(page, "again")
+    expect(answers(page).last).to_contain_text("The model is still loading")
+    page.keyboard.press("Escape")
+    expect(answers(page).last).to_contain_text("Stopped before the first word.")
+
+
+def test_stopping_while_it_thinks_is_no_stop_before_the_first_word(page: Page, server: FakeServer) -> None:
+    server.script = Script(reasoning=["hmm "] * 2000, gap_s=0.02)
+    say(page, "think")
+    expect(page.get_by_text("Thinking…")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(answers(page)).to_contain_text("Stopped while thinking.")
+    expect(answers(page)).not_to_contain_text("first word")
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+
+
+def test_an_answer_cut_at_the_limit_can_be_continued(page: Page, server: FakeServer) -> None:
+    told(server, "one two", finish_reason="length")
+    say(page, "count")
+    expect(page.locator(".figures")).to_contain_text("cut at the token limit")
+    told(server, " three")
+    page.get_by_role("button", name="Continue").click()
+    expect(answers(page).locator(".prose")).to_have_text("one two three")
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)
+    page.get_by_role("button", name="Raw").click()
+    assert json.loads(page.get_by_label("Request as sent").inner_text()) == server.requests[-1]
+
+
 def test_a_server_that_is_gone(page: Page, server: FakeServer) -> None:
     page.route("**/v1/chat/completions", lambda route: route.abort("connectionrefused"))
     say(page, "hello")
@@ -233,7 +271,7 @@ def test_key_temperature_and_limit_are_sent(page: Page, server: FakeServer) -> N
     page.get_by_role("button", name="Open settings").click()
     page.get_by_label("API key").fill("secret")
     page.get_by_label("Temperature").fill("0.3")
-    page.get_by_label("Longest answer").fill("77")
+    page.get_by_label("Max tokens").fill("77")
     page.get_by_role("button", name="Save").click()
     server.script = Script()
     page.get_by_role("button", name="Try again").click()
@@ -250,7 +288,12 @@ def test_key_temperature_and_limit_are_sent(page: Page, server: FakeServer) -> N
 
 def test_all_ways_to_sample_are_sent_and_shown_raw(page: Page, server: FakeServer) -> None:
     page.get_by_role("button", name="Settings").click()
-    for label, value in (("Top p", "0.9"), ("Top k", "40"), ("Seed", "7"), ("Stop at", "END\n\\n\\nUser:\na\\\\b")):
+    for label, value in (
+        ("Top p", "0.9"),
+        ("Top k", "40"),
+        ("Seed", "7"),
+        ("Stop sequences", "END\n\\n\\nUser:\na\\\\b"),
+    ):
         page.get_by_label(label).fill(value)
     page.get_by_role("button", name="Save").click()
     page.reload()
@@ -266,7 +309,7 @@ def test_all_ways_to_sample_are_sent_and_shown_raw(page: Page, server: FakeServe
     assert (came["usage"]["prompt_tokens"], came["cache"]["miss"], came["finish_reason"]) == (100, "cold", "stop")
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Settings").click()
-    expect(page.get_by_label("Stop at")).to_have_value("END\n\\n\\nUser:\na\\\\b")
+    expect(page.get_by_label("Stop sequences")).to_have_value("END\n\\n\\nUser:\na\\\\b")
 
 
 def test_a_server_that_hides_its_models_asks_for_the_key(page: Page, server: FakeServer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from tests.client.fake_server import FakeServer
+from tests.client.fake_server import FakeServer, Script
 from tests.page.test_page import answers, questions, say, told
 
 
@@ -127,7 +127,13 @@ def test_a_full_browser_says_so_and_goes_on(page: Page, server: FakeServer) -> N
     say(page, "kept")
     expect(page.locator(".figures")).to_be_visible()
     page.evaluate(
-        "localStorage.setItem('forkpoint.talk.big', JSON.stringify({name: 'x', pad: 'x'.repeat(3999000), changed: 1}))"
+        """() => {
+            for (let size = 6_000_000; ; size -= 1000)
+                try {
+                    const pad = "x".repeat(size);
+                    return localStorage.setItem("forkpoint.talk.big", JSON.stringify({ name: "x", pad, changed: 1 }));
+                } catch {}
+        }"""
     )
     told(server, "y" * 2000)
     say(page, "not kept any more")
@@ -170,3 +176,129 @@ def test_another_tab_shows_what_this_one_writes(page: Page, server: FakeServer) 
     expect(answers(page)).to_have_count(2)
     expect(answers(other)).to_have_count(2)
     other.close()
+
+
+def test_a_reload_while_an_answer_streams_keeps_all_that_was_shown(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=[f"word{number} " for number in range(2000)], reasoning=["why"], gap_s=0.02)
+    say(page, "talk")
+    expect(answers(page)).to_contain_text("word5 ")
+    shown = page.evaluate(
+        """() => { const text = document.querySelector(".prose").innerText; location.reload(); return text.trim() }"""
+    )
+    expect(page.get_by_text("Interrupted: the page was closed or reloaded")).to_be_visible()
+    kept = answers(page).locator(".prose").inner_text()
+    assert kept.startswith(shown)
+    expect(page.locator("details.thought")).to_be_visible()
+    told(server, "and the end.")
+    page.get_by_role("button", name="Continue").click()
+    expect(answers(page)).to_contain_text("and the end.")
+    expect(answers(page)).to_contain_text(kept)
+    expect(page.get_by_text("Interrupted")).to_have_count(0)
+    body = server.requests[-1]
+    assert body["continue_final_message"] is True
+    assert body["messages"][-1]["role"] == "assistant" and body["messages"][-1]["content"].startswith(kept)
+    page.reload()
+    expect(answers(page)).to_contain_text("and the end.")
+
+
+def test_an_interrupted_answer_can_be_generated_again(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=["word "] * 2000, gap_s=0.02)
+    say(page, "talk")
+    expect(answers(page)).to_contain_text("word word")
+    page.reload()
+    told(server, "new")
+    page.locator(".unfinished").get_by_role("button", name="Regenerate").click()
+    expect(answers(page)).to_contain_text("new")
+    expect(page.get_by_label("Branch 2 of 2")).to_be_visible()
+    assert [message["role"] for message in server.requests[-1]["messages"]] == ["user"]
+
+
+def test_a_tab_that_ended_without_a_word_leaves_an_interrupted_answer(page: Page, server: FakeServer) -> None:
+    server.script = Script(words=["word "] * 2000, gap_s=0.02)
+    say(page, "talk")
+    expect(answers(page)).to_contain_text("word word")
+    other = second_tab(page, server, "talk")
+    expect(other.locator(".unfinished")).to_have_count(0)
+    page.evaluate("window.addEventListener('pagehide', event => event.stopImmediatePropagation(), { capture: true })")
+    page.close(run_before_unload=False)
+    other.clock.install()
+    other.clock.fast_forward(15_000)
+    expect(other.get_by_text("Interrupted: the page was closed or reloaded")).to_be_visible()
+
+
+def second_tab(page: Page, server: FakeServer, name: str) -> Page:
+    other = page.context.new_page()
+    other.goto(server.url + "/")
+    expect(other.get_by_label("Model")).to_be_visible()
+    open_list(other)
+    other.get_by_role("button", name=name, exact=False).first.click()
+    return other
+
+
+def test_two_tabs_that_write_at_once_keep_both(page: Page, server: FakeServer) -> None:
+    say(page, "one")
+    expect(page.locator(".figures")).to_be_visible()
+    other = second_tab(page, server, "one")
+    server.choose = lambda body: Script(words=[body["messages"][-1]["content"].upper() + " "] * 20, gap_s=0.02)
+    say(page, "from this tab")
+    say(other, "from the other")
+    expect(page.locator(".figures")).to_have_count(2)
+    expect(other.locator(".figures")).to_have_count(2)
+    expect(questions(page).last).to_contain_text("from this tab")
+    expect(questions(other).last).to_contain_text("from the other")
+    for tab in (page, other):
+        tab.reload()
+        expect(tab.get_by_label("Branch", exact=False).filter(has_text="/2")).to_have_count(1)
+        texts = {answers(tab).last.locator(".prose").inner_text().split(" ")[2]}
+        if tab.get_by_role("button", name="Next branch").is_enabled():
+            tab.get_by_role("button", name="Next branch").click()
+        else:
+            tab.get_by_role("button", name="Previous branch").click()
+        texts.add(answers(tab).last.locator(".prose").inner_text().split(" ")[2])
+        assert texts == {"TAB", "OTHER"}
+    other.close()
+
+
+def test_another_tab_shows_an_answer_as_it_grows(page: Page, server: FakeServer) -> None:
+    say(page, "one")
+    expect(page.locator(".figures")).to_be_visible()
+    other = second_tab(page, server, "one")
+    server.script = Script(words=["word "] * 2000, gap_s=0.02)
+    say(page, "two")
+    expect(answers(other)).to_have_count(2)
+    expect(answers(other).last).to_contain_text("word word")
+    expect(other.locator(".unfinished")).to_have_count(0)
+    page.keyboard.press("Escape")
+    expect(other.locator(".figures").last).to_contain_text("stopped")
+    other.close()
+
+
+def test_words_of_messages_find_conversations(page: Page, server: FakeServer) -> None:
+    for question, answer in (("about fruit", "An Apple a day"), ("about cars", "Four wheels")):
+        start_over(page)
+        told(server, answer)
+        say(page, question)
+        expect(page.locator(".figures")).to_be_visible()
+    open_list(page)
+    search = page.get_by_label("Search in conversations")
+    for words, expected in (("apple", ["about fruit"]), ("ABOUT", ["about cars", "about fruit"]), ("boat", [])):
+        search.fill(words)
+        expect(page.locator("#talks-list .title span")).to_have_text(expected)
+    expect(page.get_by_text("No conversation has these words.")).to_be_visible()
+
+
+def test_a_conversation_stored_as_one_record_still_opens(page: Page, server: FakeServer) -> None:
+    nodes = [
+        ["root", {"id": "root", "children": ["1"], "active": "1"}],
+        ["1", {"id": "1", "parent": "root", "role": "user", "content": "old one", "children": ["2"], "active": "2"}],
+        ["2", {"id": "2", "parent": "1", "role": "assistant", "content": "answer", "children": [], "active": None}],
+    ]
+    record = {"title": "", "name": "old one", "changed": 1, "tree": {"nodes": nodes, "nextId": 3}}
+    page.evaluate("text => localStorage.setItem('forkpoint.talk.old', text)", json.dumps(record))
+    open_list(page)
+    page.get_by_role("button", name="old one", exact=False).first.click()
+    say(page, "more")
+    expect(answers(page)).to_have_count(2)
+    expect(page.locator(".figures")).to_be_visible()
+    page.reload()
+    expect(answers(page)).to_have_count(2)

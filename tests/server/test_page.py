@@ -20,7 +20,7 @@ def test_the_chat_page_branches_for_less(server: RunningServer, browser: Browser
     page = browser.new_page()
     page.goto(server.url + "/")
     page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Longest answer").fill("8")
+    page.get_by_label("Max tokens").fill("8")
     page.get_by_role("button", name="Save").click()
     page.get_by_role("button", name="Add system prompt").click()
     page.get_by_label("Edit: system prompt").fill("Fill some blocks. " * 10)

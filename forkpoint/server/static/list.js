@@ -1,8 +1,11 @@
 /* The list of conversations that this browser keeps. */
 
 import { $, action, download, element } from "./dom.js";
-import { allKept, forget, isKeyOf, keep, readKept, readTalk } from "./talks.js";
+import { allKept, forget, keep, readKept } from "./store.js";
+import { readTalk } from "./talks.js";
 
+const NOTHING_KEPT = "Nothing here yet. Conversations are kept in this browser alone.";
+const NOTHING_FOUND = "No conversation has these words.";
 const DATE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 
 export class TalkList {
@@ -13,14 +16,16 @@ export class TalkList {
     $("open-talks").onclick = () => this.open();
     $("import").onclick = () => $("import-file").click();
     $("import-file").onchange = () => this.import($("import-file").files[0]);
-    window.addEventListener("storage", (event) => {
-      if ($("talks").open) this.draw();
-      if (event.key && isKeyOf(event.key, app.talk.id)) app.changedElsewhere();
-    });
+    $("search").oninput = () => this.draw();
+  }
+
+  storedElsewhere() {
+    if ($("talks").open && !$("talks").contains(document.querySelector(".rename, .sure"))) this.draw();
   }
 
   open() {
     this.chosen = this.app.talk.id;
+    $("search").value = "";
     this.say("");
     this.draw();
     $("talks").showModal();
@@ -32,9 +37,11 @@ export class TalkList {
   }
 
   draw() {
-    const kept = allKept();
+    const words = $("search").value,
+      kept = allKept(words);
     $("talks-list").replaceChildren(...kept.map((talk) => this.row(talk)));
     $("talks-none").hidden = kept.length > 0;
+    $("talks-none").textContent = words.trim() ? NOTHING_FOUND : NOTHING_KEPT;
   }
 
   row(talk) {

@@ -5,7 +5,8 @@ import { TalkList } from "./list.js";
 import { AnswerView, messageView, idle } from "./messages.js";
 import { ServerError, request, requestFields, streamAnswer } from "./server.js";
 import { Settings } from "./settings.js";
-import { Talk, keep, load, readKept, save } from "./talks.js";
+import { BEAT_MS, forgetNode, interrupt, isLost, keep, keepInterrupted, load, readKept, readKey, save } from "./store.js";
+import { Talk } from "./talks.js";
 
 const model = $("model"),
   input = $("input"),
@@ -19,6 +20,9 @@ const OPENINGS = [
   "What can you do?",
 ];
 const LONG_DRAWING_MS = 20;
+const SAVE_MS = 400; // between two writes of an answer that grows
+const LEAVING_MS = 3000; // after which the page has stayed
+const RETRY_MS = 2000; // between two requests to a server that is not ready
 const FULL =
   "The browser's room for conversations is full: what is new here is not kept. Export this conversation, or delete others.";
 
@@ -28,7 +32,10 @@ class App {
     const id = load("sessionStorage", "talk", null);
     this.talk = (id && readKept(id)) || Talk.start(this.settings.values.system);
     this.editing = null; // id of the message that is being edited
-    this.running = null; // the AbortController of the answer that is being written
+    this.running = null; // the AbortController of the answer that this tab receives
+    this.growing = null; // {talk, node} of that answer
+    this.leavingUntil = 0;
+    this.retryTimer = 0;
     this.answers = new WeakMap(); // node: its view, so that no answer is read twice
     this.openSettings = () => this.settings.open();
     this.cancelEdit = () => this.#edited(null);
@@ -101,17 +108,35 @@ class App {
   /* ---- Questions and answers ---- */
 
   ask(text) {
-    this.answer(this.tree.add(this.tree.path().at(-1).id, { role: "user", content: text }));
+    let last = this.tree.path().at(-1);
+    // While another tab receives an answer, a question here is a branch beside that answer's question.
+    if (last.streaming) last = this.tree.get(this.tree.get(last.parent).parent);
+    this.answer(this.tree.add(last.id, { role: "user", content: text }));
     scrollToEnd();
   }
 
-  async answer(question) {
-    const { talk } = this;
-    const messages = talk.tree.messagesTo(question);
+  answer(question) {
     const sent = requestFields(model.value, this.settings.values);
-    const empty = { role: "assistant", content: "", reasoning: "", streaming: true, sent };
-    const node = talk.tree.add(question.id, empty);
+    const node = this.tree.add(question.id, { role: "assistant", content: "", reasoning: "", sent });
+    return this.#receive(node, this.tree.messagesTo(question));
+  }
+
+  /* Goes on with an answer that ended early. */
+  continueAnswer(node) {
+    if (this.running) return;
+    for (const name of ["stopped", "interrupted", "error", "finish", "figures"]) delete node[name];
+    node.sent = { ...requestFields(model.value, this.settings.values), continue_final_message: true };
+    node.continuedAt = node.content.length;
+    this.answers.delete(node); // its last block may grow again
+    this.#receive(node, this.tree.messagesTo(node));
+  }
+
+  async #receive(node, messages) {
+    const { talk } = this;
     const running = (this.running = new AbortController());
+    node.streaming = true;
+    this.growing = { talk, node };
+    talk.tree.changed(node);
     this.changed();
     this.renamed();
     announce("Waiting for the answer");
@@ -120,11 +145,20 @@ class App {
       this.answerView(node).draw();
       if (follow) scrollToEnd();
     });
+    let savedAt = performance.now();
+    const grew = () => {
+      drawing.ask();
+      if (performance.now() - savedAt < SAVE_MS) return;
+      this.#keepGrowing();
+      savedAt = performance.now();
+    };
+    const beat = setInterval(() => this.#keepGrowing(), BEAT_MS);
     try {
-      await streamAnswer(node, messages, this.settings.apiKey, running.signal, () => drawing.ask());
+      await streamAnswer(node, messages, this.settings.apiKey, running.signal, grew);
       announce("The answer is complete");
     } catch (error) {
       if (error.name === "AbortError") node.stopped = true;
+      else if (performance.now() < this.leavingUntil) node.interrupted = true; // the browser ended the request
       else
         node.error = {
           message: error instanceof ServerError ? error.message : `The answer cannot be read (${error.message}).`,
@@ -132,12 +166,27 @@ class App {
         };
       announce(node.stopped ? "Stopped" : "");
     } finally {
+      clearInterval(beat);
       drawing.end();
       node.streaming = false;
-      if (this.running === running) this.running = null;
+      talk.tree.changed(node);
+      if (this.running === running) this.running = this.growing = null;
       if (readKept(talk.id) || talk === this.talk) this.keep(talk); // unless it was deleted meanwhile
       this.render();
     }
+  }
+
+  #keepGrowing() {
+    if (!this.growing) return;
+    const { talk, node } = this.growing;
+    talk.tree.changed(node);
+    this.keep(talk);
+  }
+
+  /* The page is about to go. A browser says so for links that start a download or a mail, too. */
+  leave() {
+    this.leavingUntil = performance.now() + LEAVING_MS;
+    if (this.growing) keepInterrupted(this.growing.talk, this.growing.node);
   }
 
   stop() {
@@ -147,7 +196,10 @@ class App {
   retry(node) {
     if (this.running) return;
     const question = this.tree.get(node.parent);
-    if (node.error && !node.children.length) this.tree.remove(node);
+    if (node.error && !node.content && !node.children.length) {
+      this.tree.remove(node);
+      forgetNode(this.talk, node);
+    }
     this.answer(question);
   }
 
@@ -175,6 +227,7 @@ class App {
     if (text === node.content && node.role !== "user") return this.changed();
     if (this.isChangeable(node)) {
       node.content = text;
+      this.tree.changed(node);
       return this.changed();
     }
     const made = this.tree.add(node.parent, { role: node.role, content: text, edited: true });
@@ -203,7 +256,7 @@ class App {
 
   openTalk(talk) {
     this.stop();
-    this.running = null;
+    this.running = this.growing = null;
     this.editing = null;
     this.talk = talk;
     save("sessionStorage", "talk", talk.isEmpty ? null : talk.id);
@@ -213,18 +266,48 @@ class App {
     input.focus();
   }
 
-  /* Another tab wrote the conversation that is open here. */
-  changedElsewhere() {
-    const found = readKept(this.talk.id);
-    if (!found || this.running || this.editing !== null) return;
-    this.talk = found;
-    this.render();
-    this.renamed();
+  /* Another tab stored or deleted a record. */
+  storedElsewhere(key, text) {
+    const place = readKey(key);
+    if (place?.talkId !== this.talk.id) return;
+    const { tree } = this;
+    if (!place.nodeId) {
+      if (text) this.talk.title = JSON.parse(text).title ?? "";
+      else for (const node of tree.nodes.values()) if (node.id !== "root") tree.changed(node); // deleted: kept if it goes on here
+      return this.renamed();
+    }
+    const known = tree.get(place.nodeId);
+    if (known && known === this.growing?.node) return;
+    if (!text) {
+      if (known && !known.children.length) tree.remove(known);
+      if (known) this.#renderUnlessEditing();
+      return;
+    }
+    const wasStreaming = known?.streaming;
+    const node = tree.put(JSON.parse(text));
+    const follow = isAtEnd();
+    if (wasStreaming && node.streaming) this.answerView(node).draw();
+    else this.#renderUnlessEditing();
+    if (follow) scrollToEnd();
+  }
+
+  #renderUnlessEditing() {
+    if (this.editing === null) this.render(); // the end of the edit renders too
+  }
+
+  /* Answers that another tab was receiving when it ended without a word. */
+  findLost() {
+    const lost = [...this.tree.nodes.values()].filter((node) => node !== this.growing?.node && isLost(node));
+    if (!lost.length) return;
+    for (const node of lost) this.tree.changed(interrupt(node));
+    this.keep(this.talk);
+    this.#renderUnlessEditing();
   }
 
   /* ---- Models ---- */
 
   async loadModels() {
+    clearTimeout(this.retryTimer);
     try {
       const { data } = await (await request("v1/models", this.settings.apiKey)).json();
       const before = model.value || this.settings.values.model;
@@ -236,8 +319,11 @@ class App {
       banner.hidden = true;
     } catch (error) {
       const again = action("Try again", () => this.loadModels());
-      banner.replaceChildren(element("span", { textContent: error.message }), again);
+      const isTemporary = error.status === undefined || error.status === 503;
+      const text = error.message + (isTemporary ? " Trying again…" : "");
+      banner.replaceChildren(element("span", { textContent: text }), again);
       if (error.status === 401) banner.append(action("Open settings", this.openSettings));
+      if (isTemporary) this.retryTimer = setTimeout(() => this.loadModels(), RETRY_MS);
       banner.hidden = false;
     }
     this.modelChanged();
@@ -329,6 +415,12 @@ $("open-settings").onclick = app.openSettings;
 $("settings").onclose = () => {
   if (app.settings.close() || !model.value) app.loadModels();
 };
+for (const event of ["beforeunload", "pagehide"]) window.addEventListener(event, () => app.leave());
+window.addEventListener("storage", (event) => {
+  app.storedElsewhere(event.key, event.newValue);
+  talks.storedElsewhere();
+});
+setInterval(() => app.findLost(), BEAT_MS);
 app.render();
 app.renamed();
 app.loadModels();

@@ -48,53 +48,92 @@ function systemView(node, app) {
   );
 }
 
-/* An answer that may still grow: `draw` shows what has come since. */
+/* An answer that may still grow: `draw` shows what came since. Nodes that are shown stay, so that nothing in them scrolls back. */
 export class AnswerView {
   constructor(node, app) {
     this.node = node;
     this.app = app;
+    this.thought = new ThoughtView(node);
     this.prose = new Prose();
-    this.view = element("div", { className: "body" });
+    this.rest = element("div");
+    this.view = element("div", { className: "body" }, this.thought.view, this.prose.view, this.rest);
   }
   draw() {
     const { node } = this;
-    const parts = [];
-    if (node.reasoning) parts.push(thoughtView(node));
-    if (node.content) {
-      this.prose.show(node.content, Boolean(node.streaming));
-      parts.push(this.prose.view);
-    } else if (node.streaming && !node.reasoning)
-      parts.push(element("div", { className: "waiting", role: "img", ariaLabel: "Waiting for the first token" }));
-    else if (!node.streaming && !node.error)
-      parts.push(
-        element("p", {
-          className: "none",
-          textContent: node.stopped ? "Stopped before the first word." : "The answer is empty.",
-        }),
-      );
+    this.thought.draw();
+    this.prose.view.hidden = !node.content;
+    if (node.content) this.prose.show(node.content, Boolean(node.streaming));
+    const parts = (node.toolCalls ?? []).filter(Boolean).map(callView);
+    const isEmpty = !node.content && !parts.length;
+    if (node.streaming && isEmpty && !node.reasoning) parts.push(waitingView(node));
+    if (!node.streaming && !node.error && isEmpty) parts.push(element("p", { className: "none", textContent: emptyText(node) }));
     if (node.error) parts.push(failureView(node, this.app));
-    this.view.replaceChildren(...parts);
+    else if (!node.streaming && isUnfinished(node)) parts.push(unfinishedView(node, this.app));
+    this.rest.replaceChildren(...parts);
     return this.view;
   }
 }
 
-function thoughtView(node) {
-  const seconds = node.thoughtSeconds >= 0.1 ? ` for ${node.thoughtSeconds.toFixed(1)} s` : "";
-  const fold = element(
-    "details",
-    { className: "thought", open: Boolean(node.unfolded) },
-    element("summary", { textContent: node.streaming && !node.content ? "Thinking…" : "Thought" + seconds }),
-    element("div", { textContent: node.reasoning.trim() }),
+function waitingView(node) {
+  if (!node.isLoading) return element("div", { className: "waiting", role: "img", ariaLabel: "Waiting for the first token" });
+  return element("p", { className: "none waiting", textContent: "The model is still loading. The answer starts when it is ready. " });
+}
+
+function emptyText(node) {
+  if (node.interrupted) return "The page was closed before the first word.";
+  if (node.stopped) return node.reasoning ? "Stopped while thinking." : "Stopped before the first word.";
+  return node.reasoning ? "The model thought, but gave no answer." : "The answer is empty.";
+}
+
+function isUnfinished(node) {
+  return Boolean(node.interrupted || node.stopped || node.finish === "length");
+}
+
+/* Says why an answer is not whole, with what can be done about it. */
+function unfinishedView(node, app) {
+  const view = element("div", { className: "unfinished" });
+  if (node.interrupted && (node.content || node.reasoning))
+    view.append(element("span", { textContent: "Interrupted: the page was closed or reloaded before the answer was complete." }));
+  if (node.content) view.append(idle(action("Continue", () => app.continueAnswer(node))));
+  if (node.interrupted) view.append(idle(action("Regenerate", () => app.retry(node))));
+  return view;
+}
+
+function callView({ name, arguments: text }) {
+  return element(
+    "div",
+    { className: "call" },
+    element("b", { textContent: "Tool call: " }),
+    element("code", { textContent: name }),
+    element("pre", { textContent: text, tabIndex: 0, ariaLabel: `Arguments of ${name}` }),
   );
-  fold.ontoggle = () => {
-    node.unfolded = fold.open;
-  };
-  return fold;
+}
+
+/* The folded reasoning of an answer. */
+class ThoughtView {
+  constructor(node) {
+    this.node = node;
+    this.summary = element("summary");
+    this.text = element("div");
+    this.view = element("details", { className: "thought", hidden: true }, this.summary, this.text);
+  }
+  draw() {
+    const { node } = this;
+    this.view.hidden = !node.reasoning;
+    if (!node.reasoning) return;
+    const seconds = node.thoughtSeconds >= 0.1 ? ` for ${node.thoughtSeconds.toFixed(1)} s` : "";
+    this.summary.textContent = node.streaming && !node.content ? "Thinking…" : "Thought" + seconds;
+    const text = node.reasoning.trim(),
+      shown = this.text.textContent;
+    if (!this.text.firstChild || !text.startsWith(shown)) this.text.replaceChildren(text);
+    else if (text.length > shown.length) this.text.firstChild.appendData(text.slice(shown.length));
+  }
 }
 
 function failureView(node, app) {
   const again = idle(action("Try again", () => app.retry(node)));
   const view = element("div", { className: "failure", role: "alert" }, node.error.message + " ", again);
+  if (node.content) view.append(idle(action("Continue", () => app.continueAnswer(node))));
   if (node.error.status === 401) view.append(action("Open settings", app.openSettings));
   return view;
 }
@@ -107,7 +146,7 @@ function underView(node, app) {
   view.append(branchesView(node, app));
   const buttons = [];
   if (node.content) buttons.push(action("Copy", (event) => copyText(node.content, event.currentTarget), "message"));
-  if (isAnswer && !node.error) buttons.push(idle(action("New try", () => app.retry(node))));
+  if (isAnswer && !node.error) buttons.push(idle(action("Regenerate", () => app.retry(node))));
   if (node.content || !isAnswer) buttons.push(idle(action("Edit", () => app.edit(node), "and branch")));
   if (isAnswer && node.sent) buttons.push(action("Raw", () => showRaw(node, app), "request and figures"));
   view.append(element("span", { className: "acts" }, ...buttons));
@@ -202,7 +241,9 @@ function editorView(node, app) {
 }
 
 function showRaw(node, app) {
-  const asked = { ...node.sent, messages: app.tree.messagesTo(app.tree.get(node.parent)) };
+  const messages = app.tree.messagesTo(app.tree.get(node.parent));
+  if (node.sent.continue_final_message) messages.push({ role: "assistant", content: node.content.slice(0, node.continuedAt) });
+  const asked = { ...node.sent, messages };
   const { usage = null, cache = null, speculation, finish: finish_reason = null, content, reasoning } = node;
   $("raw-request").textContent = JSON.stringify(asked, null, 2);
   $("raw-answer").textContent = JSON.stringify({ usage, cache, speculation, finish_reason, reasoning, content }, null, 2);

@@ -1,9 +1,13 @@
 /* The server: OpenAI's API, and what forkpoint adds to it. */
 
+const LOADING = "loading"; // the code of the error 503 while the model loads
+const RETRY_MS = 1000;
+
 export class ServerError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -19,16 +23,40 @@ export async function request(path, apiKey, options = {}) {
   }
   if (response.ok) return response;
   const text = await response.text();
-  let message = text.slice(0, 300);
+  let message = text.slice(0, 300),
+    code = null;
   try {
     const body = JSON.parse(text);
     message = body.error?.message ?? body.detail ?? message;
+    code = body.error?.code;
   } catch {
     /* not JSON: show it as it is */
   }
   if (response.status === 401)
     message = "The server wants an API key, and " + (apiKey ? "refused this one." : "none is set.");
-  throw new ServerError(message || `The server answered ${response.status}.`, response.status);
+  throw new ServerError(message || `The server answered ${response.status}.`, response.status, code);
+}
+
+/* The response of a server whose model is ready. `waits` is called while it loads. */
+async function requestWhenLoaded(path, apiKey, options, waits) {
+  for (;;)
+    try {
+      return await request(path, apiKey, options);
+    } catch (error) {
+      if (error.status !== 503 || error.code !== LOADING) throw error;
+      waits();
+      await pause(RETRY_MS, options.signal);
+    }
+}
+
+function pause(ms, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    });
+  });
 }
 
 async function* events(response) {
@@ -66,12 +94,17 @@ export async function streamAnswer(node, messages, apiKey, signal, changed) {
     last = null,
     ended = false;
   try {
-    const response = await request("v1/chat/completions", apiKey, {
+    const options = {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ ...node.sent, messages }),
       signal,
+    };
+    const response = await requestWhenLoaded("v1/chat/completions", apiKey, options, () => {
+      node.isLoading = true;
+      changed();
     });
+    delete node.isLoading;
     for await (const data of events(response)) {
       if (data === "[DONE]") {
         ended = true;
@@ -87,7 +120,8 @@ export async function streamAnswer(node, messages, apiKey, signal, changed) {
       const text = choice.delta?.content ?? "",
         thought = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
       node.finish = choice.finish_reason ?? node.finish;
-      if (!text && !thought) continue;
+      for (const call of choice.delta?.tool_calls ?? []) addCall(node, call);
+      if (!text && !thought && !choice.delta?.tool_calls) continue;
       last = performance.now();
       first ??= last;
       if (text && node.reasoning && !node.thoughtSeconds) node.thoughtSeconds = (last - first) / 1000;
@@ -97,7 +131,16 @@ export async function streamAnswer(node, messages, apiKey, signal, changed) {
     }
     if (!ended) throw new ServerError("The answer broke off. The server may have stopped.");
   } finally {
+    delete node.isLoading;
     if (first !== null)
       node.figures = { firstTokenSeconds: (first - started) / 1000, decodeSeconds: (last - first) / 1000 };
   }
+}
+
+/* Tool calls come in pieces; each piece names the call that it belongs to. */
+function addCall(node, { index, function: part }) {
+  node.toolCalls ??= [];
+  const call = (node.toolCalls[index ?? 0] ??= { name: "", arguments: "" });
+  call.name += part?.name ?? "";
+  call.arguments += part?.arguments ?? "";
 }

@@ -1,7 +1,7 @@
 /* The settings and their dialog. They stay in the browser, the key only as long as the tab. */
 
 import { $ } from "./dom.js";
-import { load, save } from "./talks.js";
+import { load, save } from "./store.js";
 
 /* Numbers, by the id of their field. Null leaves the choice to the server. */
 const NUMBERS = {

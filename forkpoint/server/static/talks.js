@@ -1,55 +1,68 @@
-/* Conversations, and where the browser keeps them. */
+/* Conversations. store.js keeps them. */
 
-const PREFIX = "forkpoint.talk.";
-const MAX_CHARACTERS = 4_000_000; // of all conversations together; browsers give a page about five million
 const LONGEST_NAME = 60;
 const ROLES = ["system", "user", "assistant"];
+const TREE_FIELDS = ["children", "active"]; // what follows from other nodes and choices
 
-export function load(storage, name, otherwise) {
-  try {
-    return JSON.parse(window[storage].getItem("forkpoint." + name)) ?? otherwise;
-  } catch {
-    return otherwise;
-  }
-}
-
-export function save(storage, name, value) {
-  try {
-    window[storage].setItem("forkpoint." + name, JSON.stringify(value));
-  } catch {
-    /* storage is full or forbidden: go on without */
-  }
-}
-
-/* A tree: edits and new tries are siblings, one child of each node is the active one. */
+/* A tree of messages: edits and new tries are siblings, and one child of each node is the active one.
+   Ids are unique across tabs, so that trees that grew in two tabs merge. */
 export class Tree {
-  constructor(saved) {
-    this.nodes = new Map(saved?.nodes ?? [["root", { id: "root", children: [], active: null }]]);
-    this.nextId = saved?.nextId ?? 1;
-    for (const node of this.nodes.values())
-      if (node.streaming) Object.assign(node, { streaming: false, stopped: true });
+  constructor() {
+    this.nodes = new Map([["root", { id: "root", children: [], active: null }]]);
+    this.unsaved = new Set(); // nodes that changed here and are not stored yet
   }
   get(id) {
     return this.nodes.get(id);
   }
   add(parentId, fields) {
-    const node = { id: String(this.nextId++), parent: parentId, children: [], active: null, ...fields };
-    this.nodes.set(node.id, node);
-    this.get(parentId).children.push(node.id);
+    const node = this.#insert({ id: newId(), parent: parentId, ...fields });
     this.get(parentId).active = node.id;
+    this.unsaved.add(node);
+    return node;
+  }
+  changed(node) {
+    this.unsaved.add(node);
+  }
+  /* Takes over a stored node. A new sibling does not take the place of the one that is shown. */
+  put(record) {
+    const known = this.get(record.id);
+    if (known) {
+      for (const name of Object.keys(known)) if (!TREE_FIELDS.includes(name) && !(name in record)) delete known[name];
+      return Object.assign(known, record);
+    }
+    if (!this.nodes.has(record.parent)) return null;
+    const node = this.#insert(record);
+    this.get(record.parent).active ??= node.id;
+    return node;
+  }
+  #insert(fields) {
+    const node = { ...fields, children: [], active: null };
+    const { children } = this.get(node.parent);
+    this.nodes.set(node.id, node);
+    children.push(node.id);
+    children.sort(); // ids begin with the time
     return node;
   }
   remove(node) {
     const parent = this.get(node.parent);
     parent.children = parent.children.filter((id) => id !== node.id);
-    parent.active = parent.children.at(-1) ?? null;
+    if (parent.active === node.id) parent.active = parent.children.at(-1) ?? null;
     this.nodes.delete(node.id);
+    this.unsaved.delete(node);
   }
   siblings(node) {
     return this.get(node.parent).children;
   }
   choose(id) {
     this.get(this.get(id).parent).active = id;
+  }
+  /* {id: id of its active child}, and the way back. */
+  choices() {
+    return Object.fromEntries([...this.nodes.values()].filter((node) => node.active).map((node) => [node.id, node.active]));
+  }
+  applyChoices(choices) {
+    for (const [id, active] of Object.entries(choices ?? {}))
+      if (this.get(active)?.parent === id) this.get(id).active = active;
   }
   path() {
     const found = [];
@@ -67,7 +80,7 @@ export class Tree {
       .map(({ role, content }) => ({ role, content }));
   }
   toJSON() {
-    return { nodes: [...this.nodes], nextId: this.nextId };
+    return { nodes: [...this.nodes] };
   }
 }
 
@@ -78,7 +91,7 @@ export class Talk {
     this.title = title;
   }
   static start(system) {
-    const tree = new Tree(null);
+    const tree = new Tree();
     tree.add("root", { role: "system", content: system });
     return new Talk(tree);
   }
@@ -115,8 +128,13 @@ export function readTalk(text) {
   }
   if (found?.kind !== "forkpoint conversation" || !Array.isArray(found.tree?.nodes))
     throw new Error("this is no conversation that was exported here");
-  const given = new Map(found.tree.nodes);
-  const tree = new Tree(null);
+  return new Talk(importedTree(found.tree), { title: String(found.title ?? "").slice(0, 200) });
+}
+
+/* A tree as asJSON wrote it, with new ids. */
+export function importedTree(saved) {
+  const given = new Map(saved.nodes);
+  const tree = new Tree();
   const copy = (from, to) => {
     let active = null;
     for (const id of from.children) {
@@ -135,66 +153,19 @@ export function readTalk(text) {
   if (!Array.isArray(root?.children)) throw new Error("this conversation has no beginning");
   copy(root, "root");
   if (!tree.path().length) throw new Error("this conversation is empty");
-  return new Talk(tree, { title: String(found.title ?? "").slice(0, 200) });
+  return tree;
 }
 
-/* ---- The browser's storage, shared by all tabs ---- */
-
-export function readKept(id) {
-  try {
-    const found = JSON.parse(localStorage.getItem(PREFIX + id));
-    return found && new Talk(new Tree(found.tree), { id, title: found.title });
-  } catch {
-    return null;
-  }
+let lastId = "";
+/* Ids begin with the time; those that one tab makes are in the order in which it makes them. */
+export function newId() {
+  const time = Date.now().toString(36).padStart(9, "0");
+  let id = time + Math.random().toString(36).slice(2, 8).padEnd(6, "0");
+  if (id <= lastId) id = lastId + "1";
+  return (lastId = id);
 }
 
-/* False where the room is used up: then what is kept is as it was before. */
-export function keep(talk) {
-  const text = JSON.stringify({ title: talk.title, name: talk.name, changed: Date.now(), tree: talk.tree });
-  try {
-    const others = keys().filter((key) => key !== PREFIX + talk.id);
-    if (others.reduce((sum, key) => sum + localStorage.getItem(key).length, text.length) > MAX_CHARACTERS) return false;
-    localStorage.setItem(PREFIX + talk.id, text);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
-export function forget(id) {
-  localStorage.removeItem(PREFIX + id);
-}
-
-export function isKeyOf(key, id) {
-  return key === PREFIX + id;
-}
-
-/* [{id, name, changed}], the latest first. */
-export function allKept() {
-  let found = [];
-  try {
-    found = keys();
-  } catch {
-    return []; // storage is forbidden
-  }
-  return found
-    .map((key) => {
-      const id = key.slice(PREFIX.length);
-      try {
-        const { name, changed } = JSON.parse(localStorage.getItem(key));
-        return { id, name: String(name).slice(0, 200), changed: Number(changed) };
-      } catch {
-        return { id, name: "A conversation that cannot be read", changed: 0 };
-      }
-    })
-    .sort((one, other) => other.changed - one.changed);
-}
-
-function keys() {
-  return Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
-}
-
-function newId() {
-  return Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+/* What is stored of a node. */
+export function recordOf({ children, active, ...record }) {
+  return record;
 }
