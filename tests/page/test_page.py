@@ -85,7 +85,11 @@ def test_the_model_that_comes_along_says_what_it_understands(page: Page, server:
     opening = page.get_by_role("button", name="My name is Nora. My lucky number is 42.")
     expect(opening).to_have_count(0)
     server.models[0]["id"] = MODEL_NAME
+    page.set_viewport_size({"width": 375, "height": 700})
     page.reload()
+    for button in page.locator(".welcome button").all():
+        box = button.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 375
     told(server, "Noted.")
     opening.click()
     expect(answers(page)).to_contain_text("Noted.")

@@ -244,6 +244,10 @@ SHAPES = {
     "lists in lists": "".join(" " * depth + "- a\n" for depth in range(400)),
     "fractions in fractions": "$" + "\\frac" * 390 + "$",
     "braces in braces": "$" + "{" * 1999 + "$",
+    "a table's head": "|" + "a|" * 50_000 + "\n|" + "-|" * 50_000 + "\n" + "|1\n" * 10_000,
+    "a megabyte of code": "```py\n" + "x = 1  # why\n" * 80_000 + "\n```",
+    "names with lines": "a_" * 40_000,
+    "open formulas": "\\[\n" * 16_000,
     "comments": "```js\n" + "/*" * 40_000 + "\n```",
     "a long name": "```js\n" + "a" * 60_000 + "\n```",
 }

@@ -4,7 +4,8 @@ import { CodeView } from "./code.js";
 import { element } from "./dom.js";
 import { blocks, drawn } from "./markdown.js";
 
-const WINDOW = 64_000; // characters that are read at a time, and the longest block other than code
+const SHORT_WINDOW = 4000; // characters that are read at a time
+const LONG_WINDOW = 32_000; // for a block that is longer; what is longer still, other than code, is cut at a line
 const SLICE_MS = 30; // of drawing, before the page may do something else
 const FENCE = /^ {0,3}(?<fence>`{3,}(?=[^`\n]*(?:\n|$))|~{3,})(?<info>[^\n]*)(?<end>\n|$)/;
 /* The start of a line that may yet become a list, a rule, a fence or a table. It is not shown before that is decided. */
@@ -19,18 +20,17 @@ export class Prose {
     this.tail = []; // nodes of the rest
     this.shown = null; // the rest that `tail` shows
     this.code = null; // {view, start}: the code block that grows, and where its text begins
+    this.window = SHORT_WINDOW;
     this.frame = 0;
   }
 
   /* `text` begins with what was shown before. `isOpen`: more of it may come. A long text is drawn over several frames. */
   show(text, isOpen) {
     cancelAnimationFrame(this.frame);
-    this.isUnfinished = false;
     text = text.replace(/\r\n?/g, "\n");
     const deadline = performance.now() + SLICE_MS;
     while (this.#settle(text, isOpen))
       if (performance.now() > deadline) {
-        this.isUnfinished = true;
         this.frame = requestAnimationFrame(() => this.show(text, isOpen));
         return;
       }
@@ -42,7 +42,7 @@ export class Prose {
     BLANK_LINES.lastIndex = this.numSettled;
     if (!this.code && BLANK_LINES.test(text)) this.numSettled = BLANK_LINES.lastIndex;
     if (this.numSettled >= text.length) return false;
-    const rest = text.slice(this.numSettled, this.numSettled + WINDOW);
+    const rest = text.slice(this.numSettled, this.numSettled + this.window);
     if (this.code || FENCE.test(rest)) return this.#growCode(text, rest, isOpen);
     const isAll = this.numSettled + rest.length === text.length;
     const tokens = blocks(rest, isOpen && isAll);
@@ -50,6 +50,10 @@ export class Prose {
     const firstFence = tokens.findIndex((token) => token.type === "code" && FENCE.test(token.raw));
     let done = tokens.slice(0, firstFence > 0 ? Math.min(firstFence, numComplete) : numComplete),
       length = done.reduce((sum, token) => sum + token.raw.length, 0);
+    if (!length && !isAll && this.window < LONG_WINDOW) {
+      this.window *= 2;
+      return true;
+    }
     if (!length && !isAll) {
       length = rest.lastIndexOf("\n") + 1 || rest.length;
       done = blocks(rest.slice(0, length), false);
@@ -57,6 +61,7 @@ export class Prose {
     if (!length) return false;
     this.#keep([drawn(done)]);
     this.numSettled += length;
+    this.window = SHORT_WINDOW;
     return true;
   }
 
