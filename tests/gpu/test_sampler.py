@@ -45,7 +45,8 @@ def rows_on(platform: Platform) -> list[RowSampling]:
 
 def test_nothing_waits_for_the_device_and_a_cpu_agrees() -> None:
     device, host = CudaPlatform(), CpuPlatform()
-    on_device, on_host = Sampler(select_table("triton", False, False), device), Sampler(torch_table(), host)
+    table = select_table("triton", False, False)
+    on_device, on_host = Sampler(table, device), Sampler(torch_table(), host)
     logits = (torch.randn(len(OPTIONS), VOCAB, generator=torch.Generator().manual_seed(0)) * 4).bfloat16()
     there = logits.to(device.device)
     bits = np.random.default_rng(0).integers(-(2**31), 2**31, (2, VOCAB // 32)).astype(np.int32)
@@ -57,7 +58,7 @@ def test_nothing_waits_for_the_device_and_a_cpu_agrees() -> None:
         try:
             rows = rows_on(device)
             found = [on_device.sample(there, rows, num_outputs, masks) for _ in range(3)]
-            scores = score(there, found[0].token_ids, dict.fromkeys(range(len(OPTIONS)), 5), device)
+            scores = score(there, found[0].token_ids, dict.fromkeys(range(len(OPTIONS)), 5), table, device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     device.synchronize()

@@ -12,6 +12,7 @@ from forkpoint.ops.sampling.columns import PenaltyColumns
 
 GREEDY_TILE = 4096
 ELEMENTWISE_TILE = 4096
+MIN_TOP = 32  # ids that are sorted at least, so that every usual number of log-probabilities runs one kernel
 RANK_TILE = 4096  # ids that a program of a whole row reads together
 
 
@@ -62,7 +63,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, finite
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=("token_ids",))
 def _rank_kernel(
     logits, token_ids, ids, ranks, stride, vocab, num_top, TOP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -111,7 +112,7 @@ def top_ids(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Te
     ids = torch.topk(logits, num_top, dim=1).indices
     ranks = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        top = triton.next_power_of_2(max(num_top, 2))
+        top = max(MIN_TOP, triton.next_power_of_2(num_top))
         sizes = (dense_rows(logits), vocab, num_top)
         _rank_kernel[(num_rows,)](logits, token_ids, ids, ranks, *sizes, TOP=top, TILE=RANK_TILE, num_warps=8)
     return ids, ranks
