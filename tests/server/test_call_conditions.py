@@ -7,6 +7,7 @@ is what a client has to get.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -930,3 +931,30 @@ def test_pieces_do_not_matter(case: Condition, sizes: list[int]) -> None:
         rest = rest[size:]
     whole = outcome(case.parser, [case.text], inside=case.inside)
     assert outcome(case.parser, [*chunks, rest], inside=case.inside) == whole
+
+
+@pytest.mark.parametrize(
+    ("parser", "begin", "again", "end"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call><function=run><parameter=command>",
+            "</tool_call>\n",
+            "</parameter></function></tool_call>",
+        ),
+        ("qwen3_coder", "", "<tool_call><function=other><parameter=x>", ""),
+        ("hermes", '<tool_call>{"name": "run", "arguments": {"command": "', '</tool_call> "b" ', '"}}</tool_call>'),
+        ("llama3_json", "", '{"name": {"name": ', ""),
+        ("lfm2", f"{START}[run(command='", "a 'b' ", f"')]{STOP}"),
+        ("lfm2", START, "[run(command=", ""),
+        ("kimi_k2", SB, f'{TB}other:0{AB}{{"a": "', ""),
+    ],
+)
+def test_the_time_grows_with_the_length_of_the_answer(parser: str, begin: str, again: str, end: str) -> None:
+    def seconds(number: int) -> float:
+        text = begin + again * number + end
+        started = time.process_time()
+        outcome(parser, [text[start : start + 40] for start in range(0, len(text), 40)])
+        return time.process_time() - started
+
+    assert seconds(4000) < 0.05 + 8 * seconds(1000)  # four times as long; the square would be sixteen times

@@ -12,6 +12,9 @@ T = TypeVar("T")
 # A reader that yields None when it needs more text, and returns a result.
 Waits: TypeAlias = Generator[None, None, T]
 
+# A call that is not certain is held back until it is whole, and read again if it is none. This many times the answer's
+# length, and this many characters, may be read again. Then no such call is held back any more: the cost stays linear.
+MAX_READ_AGAIN, MIN_READ_AGAIN = 2, 16_384
 SPACE = regex.compile(r"\s*")
 END = "@END@"  # stands for the end of the answer in the source of an `Ending`
 
@@ -40,6 +43,7 @@ class Incoming:
         self.at = 0
         self.final = False
         self.cut = False
+        self._num_again = 0  # characters that were or will be read again
         self._start = 0  # position of `text` in the whole answer
         self._marks: list[int] = []  # positions in the whole answer
         self._kept: list[str] = []  # the text from the first mark to `_start`
@@ -55,9 +59,9 @@ class Incoming:
         self.final, self.cut = True, cut
 
     @property
-    def num_characters(self) -> int:
-        """Characters that have come."""
-        return self._start + len(self.text)
+    def may_hold(self) -> bool:
+        """Whether text may be held back that has to be read again if it is not a call."""
+        return self._num_again <= MIN_READ_AGAIN + MAX_READ_AGAIN * (self._start + len(self.text))
 
     @property
     def is_empty(self) -> bool:
@@ -83,8 +87,8 @@ class Incoming:
         if not self._marks:
             self._kept = []
 
-    def rewind(self) -> int:
-        """Go back to the last mark and remove it; returns the number of characters that will be read again."""
+    def rewind(self) -> None:
+        """Go back to the last mark and remove it."""
         again = self._start + self.at - self._marks[-1]
         if self._marks[-1] < self._start:
             kept = "".join(self._kept)
@@ -92,8 +96,8 @@ class Incoming:
             self._start -= len(kept)
             self._kept = []
         self.at -= again
+        self._num_again += again
         self.unmark()
-        return again
 
     def matched(self, pattern: regex.Pattern[str] | Ending) -> Waits[regex.Match[str] | None]:
         """Match `pattern` at the current position, without reading it. Waits while more text may decide."""

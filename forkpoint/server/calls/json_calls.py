@@ -112,7 +112,7 @@ def _arguments(site: Site, *, strict: bool = False) -> CallReader:
 def _read_whole(site: Site) -> CallReader:
     """Read an object that has to be seen whole before it is known to be a call."""
     source = site.source
-    if (yield from source.matched(OBJECT)) is None:
+    if not source.may_hold or (yield from source.matched(OBJECT)) is None:
         return False
     value = JsonText(site.strict_stop)
     parts = []

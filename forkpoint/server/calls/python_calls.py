@@ -74,6 +74,8 @@ def read_python(site: Site) -> CallReader:
                 return False
             yield '"'
         else:
+            if is_first and not source.may_hold:
+                return False
             written = yield from _value(source)
             value = _json(written, parameter)
             if value is None and is_first:

@@ -14,8 +14,6 @@ from forkpoint.server.calls.site import Event, Named, ReadCall, Site
 
 SPACE = r"\s{0,100}"
 AFTER_CALL = Ending.compile(rf"[^\S\n]{{0,100}}(?:[,;\]{{<\n]|{END})")
-# Text that was read in vain is read again. Beyond this share of the answer no call is held back any more.
-MAX_READ_AGAIN, MIN_READ_AGAIN = 4, 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,6 @@ class CallsReader:
         self.functions = Functions(schemas)
         self._notation = notation
         self._source = source
-        self._num_again = 0
         opening, closing = regex.escape(notation.opening), regex.escape(notation.closing)
         begins = "|".join([rf"{opening}{SPACE}[\[{{<]", *map(regex.escape, notation.tags)])
         over = f"{closing}{SPACE}(?:{begins}|{END})"
@@ -70,7 +67,7 @@ class CallsReader:
             in_list |= yield from self._before_call(number, in_list)
             is_call = yield from self._call(bare, calls)
             if not is_call:
-                self._num_again += source.rewind()
+                source.rewind()
                 break
             source.unmark()
             number += 1
@@ -106,8 +103,6 @@ class CallsReader:
                 is_whole: bool = end.value
                 break
             if event is None:
-                if not is_certain and self._num_again > MIN_READ_AGAIN + MAX_READ_AGAIN * self._source.num_characters:
-                    return False
                 yield None
                 continue
             is_certain |= isinstance(event, Named) and self.functions.declared(event.function) is not None
