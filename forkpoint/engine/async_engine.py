@@ -44,25 +44,27 @@ class OpenRequest:
                 return
             self._news.clear()
 
-    async def deltas(self, *, whole: bool = False) -> AsyncIterator[tuple[int, CompletionOutput]]:
-        """(number of the prompt, news of a completion) as they come, joined where the reader is slower than the
-        engine; `whole`: all completions of a prompt at once, when it has ended.
+    async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
+        """Yield lists of (number of the prompt, news of a completion) as they come.
 
-        Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
+        News are joined where the reader is slower than the engine. `whole`: all completions of a prompt at once, when
+        it has ended. Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
         """
         running = dict(enumerate(self.states))
         while running:
             await self._wait()
             self._news.clear()
             ended = [number for number, state in running.items() if state.finished]
-            for number in ended if whole else [*running]:
+            found = []
+            for number in ended if whole else running:
                 for completion in self.states[number].completions:
                     delta = completion.take_delta()
                     if delta is not None:
-                        yield number, delta
-                        self._check()  # what has failed while the reader was busy is aborted, and would tell no more
+                        found.append((number, delta))
             for number in ended:
                 del running[number]
+            if found:
+                yield found
 
     async def _wait(self) -> None:
         await self._news.wait()

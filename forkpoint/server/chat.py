@@ -70,13 +70,13 @@ class ChatAnswer(CompletionAnswer[Turn]):
         self._talk = Talk(self.asked, self.generation)
         self._role = self.service.config.response_role
 
-    async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+    async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         delta = {"role": self._role, "content": ""}
         for index in range(self.asked.params.n):
             first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            yield first, {"cache": self.generation.cache_info(), **self._prompt_ids()}
+            yield [(first, {"cache": self.generation.cache_info(), **self._prompt_ids()})]
         async for news in self._talk.news():
-            yield self._choice(news), {}
+            yield [(self._choice(news), {})]
 
     async def reply(self) -> ChatReply:
         choices = [self._choice(news) async for news in self._talk.news(whole=True)]

@@ -14,7 +14,7 @@ from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
 from forkpoint.server.sampling import Asked
 from forkpoint.server.service import Service
-from forkpoint.server.sse import DONE, EventStream, begin, event, unless_left
+from forkpoint.server.sse import DONE, EventStream, begin, encode, event, unless_left
 from forkpoint.server.texts import Prepare
 
 A = TypeVar("A", bound=Asked)
@@ -54,7 +54,7 @@ class Answer(ABC, Generic[A]):
                 return await unless_left(request.receive, self.reply())
             wait_s = self.service.config.sse_keep_alive_interval
             events = await begin(request.receive, self.generation.first_news(), self.events(), wait_s)
-        return EventStream(events, self.generation.close, self.error_event)
+        return EventStream(events, self.generation.close, self.error_event, wait_s)
 
 
 async def create(service: Service, prepare: Prepare[A], kind: type[Answer[A]], request: Request) -> Any:
@@ -71,17 +71,20 @@ class CompletionAnswer(Answer[A]):
     chunk_kind: ClassVar[str]
 
     @abstractmethod
-    def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The news of one choice after the other, each with what its chunk has beside it."""
+    def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+        """Yield the news of choices as they come, each choice with the other fields of its chunk."""
 
     def usage(self) -> dict[str, Any]:
         return self.generation.usage()
 
     def document(self, kind: str, choices: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+        return {**self._head(kind), "choices": choices, **others}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """Return the fields that all chunks of an answer share."""
         chosen = self.asked.request_id
         name = self.name if chosen is None else self.prefix + chosen
-        head = {"id": name, "object": kind, "created": self.created_s, "model": self.asked.model}
-        return {**head, "choices": choices, **others}
+        return {"id": name, "object": kind, "created": self.created_s, "model": self.asked.model}
 
     def ending(self) -> dict[str, Any]:
         return {"usage": self.usage(), **self.generation.details()}
@@ -91,13 +94,18 @@ class CompletionAnswer(Answer[A]):
 
     async def events(self) -> AsyncIterator[bytes]:
         asked, num_open = self.asked, len(self.asked.prompts) * self.asked.params.n
-        async for choice, others in self.choices():
-            num_open -= choice["finish_reason"] is not None
-            if asked.continuous_usage:
-                others["usage"] = self.usage()
-            if num_open == 0 and not asked.include_usage:
-                others |= self.generation.details()
-            yield event(self.document(self.chunk_kind, [choice], **others))
+        before = b"data: " + encode(self._head(self.chunk_kind)).removesuffix(b"}") + b',"choices":['
+        async for news in self.choices():
+            chunks = []
+            for choice, others in news:
+                num_open -= choice["finish_reason"] is not None
+                if asked.continuous_usage:
+                    others["usage"] = self.usage()
+                if num_open == 0 and not asked.include_usage:
+                    others |= self.generation.details()
+                after = b"]," + encode(others).removeprefix(b"{") if others else b"]}"
+                chunks += [before, encode(choice), after, b"\n\n"]
+            yield b"".join(chunks)
         if asked.include_usage:
             yield event(self.document(self.chunk_kind, [], **self.ending()))
         yield DONE

@@ -121,12 +121,13 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
     def __post_init__(self) -> None:
         self._offsets: dict[int, int] = {}  # by choice: where the next token starts, of those that are told one by one
 
-    async def choices(self) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
-        async for number, delta in self.generation.deltas():
-            yield self._choice(number, delta), {}
+    async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+        async for deltas in self.generation.deltas():
+            yield [(self._choice(number, delta), {}) for number, delta in deltas]
 
     async def reply(self) -> CompletionReply:
-        choices = [self._choice(number, delta) async for number, delta in self.generation.deltas(whole=True)]
+        news = [delta async for deltas in self.generation.deltas(whole=True) for delta in deltas]
+        choices = [self._choice(number, delta) for number, delta in news]
         choices.sort(key=lambda choice: choice["index"])
         return CompletionReply.model_validate(self.document(self.chunk_kind, choices, **self.ending()))
 

@@ -91,7 +91,7 @@ class ServerConfig:
         "auto", "tell <think> parts from the answer, or leave them in it; vLLM's names all mean auto"
     )
     sse_keep_alive_interval: float = option(
-        0.0,
+        15.0,
         "seconds of silence after which a stream has a comment; also before its first token, whose errors then "
         "come in the stream; 0: none",
     )

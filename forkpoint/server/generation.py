@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from forkpoint.engine.async_engine import AsyncEngine, OpenRequest
 from forkpoint.engine.outputs import RequestState
@@ -45,11 +45,15 @@ class Generation:
             for completion in state.completions:
                 _check_end(completion.finish_reason, completion.error)
 
-    async def deltas(self, *, whole: bool = False) -> AsyncIterator[tuple[int, CompletionOutput]]:
-        """As the engine's. Raises where a completion fails."""
-        async for number, delta in self.opened.deltas(whole=whole):
-            _check_end(delta.finish_reason, delta.error)
-            yield number, delta
+    async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
+        """Yield what the engine's `deltas` do. Raises HTTPError where a completion fails, after the news before."""
+        async for deltas in self.opened.deltas(whole=whole):
+            for count, (_, delta) in enumerate(deltas):
+                if delta.finish_reason in FAILURES:
+                    if count:
+                        yield deltas[:count]
+                    _check_end(delta.finish_reason, delta.error)
+            yield deltas
 
     @property
     def states(self) -> list[RequestState]:
@@ -90,6 +94,9 @@ class Generation:
             "kv_num_tokens": sum(report.kv_num_tokens for report in reports),
             "miss": next((report.miss.value for report in reports if report.miss is not None), None),
         }
+
+
+FAILURES: Final = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 def _check_end(reason: FinishReason | None, error: str | None) -> None:

@@ -17,6 +17,7 @@ encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"  # while there is nothing to say, so that no proxy takes a stream for dead
+MIN_WATCH_S: Final = 0.01  # between two looks at a stream whose reader is slow
 # Proxies are not to collect what should stream.
 HEADERS: Final = MappingProxyType({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
@@ -31,9 +32,10 @@ def named_event(data: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends what `events` yields. An error in the middle becomes what `on_error` makes of it.
+    """Sends what `events` yields, and a comment whenever nothing came for `interval_s` (0: no comments).
 
-    `on_close` is called at the end, however it came: by itself, by an error, or because the reader left.
+    An error in the middle becomes what `on_error` makes of it. `on_close` is called at the end, however it came: by
+    itself, by an error, or because the reader left.
     """
 
     media_type = "text/event-stream"
@@ -43,15 +45,50 @@ class EventStream(StreamingResponse):
         events: AsyncIterator[bytes],
         on_close: Callable[[], None],
         on_error: Callable[[HTTPError], bytes],
+        interval_s: float,
     ) -> None:
         super().__init__(_told(events, on_error), headers=HEADERS)
         self._on_close = on_close
+        self._interval_s = interval_s
+        self._sent_s = 0.0  # when something was sent last
+        self._is_waiting = False  # for an event, so that a comment may be sent
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            for pending in (self._timer, self._comment):
+                if pending is not None:
+                    pending.cancel()
             self._on_close()
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
+        self._sent_s = loop.time()
+        if self._interval_s:
+            self._timer = loop.call_later(self._interval_s, self._watch, loop, send)
+        self._is_waiting = True
+        async for data in self.body_iterator:
+            self._is_waiting = False
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._sent_s, self._is_waiting = loop.time(), True
+        self._is_waiting = False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        """Send a comment if nothing was sent for `interval_s`, and look again when that may be so."""
+        if self._is_waiting and loop.time() - self._sent_s >= self._interval_s:
+            self._sent_s = loop.time()
+            self._comment = loop.create_task(self._send_comment(send))
+        next_s = max(self._sent_s + self._interval_s, loop.time() + MIN_WATCH_S)
+        self._timer = loop.call_at(next_s, self._watch, loop, send)
+
+    async def _send_comment(self, send: Send) -> None:
+        if self._is_waiting:  # else an event has come in the meantime, which may be the last one
+            await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
 
 async def _told(events: AsyncIterator[bytes], on_error: Callable[[HTTPError], bytes]) -> AsyncIterator[bytes]:
@@ -77,17 +114,29 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def begin(
     receive: Receive, first_news: Coroutine[Any, Any, None], events: AsyncIterator[bytes], interval_s: float
 ) -> AsyncIterator[bytes]:
-    """The stream, once its first news is there. Raises as `first_news` does and where the client leaves, before
-    anything is sent.
+    """Return the events of a stream, once its first news is there.
 
-    With an `interval_s` above 0 the stream begins after that time at the latest, and has a comment whenever so long
-    nothing came: a request that fails later does so in the stream.
+    With an `interval_s` above 0 that takes `interval_s` at most: a request that fails later does so in the stream,
+    which begins with a comment. Raises as `first_news` does, and HTTPError where the client leaves, before anything is
+    sent.
     """
     first = asyncio.create_task(first_news)
     await _ended_or_left(receive, first, interval_s or None)
-    if first.done():
-        first.result()
-    return _with_comments(first, events, interval_s) if interval_s else events
+    if not first.done():
+        return _after(first, events)
+    first.result()
+    return events
+
+
+async def _after(first: asyncio.Task[None], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield a comment, and the events once `first` is done."""
+    try:
+        yield COMMENT
+        await first
+    finally:
+        first.cancel()
+    async for data in events:
+        yield data
 
 
 async def _ended_or_left(receive: Receive, task: asyncio.Task[Any], timeout_s: float | None = None) -> None:
@@ -106,25 +155,3 @@ async def _ended_or_left(receive: Receive, task: asyncio.Task[Any], timeout_s: f
         raise
     finally:
         leaver.cancel()
-
-
-async def _with_comments(
-    first: asyncio.Task[None], events: AsyncIterator[bytes], interval_s: float
-) -> AsyncIterator[bytes]:
-    waiting: asyncio.Future[Any] = first
-    try:
-        if not first.done():
-            yield COMMENT
-        while True:
-            done, _ = await asyncio.wait((waiting,), timeout=interval_s)
-            if not done:
-                yield COMMENT
-                continue
-            data = waiting.result()
-            if waiting is not first:
-                if data is None:
-                    return
-                yield data
-            waiting = asyncio.ensure_future(anext(events, None))
-    finally:
-        waiting.cancel()

@@ -152,20 +152,21 @@ class Talk:
         """Until all completions have ended; `whole`: all of each at its end. Raises where one fails."""
         held = {index: News(index) for index in range(len(self._parsers))}
         try:
-            async for _, delta in self._generation.deltas():
-                news = held.get(delta.index)
-                if news is None:
-                    continue  # what is told has ended before what is generated
-                self._read(delta, news)
-                if news.reason is not None:
-                    if whole:
-                        self._move_unopened(news)
-                    del held[delta.index]
-                elif news.pieces and not whole:
-                    held[delta.index] = News(delta.index)
-                else:
-                    continue
-                yield news
+            async for deltas in self._generation.deltas():
+                for _, delta in deltas:
+                    news = held.get(delta.index)
+                    if news is None:
+                        continue  # what is told has ended before what is generated
+                    self._read(delta, news)
+                    if news.reason is not None:
+                        if whole:
+                            self._move_unopened(news)
+                        del held[delta.index]
+                    elif news.pieces and not whole:
+                        held[delta.index] = News(delta.index)
+                    else:
+                        continue
+                    yield news
                 if not held:
                     break
         finally:

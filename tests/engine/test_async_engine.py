@@ -55,8 +55,9 @@ def test_deltas_add_up_and_no_request_hangs_when_this_side_breaks(tiny_model: Pa
             request = OpenRequest()
             engine.add(request, "one", engine.inputs.prompt(prompt), params)
             texts = {0: "", 1: ""}
-            async for _, delta in request.deltas():
-                texts[delta.index] += delta.text
+            async for deltas in request.deltas():
+                for _, delta in deltas:
+                    texts[delta.index] += delta.text
             assert texts == {c.index: c.text for c in expected.outputs}
             assert observer.num_finished == 1 and engine.num_open == 0
             assert await engine.call("check_integrity")
@@ -97,8 +98,8 @@ def test_who_reads_slowly_is_told_why_the_engine_ended(tiny_model: Path) -> None
             engine._process._process.kill()  # type: ignore[union-attr]
             await asyncio.wait_for(engine.ended(), 60)
             with pytest.raises(EngineStoppedError, match="SIGKILL"):
-                async for _, delta in deltas:
-                    assert delta.finish_reason is None, "told as aborted"
+                async for found in deltas:
+                    assert all(delta.finish_reason is None for _, delta in found), "told as aborted"
         finally:
             await engine.close()
 
