@@ -26,7 +26,7 @@ class Observer(Protocol):
 
     def first_token(self, state: RequestState, elapsed_s: float) -> None: ...
 
-    def next_token(self, elapsed_s: float) -> None: ...
+    def next_tokens(self, elapsed_s: Sequence[float]) -> None: ...
 
     def finished(self, state: RequestState) -> None: ...
 
@@ -290,8 +290,9 @@ class OutputAssembler:
         """The requests that have news. A sequence ends here by a stop string, or because its text could not be told."""
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
+        elapsed_s: list[float] = []  # since the token before, of all later tokens of completions
         for update in updates:
-            entry = self.find(update.request.id)
+            entry = self._by_sequence.get(update.request.id)
             if entry is None:
                 continue  # it ended by a stop string or an abort after this step was issued
             state, completion = entry
@@ -300,7 +301,7 @@ class OutputAssembler:
                 if completion.last_token_s is None:
                     self._observer.first_token(state, now_s - state.arrival_s)
                 else:
-                    self._observer.next_token(now_s - completion.last_token_s)
+                    elapsed_s.append(now_s - completion.last_token_s)
             try:
                 for position, logprobs in update.prompt_logprobs:
                     state.prompt_logprobs[position] = logprob_dict(logprobs, self._tokenizer)
@@ -313,6 +314,8 @@ class OutputAssembler:
             if completion.finish_reason is not None:
                 del self._by_sequence[update.request.id]
                 self._settle(state, now_s)
+        if self._observer is not None and elapsed_s:
+            self._observer.next_tokens(elapsed_s)
         if stopped:
             self._end(stopped, FinishReason.STOP)
         return list(changed.values())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from forkpoint.engine.outputs import RequestState
 from forkpoint.errors import ForkpointError
@@ -89,7 +93,10 @@ class Metrics:
         self._success = counter("request_success", "Completions that ended, by why.", "finished_reason")
         self._refused = counter("request_refused", "Requests that the engine refused, by why.", "reason")
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self._inter_token = histogram("inter_token_latency_seconds", "Between tokens of one completion.", TOKEN_SECONDS)
+        self._inter_token = CountedHistogram(
+            prefix + "inter_token_latency_seconds", "Between tokens of one completion.", TOKEN_SECONDS, self._labels
+        )
+        self._registry.register(self._inter_token)
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Mean over a completion, first token apart.", TOKEN_SECONDS
         )
@@ -118,10 +125,12 @@ class Metrics:
         if cache.miss is not None:
             self._misses.labels(*self._labels, cache.miss.value).inc()
 
-    def next_token(self, elapsed_s: float) -> None:
-        self.num_output_tokens += 1
-        self._output_tokens.inc()
-        self._inter_token.observe(elapsed_s)
+    def next_tokens(self, elapsed_s: Sequence[float]) -> None:
+        """One step brought these times since the token before, one for each completion."""
+        self.num_output_tokens += len(elapsed_s)
+        self._output_tokens.inc(len(elapsed_s))
+        for value, count in Counts(elapsed_s).items():  # tokens of completions that are in every step have one time
+            self._inter_token.add(value, count)
 
     def finished(self, state: RequestState) -> None:
         """A request has ended, with all its completions."""
@@ -185,6 +194,27 @@ class Metrics:
                 for value, count in figures[key].items():
                     family.add_metric((*labels, value), count)
                 yield family
+
+
+class CountedHistogram:
+    """A histogram that takes in equal values at once; prometheus_client's takes each value on its own."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
+        totals = accumulate(self._counts)
+        names = [*map(str, map(float, self._bounds[:-1])), "+Inf"]
+        family.add_metric(self._labels, list(zip(names, totals, strict=True)), self._sum)
+        yield family
 
 
 def _with_shares(stats: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ class Fragile:
         if self.broken:
             raise KeyError("broken on purpose")
 
-    def next_token(self, elapsed_s: float) -> None: ...
+    def next_tokens(self, elapsed_s: Sequence[float]) -> None: ...
 
     def finished(self, state: RequestState) -> None:
         self.num_finished += 1
