@@ -18,16 +18,16 @@ from forkpoint.models.layers import RMSNorm, RowParallel, join_projections
 from forkpoint.ops.parameters import KVScales, QKNorm
 from forkpoint.ops.ranks import Ranks
 
-# Into queries, keys and values, and out, where they are not a layer's own.
+# (into queries, keys and values; out): projections of several layers, instead of a layer's own.
 Products: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig(PartConfig):
-    """One layer's attention, over the last `window` tokens if there is a window.
+    """One layer's attention. With `window` each token attends only to the last `window` tokens.
 
-    `gated`: each head's query rows are followed by as many gate rows, and the output is multiplied by the
-    gate's sigmoid. `qk_norm`: over each head, over all heads together, or none. `centred`: see RMSNorm.
+    `gated`: each head's query rows are followed by as many gate rows, and the output is multiplied by the gate's
+    sigmoid. `qk_norm`: normalise each head, all heads together, or nothing. `centred`: see RMSNorm.
     """
 
     num_heads: int
@@ -36,16 +36,16 @@ class AttentionConfig(PartConfig):
     name: str = "self_attn"
     bias: bool = False
     window: int | None = None
-    scale: float | None = None  # of scores; None: head_dim**-0.5
+    scale: float | None = None  # factor of the scores; None: head_dim**-0.5
     out_scale: float = 1.0
     gated: bool = False
     qk_norm: Literal["head", "all"] | None = "head"
     centred: bool = False
-    sharing: int = 1  # ranks that have the same KV heads
+    sharing: int = 1  # number of ranks that hold the same KV heads
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> AttentionConfig:
-        """Under the names of most config.json; `style` gives what they do not say."""
+        """Read the field names that most config.json use. `style` sets options that config.json does not contain."""
         kv_heads = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
         heads = fields.multiple("num_attention_heads", kv_heads, "KV heads")
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
@@ -66,14 +66,14 @@ class AttentionConfig(PartConfig):
 
     @property
     def rows(self) -> dict[str, Cut]:
-        """Of the projections into queries, with their gates, keys and values."""
+        """The rows of the projections into queries (with their gates), keys and values."""
         queries, keys, _ = self.sizes
         shared = Cut(0, ((keys, self.sharing),))
         return {"q": rows(queries * (1 + self.gated)), "k": shared, "v": shared}
 
     @property
     def sizes(self) -> list[int]:
-        """Of a token's queries, keys and values."""
+        """The number of elements of a token's queries, keys and values."""
         return [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
 
     def num_weights(self, hidden_size: int) -> int:
@@ -84,7 +84,7 @@ class AttentionConfig(PartConfig):
 
 
 class Attention:
-    """The attention of layer `layer`."""
+    """The attention of layer `layer`, with weights packed for its operators."""
 
     def __init__(
         self, build: Build, name: str, layer: int, config: AttentionConfig, products: Products | None = None
@@ -106,7 +106,8 @@ class Attention:
         return RowParallel(self._build, f"{name}.o_proj", hidden, self._q_size, config.bias, config.out_scale)
 
     def _read_qkv(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Rows `[q | k | v]`, behind them the gate's; stored gates alternate with queries, head by head."""
+        """Read rows `[q | k | v]`, followed by the gate's rows if there are gates. Stored gates alternate with queries,
+        head by head."""
         build, config, hidden = self._build, self._config, self._build.config.hidden_size
         order = None
         if config.gated:
@@ -116,7 +117,7 @@ class Attention:
         return join_projections(build, name, config.rows, hidden, config.bias, order=order)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; stores the tokens' keys and values first."""
+        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' keys and values first."""
         config, cache = self._config, ctx.caches[self._layer]
         sizes = [self._q_size, self._kv_size, self._kv_size]
         q, k, v, *gate = torch.split(self._qkv(x), sizes + [self._q_size] * config.gated, dim=-1)
@@ -129,7 +130,7 @@ class Attention:
         return self._out(out.flatten(1))
 
     def write(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """Stores keys and values `[T, heads * dim]`, and answers the queries `[T, heads, dim]` to ask for them."""
+        """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
         build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention.slot_mapping
         rotated = (self._head_norm, build.cos_sin, ctx.positions)

@@ -14,7 +14,7 @@ from forkpoint.models.mamba2 import Mamba2Config
 
 
 class Bamba(Model):
-    """`BambaForCausalLM`: Mamba-2, and now and then attention with positions in half of each head."""
+    """`BambaForCausalLM`: Mamba-2, with attention at intervals that rotates half of each head."""
 
     architectures: ClassVar = ("BambaForCausalLM",)
     norms: ClassVar = ("input_layernorm", "pre_ff_layernorm")
@@ -33,7 +33,7 @@ class Bamba(Model):
 
 
 class FalconH1(Bamba):
-    """`FalconH1ForCausalLM`: attention and Mamba-2 side by side, with a multiplier at every product."""
+    """`FalconH1ForCausalLM`: attention and Mamba-2 in parallel, with a multiplier for every projection."""
 
     architectures: ClassVar = ("FalconH1ForCausalLM",)
     config_class: ClassVar = "falcon_h1.FalconH1Config"
@@ -43,7 +43,7 @@ class FalconH1(Bamba):
         fields.refuse("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
         into, out = fields.real("attention_in_multiplier", 1.0), fields.real("attention_out_multiplier", 1.0)
         attention = AttentionConfig.read(fields, qk_norm=None, out_scale=into * out)
-        # Queries and keys both have the input's factor.
+        # The input multiplier scales both queries and keys, so it is squared in the scores.
         scale = into**2 * fields.real("key_multiplier", 1.0) * attention.head_dim**-0.5
         order = "before" if fields.flag("mamba_norm_before_gate", True) else "after"
         mamba = Mamba2Config.read(

@@ -1,4 +1,4 @@
-"""What families say of a text model: its sizes, and the parts of each layer."""
+"""The description of a text model that each family reads from config.json: sizes, and the parts of each layer."""
 
 from __future__ import annotations
 
@@ -19,40 +19,46 @@ from forkpoint.models.weights import WeightSource
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
-# `x[T, H] -> [T, H]`, reading and writing the caches that the context names.
+# Maps `x[T, H]` to `[T, H]`, and reads and writes the caches that the context names.
 Block: TypeAlias = Callable[[Tensor, ForwardContext], Tensor]
 
 
 class PartConfig(ABC):
-    """One part of a layer: attention, a recurrence, an MLP. `name` is what the weights call it."""
+    """One part of a layer: attention, a recurrence or an MLP. `name` is its name in the weights."""
 
     name: str
 
     @abstractmethod
     def build(self, build: Build, name: str, layer: int) -> Block:
-        """The part of layer `layer`, whose weights' names start with `name`."""
+        """Build the part of layer `layer`, whose weights' names start with `name`."""
 
     @abstractmethod
     def num_weights(self, hidden_size: int) -> int:
-        """Weights of matrices that one token meets."""
+        """Return the number of matrix weights that one token is multiplied with."""
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """What it keeps of tokens and sequences; `dtype` is the model's, `state_dtype` that of recurrent matrices."""
+        """Return the specs of what the part stores for tokens and sequences.
+
+        `dtype` is the model's. `state_dtype` is the dtype of recurrent matrices.
+        """
         return ()
 
     def cut(self, ranks: Ranks) -> PartConfig:
-        """A rank's own part of a layer, by heads, channels or inner features; `build` says how its weights are cut for
-        it. Raises ConfigError."""
-        raise ConfigError(f"tensor_parallel_size={ranks.size}: {type(self).__name__} layers cannot be cut; give 1")
+        """Return one rank's part, split by heads, channels or inner features. `build` then splits its weights
+        accordingly.
+
+        Raises ConfigError if the part cannot be split.
+        """
+        raise ConfigError(f"tensor_parallel_size={ranks.size}: {type(self).__name__} layers cannot be split; give 1")
 
     def flops_per_pair(self) -> int:
-        """Operations for one query that attends to one key."""
+        """Return the operations for one query token that attends to one key token."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A text model's sizes. `layers[i]` are the parts of layer i."""
+    """A text model's sizes and parts. `layers[i]` are the parts of layer i."""
 
     architecture: str
     dtype: str
@@ -66,12 +72,14 @@ class ModelConfig:
     rotary: Rotary = NO_POSITIONS
     state_dtype: str = "float32"
     quantization: Fp8Format | None = None
-    num_draft_layers: int = 0  # stored behind the others, for guesses of further tokens, and not read
-    draft_layer: tuple[PartConfig, ...] = ()  # of the MTP head, where it is to draft
-    fp8_keys: bool = False  # keys and values are kept in 8 bits
+    # extra layers for drafting that the checkpoint stores after the others; they are not read
+    num_draft_layers: int = 0
+    draft_layer: tuple[PartConfig, ...] = ()  # parts of the MTP head; empty if it is not used
+    fp8_keys: bool = False  # store keys and values in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
-    unknown_fields: tuple[str, ...] = field(default=(), compare=False)  # of config.json, of which nothing is known
+    # fields of config.json that forkpoint does not know
+    unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(
@@ -81,7 +89,7 @@ class ModelConfig:
         rotary: Rotary = NO_POSITIONS,
         **more: Any,
     ) -> ModelConfig:
-        """With what all families write alike; `more` is what only some have."""
+        """Create a config from the fields that all families share. `more` sets or replaces others."""
         config = cls(
             architecture=fields.values["architectures"][0],
             dtype=fields.dtype(),
@@ -98,25 +106,27 @@ class ModelConfig:
         return replace(config, **more)
 
     def shared_by(self, ranks: Ranks) -> ModelConfig:
-        """What one rank builds. Raises ConfigError for what cannot be cut."""
+        """Return the config of what one rank builds. Raises ConfigError for parts that cannot be split."""
         if ranks.size == 1:
             return self
 
         def own(parts: Sequence[PartConfig]) -> tuple[PartConfig, ...]:
             return tuple(part.cut(ranks) for part in parts)
 
-        kept_hidden, drafting = self.draft_layer[:1], self.draft_layer[1:]  # hidden states are whole on every rank
+        kept_hidden, drafting = self.draft_layer[:1], self.draft_layer[1:]  # every rank stores whole hidden states
         return replace(self, layers=tuple(map(own, self.layers)), draft_layer=(*kept_hidden, *own(drafting)))
 
     @property
     def parts(self) -> list[PartConfig]:
-        """Of all layers."""
+        """The parts of all layers, in order."""
         return [part for layer in self.layers for part in layer]
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """What each layer keeps, that of the MTP head last. Raises UnsupportedModelError for keys that cannot be kept
-        in 8 bits."""
+        """The specs of what each layer stores, with the MTP head last.
+
+        Raises UnsupportedModelError for keys that cannot be stored in 8 bits.
+        """
         all_layers = (*self.layers, self.draft_layer) if self.draft_layer else self.layers
         layers: Iterable[LayerSpec] = (
             tuple(spec for part in layer for spec in part.kept(self.dtype, self.state_dtype)) for layer in all_layers
@@ -125,25 +135,25 @@ class ModelConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Matrix-product operations per prompt token, attention scores and the output head apart."""
+        """Matrix-product operations for each prompt token, without attention scores and the output head."""
         return 2 * sum(part.num_weights(self.hidden_size) for part in self.parts)
 
     @property
     def flops_per_pair(self) -> int:
-        """Operations per (query token, key token) pair, all layers together."""
+        """Operations for each (query token, key token) pair, summed over all layers."""
         return sum(part.flops_per_pair() for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What every layer is built from; `config` and `weights` are of this rank's share."""
+    """The inputs from which every layer is built. `config` and `weights` are this rank's."""
 
     config: ModelConfig
     weights: WeightSource
     ops: OpTable
     cos_sin: Tensor | None  # None: no rotary embedding
-    defers: bool = False  # parts may leave the last sum of what they give to the norm behind them (`ops.unmade`)
-    # What parts tell of a layer's tensors by name: what their states are folded by beside records.
+    defers: bool = False  # parts may leave the last sum of their output to the next norm (`ops.unmade`)
+    # (layer, tensor name) -> constants that its fold operator takes after the records. Parts add their own.
     fold_constants: dict[tuple[int, str], Sequence[Tensor]] = field(default_factory=dict)
 
     @property
@@ -152,14 +162,14 @@ class Build:
 
     @property
     def leaves_parts(self) -> bool:
-        """Whether such a sum may be left as `unmade.Parts`."""
+        """Whether a sum that is left to the next norm may be an `unmade.Parts`."""
         alone = self.ranks.size == 1
         return self.defers and (alone or self.ranks.takes_parts(self.config.hidden_size, self.weights.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig(PartConfig):
-    """Parts that see the same input, and whose outputs are added up. Names may be empty."""
+    """Parts that read the same input, and whose outputs are added. Names may be empty."""
 
     parts: Sequence[PartConfig]
     name: str = ""

@@ -1,4 +1,4 @@
-"""What a model sees of a step: tensors, never requests."""
+"""The tensors that a model is given for one step. They name slots and positions, never requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, SegmentIndex, VerifyIndex
 
-# One layer's share of the arena: strided views by the names that its specs give the tensors.
+# One layer's part of the cache arena: strided views, keyed by the tensor names of the layer's specs.
 LayerCache: TypeAlias = Mapping[str, Tensor]
 
 
@@ -18,18 +18,18 @@ LayerCache: TypeAlias = Mapping[str, Tensor]
 class ForwardContext:
     """Index tensors and caches of one forward pass over `T` tokens, decode rows first.
 
-    `decode` and `prefill` have the slots for each state operator, by name: they differ only where an operator cannot
-    redirect and its states were copied beforehand. `caches[i]` belongs to layer i. With `verify` decode rows may have
-    several tokens, and it says what the state operators read and write of them. With `record` states are written every
-    few tokens.
+    `decode` and `prefill` map the name of each state operator to its slots. They differ between operators only where an
+    operator cannot write to another slot than it reads, and its states were copied beforehand. `caches[i]` belongs to
+    layer i. If `verify` is set, decode rows may have several tokens, and `verify` says which states and records the
+    operators read and write for them. If `record` is set, states are written only every few tokens.
     """
 
     positions: Tensor  # [T] int64
-    num_decodes: int  # tokens of decode rows
+    num_decodes: int  # number of tokens in decode rows
     attention: AttentionIndex
     decode: Mapping[str, DecodeIndex]
     prefill: Mapping[str, SegmentIndex]
-    caches: tuple[LayerCache, ...]  # with `verify`, `record` also what tokens leave behind, by its specs' names
+    caches: tuple[LayerCache, ...]  # with `verify` or `record` also the records of each token, by its specs' names
     verify: VerifyIndex | None = None
     record: RecordIndex | None = None
-    embedded: Tensor | None = None  # `[T, H]`, where a family's layers look at it again
+    embedded: Tensor | None = None  # token embeddings `[T, H]`, for families whose layers read them again

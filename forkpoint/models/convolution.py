@@ -1,4 +1,4 @@
-"""Short convolutions over a window of each channel's last inputs, and the part that has nothing else."""
+"""Short causal convolutions over each channel's last inputs, and the layer part that consists of one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from forkpoint.ops.table import OpTable
 
 
 class Convolution:
-    """`taps[D, W]` and `bias[D]` over the window `conv` of layer `layer`, then SiLU or nothing."""
+    """Convolve with `taps[D, W]` and `bias[D]` over the window `conv` of layer `layer`, then apply SiLU if `silu`."""
 
     def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, silu: bool = True) -> None:
         self._ops, self._layer = ops, layer
-        self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)  # tap by tap, as kernels read it
+        # stored tap by tap, the order in which kernels read them
+        self.taps = ConvTaps(taps.t().contiguous().t(), bias, silu)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, D] -> [T, D]`: decode rows, then prefill segments."""
+        """Convolve `x[T, D] -> [T, D]`: decode rows first, then prefill segments."""
         split = ctx.num_decodes
         parts = [self.decode(x[:split], ctx)] if split else []
         if split < x.shape[0]:
@@ -33,7 +34,7 @@ class Convolution:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def decode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of the decode rows, with their drafts if they have any."""
+        """Convolve the decode rows, including their draft tokens."""
         cache = ctx.caches[self._layer]
         if ctx.verify is not None:
             records = (cache["inputs"],)
@@ -42,20 +43,21 @@ class Convolution:
         return self._ops.conv_update(x, self.taps, cache["conv"], rows)
 
     def prefill(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of the prefill segments."""
+        """Convolve the prefill segments."""
         pool, segments = ctx.caches[self._layer]["conv"], ctx.prefill["conv_prefill"]
         return self._ops.conv_prefill(x, self.taps, pool, segments)
 
 
 def kept_window(channels: int, width: int, dtype: str) -> TensorSpec:
-    """The last inputs of `width` taps, and of drafts the inputs of each token."""
+    """Describe the state of a convolution: the last `width - 1` inputs, and as records the inputs of each draft
+    token."""
     inputs = (TensorSpec("inputs", (channels,), dtype, single=True),)
     return TensorSpec("conv", (width - 1, channels), dtype, ("conv_update", "conv_prefill"), "conv_fold", inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig(PartConfig):
-    """One layer's convolution of `width` taps over `channels`, the model's hidden size."""
+    """One layer's convolution with `width` taps over `channels`, which is the model's hidden size."""
 
     channels: int
     width: int
@@ -63,7 +65,7 @@ class ShortConvConfig(PartConfig):
     name: str = "conv"
 
     def build(self, build: Build, name: str, layer: int) -> Block:
-        """`out(c * conv(b * x))`, with `b`, `c` and `x` from one projection."""
+        """Build `out(c * conv(b * x))`, where one projection computes `b`, `c` and `x`."""
         size, hidden, bias = self.channels, build.config.hidden_size, self.bias
         project = read_projection(build, f"{name}.in_proj", 3 * size, hidden, bias, cut=rows(size, size, size))
         taps = build.weights.get(f"{name}.conv.weight", (size, 1, self.width), cut=ROWS).squeeze(1)

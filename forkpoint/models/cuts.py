@@ -1,4 +1,4 @@
-"""The part of a tensor that one of several ranks has."""
+"""The part of a tensor that one of several tensor-parallel ranks holds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from forkpoint.errors import ConfigError
 from forkpoint.ops.linear.scaled import ScaledMatrix
 from forkpoint.ops.ranks import Ranks
 
-VOCABULARY_UNIT: Final = 64  # rows of the output head, which is padded to as many for each rank
+VOCABULARY_UNIT: Final = 64  # the rows of the output head are padded to a multiple of this on each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Axis `axis` of a tensor is cut, if one is; of a tensor with one axis, such as a bias, only axis 0.
+    """How a tensor is split over ranks along `axis`. None: every rank holds all of it.
 
-    It has `sections` behind each other, each as (elements of one rank, how many ranks next to each other have the
-    same); none: one, which no two ranks share. With `padded` it has so many elements, and zeros behind the last make up
-    a multiple of VOCABULARY_UNIT for each rank.
+    A tensor with one axis, such as a bias, is split only if `axis` is 0. The axis consists of consecutive `sections`.
+    Each is (elements of one rank, number of neighbouring ranks that share the same elements). Without sections the
+    whole axis is one section that is not shared. `padded` gives the axis that many elements, followed by zeros up to a
+    multiple of VOCABULARY_UNIT for each rank.
     """
 
     axis: int | None = 0
@@ -31,11 +32,11 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """What a rank has of the axis, of a cut with sections."""
+        """The number of elements of the axis that one rank holds. Needs `sections`."""
         return sum(own for own, _ in self.sections)
 
     def part(self, shape: Sequence[int], ranks: Ranks) -> Part | None:
-        """Of the tensor that a rank has in `shape`; None: all of it."""
+        """Return the part that a rank stores in a tensor of shape `shape`; None if it holds the whole tensor."""
         if ranks.size == 1 or self.axis is None or (self.axis and len(shape) == 1):
             return None
         axis = self.axis % len(shape)
@@ -51,12 +52,12 @@ class Cut:
 
 
 ROWS: Final = Cut()
-WHOLE: Final = Cut(None)  # on every rank
+WHOLE: Final = Cut(None)  # every rank holds the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Intervals `spans` of axis `axis`, put together, of a tensor of shape `whole`; then zeros up to `length`."""
+    """The intervals `spans` of axis `axis` of a tensor of shape `whole`, joined, then zeros up to `length`."""
 
     whole: tuple[int, ...]
     axis: int
@@ -64,7 +65,7 @@ class Part:
     length: int
 
     def of(self, tensor: Any) -> Tensor:
-        """Out of the whole tensor, or of what safetensors gives slices of."""
+        """Cut the part out of a whole tensor, or out of a slice object of safetensors."""
         lead = (slice(None),) * self.axis
         pieces = [tensor[(*lead, slice(*span))] for span in self.spans]
         missing = self.length - sum(end - start for start, end in self.spans)
@@ -74,9 +75,10 @@ class Part:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
 
     def of_scaled(self, codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> ScaledMatrix:
-        """`codes` are the part's, `scales` the whole matrix's. Rows that do not end with blocks get a scale each.
+        """Build the part's matrix from its own `codes` and the whole matrix's `scales`.
 
-        Raises ConfigError where columns of blocks would be cut.
+        If the part's rows do not end at block boundaries, each row gets a scale of its own. Raises ConfigError if a
+        block would be split between columns.
         """
         *_, num_rows, width = self.whole
         if self.axis == len(self.whole) - 1:
@@ -85,8 +87,8 @@ class Part:
                 return ScaledMatrix(codes, scales, rows, codes.shape[-1], dtype)
             if start % columns or (end % columns and end != width):
                 raise ConfigError(
-                    f"tensor_parallel_size cuts a matrix of {width} columns into pieces of {end - start}, within "
-                    f"blocks of {columns} that have one scale; give a smaller size, or --deterministic, which cuts none"
+                    f"tensor_parallel_size splits a matrix of {width} columns into pieces of {end - start}, within "
+                    f"blocks of {columns} with one scale; give a smaller size, or --deterministic, which splits none"
                 )
             return ScaledMatrix(codes, scales[..., start // columns : -(-end // columns)], rows, columns, dtype)
         inner = [bound % rows and bound != num_rows for span in self.spans for bound in span]
@@ -97,29 +99,33 @@ class Part:
 
 
 def share(count: int, what: str, ranks: Ranks, shared: bool = False) -> int:
-    """How many each rank has; with `shared` fewer than there are ranks belong to several. Raises ConfigError."""
+    """Return how many of `count` items each rank holds.
+
+    With `shared`, several ranks may hold the same item if there are more ranks than items. Raises ConfigError if the
+    items cannot be divided evenly.
+    """
     if count % ranks.size and not (shared and ranks.size % count == 0):
         raise ConfigError(f"tensor_parallel_size={ranks.size} does not divide the model's {count} {what}")
     return max(1, count // ranks.size)
 
 
 def sharing(count: int, ranks: Ranks) -> int:
-    """How many ranks next to each other then have the same."""
+    """Return how many neighbouring ranks hold the same item when `count` items are shared over `ranks`."""
     return max(1, ranks.size // count)
 
 
 def rows(*lengths: int) -> Cut:
-    """Of a tensor whose rows are so many sections, of which a rank has so many rows each."""
+    """Cut rows of a tensor that has one section for each of `lengths`. Each length is the rows of one rank."""
     return Cut(0, tuple((length, 1) for length in lengths))
 
 
 def whole(length: int) -> Cut:
-    """Of so many rows that every rank has."""
+    """Describe `length` rows that every rank holds."""
     return Cut(None, ((length, 1),))
 
 
 def padded_span(units: int, ranks: Ranks) -> tuple[int, int]:
-    """The run of units that a rank has where zeros are put behind the last one, and may be all that it has."""
+    """Return the range of units that a rank holds when the units are padded at the end. It may contain padding only."""
     if ranks.size == 1:
         return 0, units
     length = -(-units // (VOCABULARY_UNIT * ranks.size)) * VOCABULARY_UNIT

@@ -1,4 +1,4 @@
-"""The stack that all families share: embedding, layers, final norm, output head."""
+"""The stack that all families share: embedding, layers, final norm and output head."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.mtp import MTPHead
 
-# `x`, `residual` `[T, H]` -> the same: the hidden state is `x + residual`, and adding the two is left to the next norm.
-# `residual` is None before the first layer.
+# Maps `x` and `residual`, both `[T, H]`, to the same pair. The hidden state is `x + residual`, and the next norm adds
+# the two. `residual` is None before the first layer.
 Layer: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], tuple[Tensor, Tensor]]
 
 HEAD: Final = "lm_head.weight"
 LOGGER: Final = logging.getLogger(__name__)
-# What Mamba's authors call weights outside of layers, and what they are called here.
+# Names of weights outside of layers: those of Mamba's authors, and the canonical ones.
 BACKBONE: Final = (
     ("backbone.embeddings.", "model.embed_tokens."),
     ("backbone.norm_f.", "model.norm."),
@@ -64,22 +64,24 @@ class PostNormLayer(PreNormLayer):
 
 
 class Model(ABC):
-    """A family of text models. Holds weights only; all state is in the caches that a ForwardContext names.
+    """A family of text models. A model holds only weights. All state is in the caches that a ForwardContext names.
 
-    A family says which `architectures` of config.json it serves, reads their fields in `parse`, and, where its layers
-    are not `norms[i]` before part i, builds them in `build_layer`.
+    A family lists the `architectures` of config.json that it serves and reads their fields in `parse`. By default norm
+    `norms[i]` precedes part i of a layer. Families with other layers override `build_layer`.
     """
 
     architectures: ClassVar[tuple[str, ...]]
     centred_norms: ClassVar[bool] = False
-    field_names: ClassVar[Mapping[str, str]] = {}  # of config.json -> the common ones
-    config_class: ClassVar[str] = ""  # transformers', by the module in `transformers.models`, whose defaults hold
-    defaults: ClassVar[Mapping[str, Any]] = {}  # those that are not there, under the common names
-    # Fields that need not be read: they have no effect in this family, or belong to parts that only some models have.
+    field_names: ClassVar[Mapping[str, str]] = {}  # names in config.json -> common names
+    # the transformers class whose defaults apply, as "module.Class" in `transformers.models`
+    config_class: ClassVar[str] = ""
+    defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that the class does not have, under the common names
+    # Fields that need not be read, because they have no effect in this family or belong to parts that only some models
+    # have.
     unneeded_fields: ClassVar[Collection[str]] = ()
-    weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # parts of stored names, and what they are called here
+    weight_names: ClassVar[Sequence[tuple[str, str]]] = ()  # (part of a stored name, its replacement)
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
-    defers_sums: ClassVar[bool] = True  # hidden states are looked at by norms alone
+    defers_sums: ClassVar[bool] = True  # only norms read hidden states, so that they may do the all-reduce
 
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
@@ -96,8 +98,11 @@ class Model(ABC):
         self.head = OutputHead(build.ops, build.ranks, head, config.vocab_size, guesses=self._drafts is not None)
 
     def _read_head(self, build: Build) -> Tensor:
-        """Return this rank's rows of the output head: the checkpoint's own head if there is one, else the embeddings
-        if config.json ties the two."""
+        """Return this rank's rows of the output head.
+
+        The checkpoint's own head is used if there is one. Otherwise the embeddings are used, if config.json ties the
+        two.
+        """
         config, weights, ranks = build.config, build.weights, build.ranks
         start, end = padded_span(config.vocab_size, ranks)
         cut, shape = Cut(padded=config.vocab_size), (end - start, config.hidden_size)
@@ -109,7 +114,7 @@ class Model(ABC):
             return tied
         own = weights.get(HEAD, shape, cut=cut)
         if torch.equal(own, tied):
-            return tied  # one copy in memory
+            return tied  # keep one copy in memory
         if ranks.rank == 0:
             LOGGER.warning(
                 "config.json has tie_word_embeddings=true, but the weights hold a %s that differs from the "
@@ -121,12 +126,14 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, fields: Fields) -> ModelConfig:
-        """What config.json says. Raises ModelFolderError and UnsupportedModelError."""
+        """Read config.json. Raises ModelFolderError and UnsupportedModelError."""
 
     @classmethod
     def read(cls, fields: Fields) -> ModelConfig:
-        """Parse fields under all of their names, with defaults for those that are left out. Raises
-        UnsupportedModelError for a field that is not read although it changes the forward pass."""
+        """Parse fields under all of their names, with defaults for absent fields.
+
+        Raises UnsupportedModelError for a field that changes the forward pass and is not read.
+        """
         defaults, pairs = class_defaults(cls.config_class) if cls.config_class else ({}, [])
         config = cls.parse(fields.translated(cls.field_names, {**defaults, **cls.defaults}, pairs))
         names = [*cls.field_names.items(), *pairs, *((other, one) for one, other in pairs)]
@@ -140,11 +147,11 @@ class Model(ABC):
         return replace(config, unknown_fields=(*config.unknown_fields, *unknown))
 
     def build_layer(self, build: Build, layer: int) -> Layer:
-        """Layer `layer` of `build.config.layers`."""
+        """Build layer `layer` of `build.config.layers`."""
         return PreNormLayer(self.normed_blocks(build, layer, self.norms))
 
     def normed_blocks(self, build: Build, layer: int, names: Sequence[str]) -> list[tuple[RMSNorm, Block]]:
-        """The parts of layer `layer`, built, each with the norm of that name."""
+        """Build the parts of layer `layer`, each with the norm of the same index in `names`."""
         name, parts = f"model.layers.{layer}", build.config.layers[layer]
         build = replace(build, defers=self.defers_sums)
         hidden, centred = build.config.hidden_size, self.centred_norms
@@ -153,19 +160,23 @@ class Model(ABC):
         return list(zip(norms, blocks, strict=True))
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """`token_ids[T]` int64 -> normed hidden states `[T, H]`; writes the caches that `ctx` names."""
+        """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""
         x = self._embed(token_ids)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
         hidden = self._norm.add(x, residual)[0]
         if self._drafts is not None:
-            self._drafts.keep(self._embed(token_ids), hidden, ctx)  # norms may have added to the first ones in place
+            # embedded again, because norms may have added to the first embeddings in place
+            self._drafts.keep(self._embed(token_ids), hidden, ctx)
         return hidden
 
     def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of each row the newest token `[B]` int64, and the hidden state before it, `forward`'s or this one's
-        `[B, H]`, to what `logits` reads for the token after it `[B, H]`. For models with a `config.draft_layer`."""
+        """Run the MTP head on the newest token of each row, `[B]` int64, and the hidden state before it, `[B, H]`.
+
+        `hidden` comes from `forward` or from the last `draft`. Returns hidden states `[B, H]`, whose `logits` predict
+        the token after the newest one. Needs `config.draft_layer`.
+        """
         assert self._drafts is not None, "the model was loaded without its MTP layer"
         return self._drafts.draft(self._embed(token_ids), hidden, ctx)
 
@@ -174,5 +185,5 @@ class Model(ABC):
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden[R, H]` -> `[R, vocab_size]` in the model's dtype."""
+        """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`."""
         return self.head.whole(self.head.own(hidden))

@@ -1,4 +1,4 @@
-"""Decides about the fields of a config.json that a family does not read."""
+"""Rules for fields of a config.json that a family does not read: harmless, refused or unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from forkpoint.errors import UnsupportedModelError
 
-# Fields that change no logits: of training, caches, kernels, other parts of a multimodal model, and for people.
+# Fields that do not change the logits: for training, caches, kernels, other parts of a multimodal model, or readers.
 _HARMLESS: Final = """
 _attn_implementation _name_or_path architectures attn_implementation auto_map chunk_size chunk_size_feed_forward
 compression_config custom_pipelines dtype generation_config hf_quant_config id2label is_encoder_decoder label2id
@@ -25,7 +25,7 @@ HARMLESS_KIND: Final = re.compile(
     r"|initializer_\w+|.*_init_(floor|range|scale|scheme|std)|use_xavier_init|.*_use_xavier_init|time_step_(floor|init_\w+)"
     r"|mup_\w*lr\w*|mrope_\w+|mtp_\w+"
 )
-# Fields that change the logits of some architectures, by the value with which they do nothing.
+# Fields that change the logits of some architectures, grouped by the value that turns them off.
 _OFF: Final = """
 add_bias_linear add_qkv_bias alibi attention_bias attn_temperature_tuning clip_qkv conv_bias mlp_bias
 mla_use_output_gate moe_bias parallel_attn proj_bias projectors_bias qk_layernorm qk_norm qkv_bias use_alibi
@@ -46,7 +46,7 @@ partial_rotary_factor residual_multiplier residual_scale router_scaling_factor s
 _ON: Final = """
 attn_output_gate block_use_swiglu mamba_use_mlp no_kda_lora rms_norm use_conv_bias use_pos_enc use_rope
 """
-# Fields of rotary positions that count only with some rope_type, which is checked where they are read.
+# Fields of rotary positions that apply only to some rope_type. They are checked where that type is read.
 ROTARY: Final = (
     "attention_factor",
     "beta_fast",
@@ -77,11 +77,11 @@ CHANGING: Final[Mapping[str, tuple[Any, ...]]] = {
 def unknown_fields(
     values: Mapping[str, Any], read: Collection[str], defaults: Mapping[str, Any], unneeded: Collection[str], where: str
 ) -> tuple[str, ...]:
-    """Return the names of fields that nothing is known of; they should be logged.
+    """Return the names of unknown fields, which the caller should log.
 
-    `read` are the names that the family has read, `unneeded` those that it knows and need not read, `defaults` are all
-    fields of transformers' class with the values that they have when absent. Raises UnsupportedModelError for a field
-    that changes the forward pass, is not read, and has another value than its default.
+    `read` are the names that the family has read. `unneeded` are names that the family knows and need not read.
+    `defaults` maps all fields of transformers' class to their default values. Raises UnsupportedModelError for a field
+    that changes the forward pass, is not read, and does not have its default value.
     """
     unknown = []
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The fields of a model folder's config.json, read with their types checked."""
+"""Reads fields of a model folder's config.json and checks their types."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
 from forkpoint.models.rotary import Rotary, frequencies, llama3, yarn, yarn_gain
 
-ROPE_THETA = 10000.0  # where none is said
-# Bounds far above those of any published model; beyond them a config.json is broken, and memory would end instead.
+ROPE_THETA = 10000.0  # default if config.json has no rope_theta
+# Bounds far above those of any published model. A config.json beyond them is broken, and would exhaust memory.
 MOST_SIZE = 2**24
 MOST = {"num_hidden_layers": 2**12, "num_experts": 2**16}
-# float16 is widened, because its range is smaller than that of the arithmetic here.
+# float16 is widened to float32, because its range is smaller than that of bfloat16, which the operators use.
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
 def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
-    """A weight's or module's name in a text model, also for one inside a multimodal folder; `names` are a family's own
-    and the common."""
+    """Return the canonical name of a weight or module in a text model, also for one inside a multimodal folder.
+
+    `names` are (family's name, canonical name) parts.
+    """
     for theirs, ours in names:
         name = name.replace(theirs, ours)
     for prefix in ("model.language_model.", "language_model.model."):
@@ -32,10 +34,10 @@ def canonical_name(name: str, names: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return all fields of a class of transformers, such as "llama.LlamaConfig", with the values that they have when
-    they are left out (None: none), and the pairs of names that it has for one field.
+    """Return the default of each field of a transformers class, such as "llama.LlamaConfig", and its attribute map.
 
-    Raises UnsupportedModelError if the installed transformers does not have the class yet.
+    A field without a default maps to None. The attribute map lists pairs of names that mean the same field. Raises
+    UnsupportedModelError if the installed transformers does not have the class.
     """
     module, name = place.split(".")
     try:
@@ -50,7 +52,7 @@ def class_defaults(place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 class RecordedValues(Mapping[str, Any]):
-    """The values of a JSON object; `read` collects the names that somebody looked up."""
+    """The values of a JSON object. `read` collects the names that were looked up."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str]) -> None:
         self._values, self.read = values, read
@@ -70,18 +72,18 @@ class RecordedValues(Mapping[str, Any]):
         return len(self._values)
 
     def unrecorded(self) -> dict[str, Any]:
-        """A copy that records nothing."""
+        """Return a copy that records nothing."""
         return dict(self._values)
 
     def replaced(self, values: Mapping[str, Any]) -> RecordedValues:
-        """These and other values, which win. Not recorded as read."""
+        """Return these values updated with `values`. The lookups in both are recorded in one set."""
         return RecordedValues({**self._values, **values}, self.read)
 
 
 class Fields:
     """One object of a config.json. All methods raise ModelFolderError or UnsupportedModelError, naming the field.
 
-    `values.read` has the names of all fields that were read, also from what `replaced` and `translated` returned.
+    `values.read` has the names of all fields that were read, also through the results of `replaced` and `translated`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -95,8 +97,11 @@ class Fields:
     def translated(
         self, names: Mapping[str, str], defaults: Mapping[str, Any], pairs: Sequence[tuple[str, str]] = ()
     ) -> Fields:
-        """Return the fields under their common names, which win over other names, those of a pair under both names,
-        and `defaults` for fields that are absent under any name."""
+        """Return the fields under their common names.
+
+        A field's common name takes precedence over its other names. Both names of a pair are set. `defaults` apply to
+        fields that are absent under all of their names.
+        """
 
         def named(values: Mapping[str, Any]) -> dict[str, Any]:
             both = [(one, other) for pair in pairs for one, other in (pair, pair[::-1])]
@@ -117,23 +122,23 @@ class Fields:
         return value
 
     def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """Return an integer from `low` to the most that a field of this name may be. Without a default it must be
-        there."""
+        """Return an integer from `low` to the largest allowed value of the field. Without a default the field is
+        required."""
         high = MOST.get(name, MOST_SIZE)
         needed = f"an integer from {low} to {high}"
         found: int = self._checked(name, default, lambda v: _is_id(v) and low <= v <= high, needed)
         return found
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         return float(self._checked(name, default, lambda v: _is_number(v) and v > 0, "a positive number"))
 
     def number(self, name: str, default: float) -> float:
-        """A number of either sign."""
+        """Return a number of either sign."""
         return float(self._checked(name, default, _is_number, "a number"))
 
     def reals(self, name: str, count: int) -> list[float]:
-        """`count` positive numbers, each 1 where none are listed."""
+        """Return `count` positive numbers; ones if the field is absent."""
         needed = f"a list of {count} positive numbers"
         found = self._checked(
             name, [1.0] * count, lambda v: _is_list(v, lambda by: _is_number(by) and by > 0) and len(v) == count, needed
@@ -141,19 +146,22 @@ class Fields:
         return [float(by) for by in found]
 
     def indices(self, name: str) -> list[int] | None:
-        """A list of integers of 0 or more; None where there is none."""
+        """Return a list of non-negative integers; None if the field is absent."""
         if self.values.get(name) is None:
             return None
         found: list[int] = self._checked(name, None, lambda v: _is_list(v, _is_id), "a list of integers of 0 or more")
         return found
 
     def inner(self, name: str) -> Mapping[str, Any]:
-        """An object; an empty one where there is none."""
+        """Return an object; an empty one if the field is absent."""
         found: Mapping[str, Any] = self._checked(name, {}, lambda v: isinstance(v, dict), "an object")
         return found
 
     def limits(self, name: str) -> tuple[float, float]:
-        """A lower and an upper bound, none where absent; infinity may be in words, as JSON has no number for it."""
+        """Return a lower and an upper bound; 0 and infinity if the field is absent.
+
+        Infinity may be a string in an object, because JSON has no number for it.
+        """
         given = self.values.get(name) or (0.0, float("inf"))
         try:
             low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in given)
@@ -164,43 +172,44 @@ class Fields:
         return low, high
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         return bool(self._checked(name, default, lambda v: isinstance(v, bool), "true or false"))
 
     def multiple(self, name: str, of: int, what: str, default: int | None = None) -> int:
-        """An integer that is `of` times another one."""
+        """Return an integer that is a multiple of `of`."""
         value = self.integer(name, default)
         if value % of:
             raise ModelFolderError(f"{self.where} has {name}={value}, which is not a multiple of the {of} {what}")
         return value
 
     def require(self, name: str, *allowed: str) -> None:
-        """Refuse a feature: the field is absent, or one of these."""
+        """Refuse the field unless it is absent or has one of the `allowed` values."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             raise UnsupportedModelError(f"{self.where} has {name}={value!r}; forkpoint runs {', '.join(allowed)}")
 
     def refuse(self, *names: str) -> None:
-        """Refuse features that are on where they are true."""
+        """Refuse the fields if they are true."""
         for name in names:
             if self.flag(name, False):
                 raise UnsupportedModelError(f"{self.where} has {name}=true; forkpoint runs this family without it")
 
     def dtype(self) -> str:
-        """Of weights and activations."""
+        """Return the dtype of weights and activations."""
         name = "dtype" if self.values.get("dtype") else "torch_dtype"
         self.require(name, *_DTYPES)
         return _DTYPES[self.values.get(name) or "float32"]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id or a list of them."""
+        """Return a token id or a list of token ids, as a tuple."""
         needed = "a token id or a list of them"
         found = self._checked(name, [], lambda v: _is_id(v) or _is_list(v, _is_id), needed)
         return tuple(found) if isinstance(found, list) else (found,)
 
     def layer_types(self, kinds: Collection[str], default: Callable[[int], str]) -> list[str]:
-        """The kind of each layer; `default(i)` where none is listed."""
-        count, allowed = self.integer("num_hidden_layers"), tuple(kinds)  # what is listed may be anything
+        """Return the kind of each layer; `default(i)` for each layer i if there is no list."""
+        # `kinds` may be a dict; listed values may be anything
+        count, allowed = self.integer("num_hidden_layers"), tuple(kinds)
         given = self.values.get("layer_types") or [default(i) for i in range(count)]
         if not isinstance(given, list) or len(given) != count:
             raise ModelFolderError(f"{self.where}: layer_types must list {count} layers, it is {given!r}")
@@ -212,7 +221,7 @@ class Fields:
         return given
 
     def rope(self) -> Fields:
-        """Return these fields and those of the object for rotary positions, which win."""
+        """Return these fields updated with those of the object for rotary positions."""
         newer, older = self.inner("rope_parameters"), self.inner("rope_scaling")
         rope = newer or older
         by_kind = [name for name, value in rope.items() if isinstance(value, dict)]
@@ -226,7 +235,7 @@ class Fields:
         return self.replaced({**theta, **rope, "rope_type": kind})
 
     def rotary(self, head_dim: int, default_share: float | None = None) -> Rotary:
-        """How a head's dims are turned; without a share all of them."""
+        """Return how the dims of a head are rotated. Without `default_share` all dims are."""
         rope, dim = self.rope(), head_dim
         rope.require("rope_type", "default", "linear", "llama3", "yarn")
         theta, kind = rope.real("rope_theta", ROPE_THETA), rope.values["rope_type"]

@@ -1,4 +1,4 @@
-"""The gated delta rule, with one decay for each head."""
+"""Gated delta net (Yang et al. 2024): the gated delta rule with one decay for each head."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from forkpoint.ops.parameters import Recurrence
 
 @dataclass(frozen=True, kw_only=True)
 class GDNConfig(RecurrentConfig):
-    """One layer's recurrence. `wide` and `narrow` are what the weights call the matrices whose rows are q, k, v and the
-    gate, and b and a, which models in FP8 may leave as they were: the last names have one of these each, the first has
-    the others, and a name alone has all of them, key head by key head."""
+    """One layer's recurrence.
+
+    `wide` are the weight names of q, k, v and the gate. `narrow` are the weight names of b and a, which FP8 models may
+    store unquantised. If there are several names, the last ones have one part each and the first has all others. A
+    single name has all parts, one key head after another.
+    """
 
     wide: tuple[str, ...]
     narrow: tuple[str, ...]
@@ -31,7 +34,7 @@ class GDNConfig(RecurrentConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> GDNConfig:
-        """Under the names of transformers' families; `style` gives what config.json does not say."""
+        """Read the field names of transformers' families. `style` sets options that config.json does not contain."""
         heads = fields.integer("num_attention_heads")
         key_heads = fields.integer("linear_num_key_heads", heads)
         value_heads = fields.multiple("linear_num_value_heads", key_heads, "linear key heads", heads)
@@ -50,7 +53,7 @@ class GDNConfig(RecurrentConfig):
             self._read(build, name, self.narrow, [group, group]),
         ]
         plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        # One product where both are plain.
+        # If both matrices are unquantised, they are multiplied as one.
         products = [Projection(ops, m) for m in ([torch.cat(plain)] if len(plain) == 2 else matrices)]
         sizes = [spec.mixed_dim, self.inner, spec.num_v_heads, spec.num_v_heads]
 
@@ -66,7 +69,8 @@ class GDNConfig(RecurrentConfig):
         return project
 
     def _read(self, build: Build, name: str, names: Sequence[str], sizes: Sequence[int]) -> Matrix:
-        """Rows of parts behind each other, of which a key head has so many each."""
+        """Read the rows of several parts, one part after another. `sizes` are the rows of each part for one key
+        head."""
         heads, others = self.spec.num_k_heads, len(sizes) - len(names) + 1
         first = [heads * size for size in sizes[:others]] if len(names) > 1 else [heads * sum(sizes)]
         parts = zip(names, (first, *([heads * size] for size in sizes[others:])), strict=True)
@@ -79,7 +83,8 @@ class GDNConfig(RecurrentConfig):
 
 
 def layer_types(fields: Fields) -> list[str]:
-    """`linear_attention` or `full_attention` of each layer, the latter every few layers where nothing is listed."""
+    """Return `linear_attention` or `full_attention` for each layer. Without a list every `full_attention_interval`-th
+    is `full_attention`."""
     every = fields.integer("full_attention_interval", 4)
     kinds = ("linear_attention", "full_attention")
     return fields.layer_types(kinds, lambda i: kinds[(i + 1) % every == 0])

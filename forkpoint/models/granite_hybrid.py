@@ -43,7 +43,8 @@ class GraniteHybrid(Model):
         residual, eps = fields.real("residual_multiplier", 1.0), fields.real("rms_norm_eps")
         attention = AttentionConfig.read(fields, qk_norm=None, scale=fields.real("attention_multiplier", 1.0))
         mixers: dict[str, PartConfig] = {"linear_attention": Mamba2Config.read(fields), "full_attention": attention}
-        mixers |= {"mamba": mixers["linear_attention"], "attention": attention}  # the hub's names
+        # the names that checkpoints on the Hugging Face hub use
+        mixers |= {"mamba": mixers["linear_attention"], "attention": attention}
         kinds = fields.layer_types(mixers, lambda i: "mamba")
         mlp: PartConfig = MLPConfig(fields.integer("shared_intermediate_size"), name="shared_mlp", fused=True)
         if fields.integer("num_experts", low=0):
@@ -54,7 +55,8 @@ class GraniteHybrid(Model):
             fields,
             [(mixers[kind], mlp) for kind in kinds],
             rotary if fields.values.get("position_embedding_type") == "rope" else NO_POSITIONS,
-            # Hidden states are kept divided by the residual's multiplier, which then is 1; norms see no difference.
+            # Hidden states are stored divided by the residual multiplier, which is then 1. Norms give the same result,
+            # because their epsilon is scaled too.
             rms_norm_eps=eps / residual**2,
             embedding_scale=fields.real("embedding_multiplier", 1.0) / residual,
             logits_scale=1.0 / fields.real("logits_scaling", 1.0),

@@ -1,4 +1,4 @@
-"""The output head, whose ids are cut over ranks."""
+"""The output head, whose rows (one for each id) are split over ranks."""
 
 from __future__ import annotations
 
@@ -12,47 +12,53 @@ from forkpoint.ops.table import OpTable
 
 
 class OutputHead:
-    """From hidden states to logits. Ranks share what little says which id is the likeliest, and all logits only where
-    somebody asks for them."""
+    """Compute logits from hidden states.
+
+    To find the likeliest id, ranks exchange only their best id and its logit. They gather all logits only on request.
+    """
 
     def __init__(self, ops: OpTable, ranks: Ranks, weight: Tensor, vocab_size: int, guesses: bool = False) -> None:
-        """`weight[padded ids of this rank, H]`; `guesses`: somebody asks for some."""
+        """Take the head's rows `weight[padded ids of this rank, H]`. Set `guesses` if `guess` will be called."""
         self._own, self._ops, self._ranks, self._vocab_size = Projection(ops, weight), ops, ranks, vocab_size
         self._first, end = padded_span(vocab_size, ranks)
-        self._count = max(0, min(end, vocab_size) - self._first)  # the rest is padding
+        self._count = max(0, min(end, vocab_size) - self._first)  # ids of this rank; the remaining rows are padding
         self._shortlist = ops.shortlist(weight, self._count) if guesses and ops.shortlist else None
 
     def own(self, hidden: Tensor) -> Tensor:
-        """`hidden[R, H]` -> this rank's logits, padded, in the model's dtype."""
+        """Compute this rank's logits from `hidden[R, H]`, with padding, in the model's dtype."""
         return self._own(hidden)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Those of all ranks `[R, vocab_size]`."""
+        """Gather the logits of all ranks: `[R, vocab_size]`."""
         return own if self._ranks.size == 1 else self._ranks.gather(own)[:, : self._vocab_size].contiguous()
 
     def guess(self, hidden: Tensor) -> Tensor:
-        """The likeliest ids `[R]` of `hidden[R, H]`, by a shortlist where there is one, which reads less than
-        the head; whether they are right is said by the head itself."""
+        """Return the likeliest ids `[R]` for `hidden[R, H]`. They may be wrong, and the head itself verifies them.
+
+        If the table has a shortlist operator, it is used, because it reads less than the whole head.
+        """
         if self._shortlist is None:
             return self.likeliest(self.own(hidden))[0]
         ids, tops = self._shortlist(hidden)
         return ids if self._ranks.size == 1 else self._of_all(ids, tops)[0]
 
     def likeliest(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """What `greedy` says of the logits of all ranks."""
+        """Return what the operator `greedy` returns for the logits of all ranks: the likeliest ids and whether the
+        logits are finite."""
         if self._ranks.size == 1 or self._ranks.gathers_at_once(own):
             return self._ops.greedy(self.whole(own))
         if self._count > 0:
             ids = self._ops.greedy(own[:, : self._count])[0]
-            tops = own.gather(1, ids[:, None])[:, 0].float()  # NaN if one is
+            tops = own.gather(1, ids[:, None])[:, 0].float()  # NaN if any logit is NaN
         else:
             ids = torch.zeros(len(own), dtype=torch.int64, device=own.device)
             tops = torch.full((len(own),), -torch.inf, device=own.device)
         return self._of_all(ids, tops)
 
     def _of_all(self, ids: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, from each rank's likeliest ids `[R]` among its own, and their logits `[R]` fp32."""
-        told = torch.stack([tops.view(torch.int32), (ids + self._first).int()], dim=1)
-        found = self._ranks.gather(told).view(len(ids), -1, 2)
-        rank, finite = self._ops.greedy(found[..., 0].contiguous().view(torch.float32))  # the first has the lowest ids
+        """Find the likeliest ids from each rank's likeliest ids `[R]` and their logits `[R]` fp32."""
+        own = torch.stack([tops.view(torch.int32), (ids + self._first).int()], dim=1)
+        found = self._ranks.gather(own).view(len(ids), -1, 2)
+        # ties go to the first rank, which has the lowest ids
+        rank, finite = self._ops.greedy(found[..., 0].contiguous().view(torch.float32))
         return found[..., 1].gather(1, rank[:, None])[:, 0].long(), finite

@@ -1,4 +1,4 @@
-"""Jamba: selective scans, and now and then attention without positions; MLPs are dense or sparse by turns."""
+"""Jamba: selective scans, with attention without positions at intervals. Dense and sparse MLPs alternate."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class Jamba(Model):
 
 
 def _by_turns(fields: Fields, name: str, period: int, offset: int) -> Any:
-    """Which layers are one in `name_period`, from `name_offset` on."""
+    """Return a function that says whether a layer is one in `name_period`, counted from layer `name_offset`."""
     every, first = fields.integer(f"{name}_period", period), fields.integer(f"{name}_offset", offset, low=0)
     return lambda layer: layer % every == first

@@ -1,5 +1,8 @@
-"""Kimi-Linear: a delta rule with a decay for each key (KDA), and latent attention without positions. Ling-3.0: the same
-layers with bounded decays, positions and a gate in attention, and groups of experts."""
+"""Kimi-Linear and Ling-3.0.
+
+Kimi-Linear alternates a delta rule that has a decay for each key (KDA) and latent attention without positions. Ling-3.0
+has the same layers with bounded decays, positions and a gate in attention, and experts in groups.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from forkpoint.models.moe import MoEConfig
 from forkpoint.models.recurrence import Project, RecurrentConfig
 from forkpoint.ops.parameters import Recurrence
 
-KINDS = ("linear_attention", "full_attention")  # of layers
+KINDS = ("linear_attention", "full_attention")  # of layers, as transformers names them
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDAConfig(RecurrentConfig):
-    """One layer's recurrence over heads of as many keys as values.
+    """One layer's recurrence, with as many key heads as value heads.
 
-    `narrow`: decays and gates are made in two steps, with a head's width between them.
+    `narrow`: decays and gates are computed by two matrices, with a head's width between them.
     """
 
     narrow: bool = True
@@ -41,7 +44,7 @@ class KDAConfig(RecurrentConfig):
 
     @classmethod
     def of(cls, heads: int, dim: int, conv_width: int, bound: float | None = None, narrow: bool = True) -> KDAConfig:
-        """`bound`: see Recurrence."""
+        """Create the config of `heads` heads of `dim` keys and values. `bound` limits decays, see Recurrence."""
         spec = Recurrence(heads, heads, dim, dim, per_key=True, bound=bound)
         return cls(spec=spec, conv_width=conv_width, narrow=narrow)
 
@@ -107,7 +110,7 @@ class KimiLinear(Model):
 
 
 class BailingHybrid(Model):
-    """`BailingHybridForCausalLM`, and as the hub calls it."""
+    """`BailingHybridForCausalLM`, which some checkpoints call `BailingMoeV3ForCausalLM`."""
 
     architectures: ClassVar = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
     config_class: ClassVar = "bailing_hybrid.BailingHybridConfig"
@@ -145,7 +148,10 @@ class BailingHybrid(Model):
 def layers(
     fields: Fields, kinds: Sequence[str], recurrence: PartConfig, attention: PartConfig
 ) -> list[tuple[PartConfig, ...]]:
-    """Of these KINDS; the first are dense, the others choose experts by sigmoids, a shared one added."""
+    """Return the parts of layers of the given KINDS.
+
+    The first layers have dense MLPs. The others choose experts by sigmoid scores and add a shared expert.
+    """
     fields.require("moe_router_activation_func", "sigmoid")
     shared = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", 1)
     sparse = MoEConfig.read_grouped(fields, shared_intermediate_size=shared)
@@ -157,7 +163,7 @@ def layers(
 
 
 def _listed(given: Fields, count: int) -> list[bool] | None:
-    """Whether each layer is one of attention, by lists that count layers from 1; None: there are none."""
+    """Return for each layer whether it is attention, from lists that count layers from 1; None without such lists."""
     full, kda = given.indices("full_attn_layers"), given.indices("kda_layers")
     if full is None or kda is None:
         return None

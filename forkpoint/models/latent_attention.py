@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): what is kept of a token serves all heads.
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): all heads share one stored latent for each token.
 
-A head's key is made of the latent by a matrix of its own, and so is its value. Here the first is moved to the query and
-the second behind the sum over values: attention runs over the latents themselves. Only where many tokens of a row share
-them, and a table has an operator for it, are keys and values made.
+A head computes its keys from the latents with a matrix of its own, and its values likewise. Here the key matrix is
+applied to the query instead, and the value matrix to the weighted sum. Attention therefore runs over the latents
+themselves. Keys and values are computed only for rows with many new tokens, if the table has an operator for that.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from forkpoint.ops.linear.scaled import dense
 from forkpoint.ops.metadata import AttentionIndex
 from forkpoint.ops.ranks import Ranks
 
-EXPANDED_FROM = 256  # new tokens of a row for which keys and values are made of its latents
-LATENT_NORM_EPS = 1e-6  # fixed in the architecture, whatever rms_norm_eps says
+EXPANDED_FROM = 256  # new tokens of a row from which on its keys and values are computed
+LATENT_NORM_EPS = 1e-6  # fixed in the architecture, independent of rms_norm_eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionConfig(PartConfig):
-    """One layer's attention. A query head has `key_dim` dims that meet the latent's key, and `shared_dim` that meet the
-    part of the key which heads share as it is; those are rotated in pairs of neighbours, or there are no positions.
+    """One layer's latent attention.
 
-    `gated`: each head's output is multiplied by the sigmoid of a gate.
+    A query head has `key_dim` dims that are multiplied with the head's key, and `shared_dim` dims that are multiplied
+    with the part of the key that all heads share. If `rotated`, the shared dims are rotated in pairs of neighbours. If
+    `gated`, each head's output is multiplied by the sigmoid of a gate. `rank` is the size of a latent.
     """
 
     num_heads: int
@@ -49,7 +50,7 @@ class LatentAttentionConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> LatentAttentionConfig:
-        """Under DeepSeek's names; `style` gives what they do not say."""
+        """Read DeepSeek's field names. `style` sets options that config.json does not contain."""
         if fields.values.get("q_lora_rank") is not None or fields.flag("attention_bias", False):
             raise UnsupportedModelError(
                 f"{fields.where} has q_lora_rank or attention_bias; forkpoint runs latent attention without them"
@@ -81,7 +82,7 @@ class LatentAttentionConfig(PartConfig):
 
 
 class LatentAttention:
-    """The attention of layer `layer`."""
+    """The attention of layer `layer`, with weights packed for its operators."""
 
     def __init__(self, build: Build, name: str, layer: int, config: LatentAttentionConfig) -> None:
         self._ops, self._layer, self._config = build.ops, layer, config
@@ -107,7 +108,7 @@ class LatentAttention:
         self._scale = (config.key_dim + config.shared_dim) ** -0.5
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; stores the tokens' latents first."""
+        """Attend: `x[T, H] -> [T, H]`. Stores the tokens' latents first."""
         config, cache = self._config, ctx.caches[self._layer]["latent"]
         queries = torch.unflatten(self._queries(x), -1, (config.num_heads, -1))
         own, shared = torch.split(queries, [config.key_dim, config.shared_dim], dim=-1)
@@ -121,7 +122,11 @@ class LatentAttention:
         return self._out(out.flatten(1))
 
     def _attend(self, own: Tensor, shared: Tensor, cache: Tensor, index: AttentionIndex) -> Tensor:
-        """`[T, H, V]`. Rows of many new tokens attend to keys and values made of the latents, others to latents."""
+        """Attend to the cache: returns `[T, heads, value_dim]`.
+
+        Rows with at least EXPANDED_FROM new tokens use keys and values computed from the latents. Other rows use the
+        latents.
+        """
         long = [row for row, count in enumerate(index.query_lens) if count >= EXPANDED_FROM]
         if self._expand is None or not long:
             return self._absorbed(own, shared, cache, index)
@@ -146,13 +151,16 @@ class LatentAttention:
 
 
 def _read(build: Build, name: str, rows: int, columns: int, cut: Cut = WHOLE) -> Tensor:
-    """A matrix whose rows are taken apart, widened if it is stored in FP8."""
+    """Read a matrix whose rows will be reordered. FP8 is converted to the model's dtype."""
     return dense(build.weights.get_matrix(f"{name}.weight", (rows, columns), cut))
 
 
 def _apart(weight: Tensor, first: int) -> Tensor:
-    """Rows from `first` on, which are rotated in pairs of neighbours, as the operators rotate them: first the first of
-    all pairs, then the second. Queries and keys in one order have the same products in any."""
+    """Reorder rows from `first` on, so that the first elements of all pairs come before the second ones.
+
+    The checkpoint rotates pairs of neighbours, the operators rotate halves. Queries and keys are reordered alike, which
+    leaves their products unchanged.
+    """
     rest = torch.arange(first, weight.shape[-2])
     order = torch.cat((torch.arange(first), rest[::2], rest[1::2]))
     return weight[..., order, :]

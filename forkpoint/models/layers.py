@@ -1,4 +1,4 @@
-"""The small parts that all families share: projections, norms and the dense MLP."""
+"""Small layers that all families share: projections, norms and the dense MLP."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from forkpoint.ops.unmade import Unmade
 
 
 class Projection:
-    """A linear layer, packed once; by `linear` if it is not the table's."""
+    """A linear layer whose weight is packed once. `linear` replaces the table's operator of that name."""
 
     def __init__(self, ops: OpTable, weight: Matrix, bias: Tensor | None = None, linear: Linear | None = None) -> None:
         self._linear, self._wide = linear or ops.linear, ops.wide_linear
         self.packed: Any = ops.prepare_linear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x[T, K] -> [T, N]`."""
+        """Multiply: `x[T, K] -> [T, N]`."""
         return self._linear(x, self.packed)
 
     def wide(self, x: Tensor) -> Tensor:
-        """`x[T, K] -> [T, N]` in fp32, as the weights are."""
+        """Multiply in fp32, for weights in fp32: `x[T, K] -> [T, N]`."""
         if self._wide is None or x.dtype != torch.bfloat16:
             return self(x.float())
         return self._wide(x, self.packed)
@@ -48,7 +48,8 @@ def read_projection(
     linear: Linear | None = None,
     cut: Cut = WHOLE,
 ) -> Projection:
-    """The layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`, its answers multiplied by `scale`."""
+    """Read the layer `name.weight` `[rows, columns]`, with `name.bias` if `bias`. Its outputs are multiplied by
+    `scale`."""
     weight = build.weights.get_matrix(f"{name}.weight", (rows, columns), cut)
     shift = build.weights.get(f"{name}.bias", (rows,), cut=cut) if bias else None
     if scale != 1.0:
@@ -65,8 +66,10 @@ def join_projections(
     scale: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Projection:
-    """The layers `name.PART_proj` `[rows[PART], columns]` in one: behind each other, rows times `scale[N]` fp32, and
-    then in another order."""
+    """Join the layers `name.PART_proj` `[rows[PART], columns]` into one.
+
+    Their rows follow each other, are multiplied by `scale[N]` fp32, and then put into `order`.
+    """
     named = {f"{name}.{part}_proj": cut for part, cut in rows.items()}
     weight, shift = join_rows(build.weights, named, columns), None
     if bias:
@@ -79,8 +82,10 @@ def join_projections(
 
 
 def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
-    """What makes the answer `[T, rows]` of what each rank has of it: of a sum, which may be left to the norm behind it,
-    or, where ranks gather, of so many outputs."""
+    """Return the function that combines the ranks' outputs into the output `[T, rows]`.
+
+    It sums, unless the next norm does the all-reduce, or gathers outputs that the ranks compute separately.
+    """
     ranks = build.ranks
     if not ranks.gathers:
         return Unsummed.of if build.defers and ranks.defers else ranks.sum
@@ -88,16 +93,16 @@ def over_ranks(build: Build, rows: int) -> Callable[[Tensor], Tensor]:
 
 
 class Unsummed(Unmade):
-    """What one rank has of a sum over ranks, which may be `Parts`."""
+    """One rank's share of a sum over ranks. It may be an `unmade.Parts`."""
 
 
 class RowParallel:
-    """A linear layer whose input is cut over ranks, and whose output all of them have."""
+    """A linear layer whose input is split over ranks, and whose whole output every rank gets."""
 
     def __init__(
         self, build: Build, name: str, rows: int, columns: int, bias: bool = False, scale: float = 1.0
     ) -> None:
-        """`name.weight` `[rows, columns of this rank]`, as of `read_projection`."""
+        """Read `name.weight` `[rows, columns of this rank]`, as `read_projection` does."""
         self._ranks, self._over_ranks, adds_bias = build.ranks, over_ranks(build, rows), bias
         cut = Cut(-1)
         if build.ranks.gathers:
@@ -106,17 +111,17 @@ class RowParallel:
             rows //= build.ranks.size if cut is ROWS else 1
         elif build.ranks.rank:
             build.weights.get(f"{name}.bias", (rows,)) if bias else None
-            adds_bias = False  # once in the sum
+            adds_bias = False  # the bias is added once, by rank 0
         linear = build.ops.linear_parts if build.leaves_parts else None
         self._own = read_projection(build, name, rows, columns, adds_bias, scale, linear, cut)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x[T, K of this rank] -> [T, N]`."""
+        """Multiply: `x[T, K of this rank] -> [T, N]`."""
         return self._over_ranks(self._own(self._ranks.gather(x) if self._ranks.gathers else x))
 
 
 class RMSNorm:
-    """A norm whose weight is held in fp32; `centred` weights are stored as their distance from 1."""
+    """An RMS norm with its weight in fp32. `centred` weights are stored minus 1."""
 
     def __init__(
         self, build: Build, name: str, size: int, centred: bool, eps: float | None = None, cut: Cut = WHOLE
@@ -128,18 +133,18 @@ class RMSNorm:
         self._ops, self._ranks = build.ops, build.ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dim."""
+        """Normalise over the last dim."""
         return self._ops.rmsnorm(x, self.weight, self.eps)
 
     def across(self, x: Tensor, ranks: Ranks) -> Tensor:
-        """Over the last dims of all ranks side by side, of which each has its own."""
+        """Normalise over the last dims of all ranks together, where each rank holds its own part."""
         if ranks.size == 1:
             return self(x)
         own = x.shape[-1]
         return self(ranks.gather(x)).narrow(-1, ranks.rank * own, own)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of `residual + x`, `residual + x`); without a residual, x starts it."""
+        """Return (norm of `residual + x`, `residual + x`). If `residual` is None, x is the residual."""
         if residual is None:
             return self(x), x
         if isinstance(x, Unsummed):
@@ -154,7 +159,7 @@ class RMSNorm:
 class MLPConfig(PartConfig):
     """One layer's dense MLP: `down(silu(gate(x)) * up(x))`, or without a gate `down(relu(up(x)) ** 2)`.
 
-    `fused` ones are stored with gate and up in one matrix. The scales multiply gate(x) and down(..).
+    `fused`: gate and up are stored in one matrix. The scales multiply gate(x) and the MLP's output.
     """
 
     intermediate_size: int
@@ -166,12 +171,12 @@ class MLPConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields) -> MLPConfig:
-        """Under the names of most config.json."""
+        """Read the field names that most config.json use."""
         fields.require("hidden_act", "silu")
         return cls(fields.integer("intermediate_size"))
 
     def build(self, build: Build, name: str, layer: int) -> Block:
-        """`x[T, H] -> [T, H]`, whatever the context; gate and up in one product."""
+        """Build the MLP `x[T, H] -> [T, H]`, with gate and up in one product. It does not read the context."""
         hidden, size, ops = build.config.hidden_size, self.intermediate_size, build.ops
         down = RowParallel(build, f"{name}.down_proj", hidden, size, scale=self.down_scale)
         if not self.gated:

@@ -58,7 +58,8 @@ class Lfm2(Model):
 
     @classmethod
     def mlp(cls, fields: Fields, layer: int) -> PartConfig:
-        """Two thirds of the width that is said, rounded up, unless it is to be taken as it is."""
+        """Return a dense MLP. Its size is two thirds of `intermediate_size`, rounded up, unless config.json turns that
+        adjustment off."""
         size = fields.integer("intermediate_size")
         if fields.flag("block_auto_adjust_ff_dim", True):
             unit = fields.integer("block_multiple_of", 256)

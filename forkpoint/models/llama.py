@@ -27,12 +27,12 @@ class Llama(Model):
 
     @classmethod
     def windows(cls, fields: Fields) -> list[int | None]:
-        """Of each layer."""
+        """Return the window of each layer in tokens. None means that the layer attends to all tokens."""
         return [None] * fields.integer("num_hidden_layers")
 
 
 class Mistral(Llama):
-    """`MistralForCausalLM`: all layers have a window, unless it is said to be null."""
+    """`MistralForCausalLM`: all layers have a sliding window, unless config.json sets it to null."""
 
     architectures: ClassVar = ("MistralForCausalLM",)
     config_class: ClassVar = "mistral.MistralConfig"

@@ -1,4 +1,4 @@
-"""Mamba-1 layers (selective scan), and the models that have nothing else."""
+"""Mamba-1 layers (selective scan, Gu and Dao 2023), and the models that consist of such layers only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from forkpoint.models.recurrence import DUMMY_A_LOG, DUMMY_D, DUMMY_DT_BIAS
 from forkpoint.ops.parameters import ScanInputs, ScanParams
 from forkpoint.ops.ranks import Ranks
 
-RECORDS: Final = ("values", "steps", "keys")  # in the order of scan_verify
-SCAN_OPERATIONS: Final = 7  # of the scan per token and value of its state
-UNLIMITED: Final = 1 << 20  # positions of a model that has none
+RECORDS: Final = ("values", "steps", "keys")  # in the order that scan_verify takes them
+SCAN_OPERATIONS: Final = 7  # operations of the scan for each token and state value
+UNLIMITED: Final = 1 << 20  # max_model_len of a model without positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig(PartConfig):
     """One layer's selective scan over `channels` channels with `values` state values each.
 
-    `norms`: the step, b and c are normalised, with weights, or with none and `norm_eps`. `bias`: of the projections.
+    `norms`: the step, b and c are normalised. If `norm_eps` is set, these norms have no weights. `bias`: the
+    projections have biases.
     """
 
     channels: int
@@ -46,7 +47,7 @@ class MambaConfig(PartConfig):
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> MambaConfig:
-        """Under the names of Mamba's own config.json; `style` gives what they do not say."""
+        """Read the field names of Mamba's own config.json. `style` sets options that config.json does not contain."""
         fields.require("hidden_act", "silu")
         hidden = fields.integer("hidden_size")
         automatic = fields.values.get("time_step_rank", "auto") == "auto"
@@ -64,7 +65,7 @@ class MambaConfig(PartConfig):
         return Mamba(build, name, layer, self)
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """The convolution's window and the state of all channels."""
+        """Describe the stored state: the convolution's window and the state of all channels."""
         state, sizes = (self.channels, self.values), (self.channels, self.channels, self.values)
         pairs = zip(RECORDS, sizes, strict=True)
         records = tuple(TensorSpec(name, (size,), dtype, single=name != "keys") for name, size in pairs)
@@ -82,7 +83,7 @@ class MambaConfig(PartConfig):
 
 
 class Mamba:
-    """The scan of layer `layer`: projection, short convolution, step, b and c out of its result, scan, projection."""
+    """The scan of layer `layer`: projection, short convolution, selection of step, b and c, scan, projection."""
 
     def __init__(self, build: Build, name: str, layer: int, config: MambaConfig) -> None:
         self._ops, self._layer, self._config = build.ops, layer, config
@@ -111,7 +112,7 @@ class Mamba:
         self._out = RowParallel(build, f"{name}.out_proj", hidden, channels, config.bias)
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """`x[T, H] -> [T, H]`; reads and writes the slots that `ctx` names."""
+        """Run the layer: `x[T, H] -> [T, H]`. Reads and writes the slots that `ctx` names."""
         config, cache, split = self._config, ctx.caches[self._layer], ctx.num_decodes
         x, z = self._input(x).chunk(2, dim=-1)
         x = self._conv(x, ctx)
@@ -153,12 +154,12 @@ class MambaModel(Model):
 
     @classmethod
     def mixer(cls, fields: Fields) -> PartConfig:
-        """The part that every layer is."""
+        """Return the part that every layer consists of."""
         return MambaConfig.read(fields)
 
 
 class FalconMamba(MambaModel):
-    """`FalconMambaForCausalLM`: step, b and c are normalised, by weightless norms."""
+    """`FalconMambaForCausalLM`: step, b and c are normalised without weights."""
 
     architectures: ClassVar = ("FalconMambaForCausalLM",)
     config_class: ClassVar = "falcon_mamba.FalconMambaConfig"

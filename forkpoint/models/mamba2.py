@@ -1,5 +1,7 @@
-"""Mamba-2: projection, short convolution, state-space recurrence, gated norm over groups, projection; and the models
-that have nothing else."""
+"""Mamba-2 (Dao and Gu 2024): projection, short convolution, state-space recurrence, gated norm over groups, projection.
+
+Also the models that consist of such layers only.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,23 @@ from forkpoint.ops.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(RecurrentConfig):
-    """One layer's recurrence: q is C, k is B, v is x; its groups are those of the norm.
+    """One layer's recurrence: q is C, k is B, v is x. Its groups are those of the norm.
 
-    `norm`: after the gate, before it, or none. `scales` multiply the projection's rows of z, x, B, C and dt.
+    `norm`: apply the norm after the gate, before it, or not at all. `scales` multiply the projection's rows of z, x, B,
+    C and dt.
     """
 
     conv_bias: bool = True
     bias: bool = False
     norm: Literal["after", "before"] | None = "after"
-    sharing: int = 1  # ranks that have the same groups, which the norm then spans
+    sharing: int = 1  # number of ranks that hold the same groups; the norm then spans these ranks
     scales: tuple[float, ...] = (1.0,) * 5
     out_scale: float = 1.0
     name: str = "mamba"
 
     @classmethod
     def read(cls, fields: Fields, **style: Any) -> Mamba2Config:
-        """Under the names of most config.json; `style` gives what they do not say."""
+        """Read the field names that most config.json use. `style` sets options that config.json does not contain."""
         fields.require("hidden_act", "silu", "swish")
         groups = fields.integer("mamba_n_groups")
         heads = fields.multiple("mamba_n_heads", groups, "mamba groups")
@@ -46,7 +49,9 @@ class Mamba2Config(RecurrentConfig):
         automatic = fields.values.get("mamba_d_head", "auto") == "auto"
         dim = inner // heads if automatic else fields.integer("mamba_d_head")
         if fields.values.get("mamba_d_ssm") is not None and heads * dim != inner:
-            raise ModelFolderError(f"{fields.where} has mamba_d_ssm={inner}, but {heads} heads of {dim}")
+            raise ModelFolderError(
+                f"{fields.where} has mamba_d_ssm={inner}, which is not mamba_n_heads={heads} times mamba_d_head={dim}"
+            )
         spec = Recurrence(
             groups,
             heads,
@@ -65,7 +70,7 @@ class Mamba2Config(RecurrentConfig):
         )
 
     def project(self, build: Build, name: str) -> Project:
-        """Rows `[C | B | x | z | dt]` of those stored as `[z | x | B | C | dt]`, scaled."""
+        """Read rows stored as `[z | x | B | C | dt]` into rows `[C | B | x | z | dt]`, scaled."""
         spec, inner, heads = self.spec, self.inner, self.spec.num_v_heads
         z, dt = torch.arange(inner), torch.arange(heads) + inner + spec.mixed_dim
         parts = [z, *self._xbc(inner), dt]
@@ -87,13 +92,13 @@ class Mamba2Config(RecurrentConfig):
         return Cut(0, ((self.inner, 1), keys, keys))
 
     def _xbc(self, start: int) -> list[Tensor]:
-        """Rows of x, B and C where x starts at `start`."""
+        """Return the row indices of x, B and C, where x starts at `start`."""
         keys = self.spec.num_k_heads * self.spec.key_dim
         rows = torch.arange(self.spec.mixed_dim) + start
         return list(torch.split(rows, [self.inner, keys, keys]))
 
     def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
-        """Rows `[C | B | x]` of those stored as `[x | B | C]`."""
+        """Read rows stored as `[x | B | C]` into rows `[C | B | x]`."""
         taps, _ = RecurrentConfig.taps(self, build, name)
         order = torch.cat(self._xbc(0)[::-1])
         if not self.conv_bias:

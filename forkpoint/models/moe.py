@@ -1,4 +1,4 @@
-"""A sparse MLP: routed experts, and perhaps a shared one."""
+"""A sparse MLP: routed experts, and optionally a shared one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from forkpoint.ops.linear.scaled import BLOCK, Matrix, ScaledMatrix, dense, take
 from forkpoint.ops.parameters import RouteRule
 from forkpoint.ops.ranks import Ranks
 
-ALIGNED = 8  # rows
-DUMMY_BIAS = (-0.1, 0.1)
+ALIGNED = 8  # rows of the router's output are padded to a multiple of this, see `_aligned`
+DUMMY_BIAS = (-0.1, 0.1)  # range of random correction biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(PartConfig):
-    """One layer's routed experts, and perhaps a shared one.
+    """One layer's routed experts, and optionally a shared one.
 
-    `gated` experts are `down(silu(gate(x)) * up(x))`, the others `down(relu(up(x)) ** 2)`. `bias` is what the weights
-    call the correction bias of the choice, `shared_name` the shared expert.
+    `gated` experts compute `down(silu(gate(x)) * up(x))`, others `down(relu(up(x)) ** 2)`. `bias` is the weight name of
+    the correction bias that is added to scores when experts are chosen. `shared_name` is the weight name of the shared
+    expert.
     """
 
     num_experts: int
@@ -40,19 +41,19 @@ class MoEConfig(PartConfig):
     gated: bool = True
     bias: str | None = None
     shared_name: str = "shared_expert"
-    latent_size: int = 0  # of what routed experts see and give, between two projections; 0: the hidden state
+    latent_size: int = 0  # size of the routed experts' inputs and outputs, between two projections; 0: the hidden size
     name: str = "mlp"
 
     @classmethod
     def read(cls, fields: Fields) -> MoEConfig:
-        """Under the names of Qwen's families."""
+        """Read the field names of Qwen's families."""
         fields.require("hidden_act", "silu")
         shared = fields.integer("shared_expert_intermediate_size")
         return cls.of(fields, RouteRule(top_k=0, shared="gated"), shared_intermediate_size=shared)
 
     @classmethod
     def read_grouped(cls, fields: Fields, **style: Any) -> MoEConfig:
-        """Under DeepSeek-V3's names: sigmoids and a correction bias choose experts in groups."""
+        """Read DeepSeek-V3's field names: sigmoid scores with a correction bias choose experts in groups."""
         rule = RouteRule(
             top_k=0,
             score="sigmoid",
@@ -65,12 +66,12 @@ class MoEConfig(PartConfig):
 
     @classmethod
     def of(cls, fields: Fields, rule: RouteRule, **style: Any) -> MoEConfig:
-        """What all families write alike; `rule` lacks the counts, and whether weights are normalised."""
+        """Read the fields that all families share. `rule` lacks the counts and whether weights are normalised."""
         num_experts, top_k = fields.integer("num_experts"), fields.integer("num_experts_per_tok")
         size, shared = fields.integer("moe_intermediate_size"), style.get("shared_intermediate_size", 0)
         if top_k > num_experts // rule.groups * rule.top_groups or num_experts % rule.groups:
             groups = f" in {rule.top_groups} of {rule.groups} groups" if rule.groups > 1 else ""
-            raise ModelFolderError(f"{fields.where}: {top_k} experts per token of {num_experts}{groups}")
+            raise ModelFolderError(f"{fields.where}: cannot choose {top_k} experts per token of {num_experts}{groups}")
         normalise = fields.flag("norm_topk_prob", True)
         rule = replace(rule, top_k=top_k, normalise=normalise, num_shared=-(-shared // size))
         return cls(num_experts=num_experts, intermediate_size=size, rule=rule, **style)
@@ -79,14 +80,19 @@ class MoEConfig(PartConfig):
         return SparseMLP(build, name, self)
 
     def cut(self, ranks: Ranks) -> MoEConfig:
-        """Each expert by its inner features; where ranks gather, by what it gives alone, as one operation does the
-        rest."""
+        """Split each expert by its inner features.
+
+        Ranks that gather keep the whole inner size and split only the outputs. The first projection then stays one
+        operation.
+        """
         if ranks.gathers:
             return self
         sizes = (self.intermediate_size, self.shared_intermediate_size)
         inner, shared = (share(size, "features of an expert", ranks) if size else 0 for size in sizes)
         if self.rule.num_shared != -(-shared // inner):
-            raise ConfigError(f"tensor_parallel_size={ranks.size}: the shared expert cannot be cut as the others are")
+            raise ConfigError(
+                f"tensor_parallel_size={ranks.size} splits the shared expert unlike the others; give a smaller size"
+            )
         return replace(self, intermediate_size=inner, shared_intermediate_size=shared)
 
     def num_weights(self, hidden_size: int) -> int:
@@ -95,7 +101,7 @@ class MoEConfig(PartConfig):
         return routed + shared + 2 * hidden_size * self.latent_size
 
     def routed_weights(self, hidden_size: int) -> int:
-        """Of all routed experts together."""
+        """Return the number of weights of all routed experts together."""
         return self._num_matrices * (self.latent_size or hidden_size) * self.num_experts * self.intermediate_size
 
     @property
@@ -104,10 +110,10 @@ class MoEConfig(PartConfig):
 
 
 class SparseMLP:
-    """`sum_j w_j expert_j(x)` over the experts that `rule` chooses for each token, plus the shared expert.
+    """Compute `sum_j w_j expert_j(x)` over the experts that `rule` chooses for each token, plus the shared expert.
 
-    The shared expert is cut into experts of the routed ones' size, whose answers add up to its own: all of a token's
-    experts are then one operation.
+    The shared expert is split into experts of the routed ones' size, whose outputs add up to its own. One operation can
+    then run all of a token's experts.
     """
 
     def __init__(self, build: Build, name: str, moe: MoEConfig) -> None:
@@ -120,7 +126,7 @@ class SparseMLP:
         rows = {f"{name}.gate": moe.num_experts}
         if moe.rule.shared == "gated":
             rows[f"{name}.{moe.shared_name}_gate"] = 1
-        # The sigmoids of large scores lie close together: such a router computes in fp32.
+        # Sigmoids of large scores are close together, so such routers compute in fp32.
         self._is_wide, hidden, fp32 = moe.rule.score == "sigmoid", build.config.hidden_size, torch.float32
         if self._is_wide:
             parts = [_wide(source, f"{part}.weight", (count, hidden)) for part, count in rows.items()]
@@ -138,7 +144,7 @@ class SparseMLP:
         if moe.latent_size:
             self._narrow = read_projection(build, f"{name}.fc1_latent_proj", moe.latent_size, hidden)
             self._widen = read_projection(build, f"{name}.fc2_latent_proj", hidden, moe.latent_size)
-        self._into = ("gate", "up") if moe.gated else ("up",)  # of an expert's matrices
+        self._into = ("gate", "up") if moe.gated else ("up",)  # names of an expert's input matrices
         self._in_cut, self._out_cut = Cut(-2), Cut(-1)
         if build.ranks.gathers:
             given = moe.latent_size or hidden
@@ -146,9 +152,11 @@ class SparseMLP:
         self._experts: Any = build.ops.prepare_experts(*self._read_experts(build, name))
 
     def _read_experts(self, build: Build, name: str) -> tuple[Matrix, Matrix]:
-        """`gate_up[E, 2I, H]` (`[E, I, H]` without a gate), `down[E, H, I]`: routed experts, then the shared one's.
+        """Read `gate_up[E, 2I, H]` (`[E, I, H]` without a gate) and `down[E, H, I]`: routed experts, then the shared
+        expert.
 
-        Where ranks gather, each has its rows of `down` alone."""
+        Where ranks gather, each rank has only its own rows of `down`.
+        """
         count, inner = self._moe.num_experts, self._moe.intermediate_size
         hidden = self._moe.latent_size or build.config.hidden_size
         given = hidden // build.ranks.size if build.ranks.cuts_rows(hidden) else hidden
@@ -160,7 +168,8 @@ class SparseMLP:
         if source.has(fused):
             cut = replace(self._in_cut, sections=((inner, 1),) * len(self._into))
             gate_up.put(source.get_matrix(fused, (count, size, hidden), cut), 0, slice(count))
-            # Before `down` has memory, which would else lie in that of the first stack and waste the rest of it.
+            # Read before `down` is allocated. Otherwise `down` would take the memory that the first stack freed, and
+            # waste the rest of it.
             stack = source.get_matrix(apart, (count, given, inner), self._out_cut)
         down = JoinedMatrix(source, (total, given, inner), scaled, True)
         if stack is not None:
@@ -177,11 +186,14 @@ class SparseMLP:
         return gate_up.matrix, down.matrix
 
     def _stacks(self, name: str) -> tuple[str, str]:
-        """What the experts' matrices are called where they are stored in one."""
+        """Return the names of the two tensors that store all experts in one matrix each."""
         return f"{name}.experts.{'_'.join(self._into)}_proj", f"{name}.experts.down_proj"
 
     def _is_scaled(self, build: Build, name: str) -> bool:
-        """Whether all experts can be kept in FP8: they are, and the shared one's parts do not cut its blocks."""
+        """Return whether all experts can be kept in FP8.
+
+        All must be stored in FP8, and splitting the shared expert must not split its blocks.
+        """
         source, moe, parts = build.weights, self._moe, (*self._into, "down")
         inner, stacks = moe.intermediate_size, self._stacks(name)
         apart = [f"{name}.experts.{e}.{part}_proj.weight" for e in range(moe.num_experts) for part in parts]
@@ -193,7 +205,7 @@ class SparseMLP:
         return not (cut and by_block) and all(map(source.is_scaled, names))
 
     def _read_shared(self, build: Build, name: str, gate_up: JoinedMatrix, down: JoinedMatrix) -> None:
-        """Put slices of the shared expert behind the routed ones; there are zeros behind its end."""
+        """Append slices of the shared expert to the routed ones. The last slice is padded with zeros."""
         moe, hidden, source = self._moe, build.config.hidden_size, build.weights
         inner, whole = moe.intermediate_size, moe.shared_intermediate_size
         into = [source.get_matrix(f"{name}.{part}_proj.weight", (whole, hidden), self._in_cut) for part in self._into]
@@ -207,19 +219,19 @@ class SparseMLP:
             down.put(take_columns(back, start, end), 0, expert)
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None = None) -> Tensor:
-        """`x[T, H] -> [T, H]`, whatever the context."""
+        """Run the experts: `x[T, H] -> [T, H]`. Does not read the context."""
         scores = (self._router.wide(x) if self._is_wide else self._router(x))[:, : self._num_scores]
         weights, ids = self._ops.route(scores, self._moe.rule, self._bias)
         return self._widen(self._all_ranks(self._apply(self._narrow(x), self._experts, weights, ids)))
 
 
 def _aligned(weight: Tensor) -> Tensor:
-    """With rows of zeros behind: vendors' libraries are slow where rows of answers are not aligned."""
+    """Append rows of zeros, because vendors' libraries are slow if rows of the output are not aligned."""
     return F.pad(weight, (0, 0, 0, -len(weight) % ALIGNED))
 
 
 def _wide(source: WeightSource, name: str, shape: tuple[int, int]) -> Tensor:
-    """A matrix in fp32, as it is stored or widened from FP8."""
+    """Read a matrix in fp32. FP8 is converted."""
     if source.is_scaled(name):
         return dense(source.get_matrix(name, shape)).float()
     return source.get(name, shape, torch.float32)

@@ -1,4 +1,4 @@
-"""The MTP head of Qwen's models: one more layer, which guesses the token after the next."""
+"""The MTP head of Qwen's models: one more layer, which predicts the token after the next."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from forkpoint.models.convolution import Convolution, ShortConvConfig
 from forkpoint.models.fields import Fields
 from forkpoint.models.layers import RMSNorm, join_projections, read_projection
 
-FIRST_KEY = 1  # before the first token there is no hidden state
+FIRST_KEY = 1  # entry 0 has no hidden state before it
 
 
 def draft_layer(
     fields: Fields, attention: AttentionConfig, mlp: Callable[[Fields, int], PartConfig]
 ) -> tuple[PartConfig, ...]:
-    """What config.json says of the head: the last hidden state, attention, and the MLP of a layer behind the last.
-    Empty where it says that there is none, or several."""
+    """Read the MTP head's parts: the previous hidden state, attention, and the MLP that the next layer would have.
+
+    Empty if config.json has no MTP layer, or several.
+    """
     name = "mtp_num_hidden_layers"
     name = name if fields.values.get(name) is not None else "num_nextn_predict_layers"
     count = fields.integer(name, 1, low=0)
@@ -31,12 +33,12 @@ def draft_layer(
 
 
 class MTPHead:
-    """From a token and the hidden state before it: `fc([norm(embedding), norm(hidden)])`, a layer, a norm.
+    """Compute `fc([norm(embedding), norm(hidden)])`, a layer and a norm, from a token and the hidden state before it.
 
-    Entry `i` of its keys and values is of token `i` and the hidden state of token `i - 1`: what a block holds depends
-    on its own tokens and earlier ones alone. It was trained at rotary position `i - 1`; all are one further here, which
-    no distance shows. Entry 0 is never looked at. The hidden state of the newest token is a convolution's window of
-    one. It is kept, as the keys and values are, as layer `len(config.layers)`.
+    Entry `i` of its keys and values belongs to token `i` and the hidden state of token `i - 1`. A block therefore
+    depends only on its own and earlier tokens. The head was trained with rotary position `i - 1`. Here all positions
+    are one higher, which leaves distances unchanged. Entry 0 is never read. The hidden state of the newest token is
+    stored as a convolution window of one token. Like the keys and values, it belongs to layer `len(config.layers)`.
     """
 
     def __init__(self, build: Build) -> None:
@@ -60,15 +62,19 @@ class MTPHead:
         self._previous = Convolution(build.ops, self._layer, taps.to(build.weights.device), None, silu=False)
 
     def keep(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> None:
-        """Keys and values of a step's tokens, and the hidden state of each row's last, from their embeddings and the
-        model's answers `[T, H]`."""
+        """Store the keys and values of a step's tokens, and the hidden state of each row's last token.
+
+        `embedded` and `hidden`, the model's output, are `[T, H]`.
+        """
         x = self._before_attention(self._joined(embedded, self._previous(hidden, ctx)))
         self._attention.keep(x, ctx)
 
     def draft(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """The whole layer, from the newest token of each row and the hidden state before it `[B, H]` to one that the
-        output head reads as the model's own. The rows decode; keys of earlier tokens, and of earlier drafts, are those
-        kept."""
+        """Run the whole layer on the newest token of each row and the hidden state before it, both `[B, H]`.
+
+        Returns a hidden state that the output head reads like the model's own. All rows decode. Keys of earlier tokens
+        and drafts are those already stored.
+        """
         x, residual = self._before_attention.add(self._joined(embedded, hidden), None)
         x, residual = self._before_mlp.add(self._attention(x, ctx), residual)
         return self._norm.add(self._mlp(x, ctx), residual)[0]
@@ -79,7 +85,7 @@ class MTPHead:
 
 
 class KeepingAttention(Attention):
-    """Attention that can also do no more than keep keys and values."""
+    """Attention that can also store keys and values without attending."""
 
     def __init__(self, build: Build, name: str, layer: int, config: AttentionConfig) -> None:
         super().__init__(build, name, layer, config)
@@ -87,6 +93,6 @@ class KeepingAttention(Attention):
         self._kv = join_projections(build, name, rows, build.config.hidden_size, config.bias)
 
     def keep(self, x: Tensor, ctx: ForwardContext) -> None:
-        """Those of `x[T, H]`."""
+        """Store the keys and values of `x[T, H]`."""
         k, v = self._kv(x).chunk(2, dim=-1)
-        self.write(torch.empty_like(k), k, v, ctx)  # the operator wants queries
+        self.write(torch.empty_like(k), k, v, ctx)  # the operator needs queries, whose values do not matter here

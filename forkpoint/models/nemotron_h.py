@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron-3: layers of one part each, Mamba-2, attention without positions, or an MLP."""
+"""Nemotron-H and Nemotron-3: each layer is one part: Mamba-2, attention without positions, or an MLP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class NemotronH(Model):
 
     @classmethod
     def kinds(cls, fields: Fields) -> list[str]:
-        """Of each layer, out of a list of names or a string of letters."""
+        """Return the kind of each layer, read from a list of names or a string of letters."""
         given = fields.values.get("layer_types")
         if given is None:
             given = [
@@ -80,11 +80,13 @@ class NemotronH(Model):
         if not isinstance(given, list):
             raise ModelFolderError(f"{fields.where} has layer_types={given!r}; a list is needed")
         counted = fields.replaced({"layer_types": given, "num_hidden_layers": len(given)})
-        return counted.layer_types((*LETTERS.values(), "mamba", "attention"), lambda i: "mlp")  # other writers' names
+        # names that other writers of config.json use
+        return counted.layer_types((*LETTERS.values(), "mamba", "attention"), lambda i: "mlp")
 
     @staticmethod
     def experts(fields: Fields) -> PartConfig:
-        """Routed experts, and a shared one for all tokens; with a latent size the routed ones see a projection."""
+        """Read routed experts, and a shared one for all tokens. With a latent size the routed experts read a projection
+        of x."""
         shared = fields.integer("moe_shared_expert_intermediate_size")
         latent = fields.integer("moe_latent_size", 0, low=0)
         if not latent:

@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: gated delta net before, attention behind its norms; decays may be negative."""
+"""OLMo-Hybrid: gated delta nets with norms before them, and attention with norms after it. Decays may be negative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forkpoint.models.layers import MLPConfig
 from forkpoint.models.rotary import NO_POSITIONS
 
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
-GATED_NORM_EPS = 1e-5  # fixed in the architecture, whatever rms_norm_eps says
+GATED_NORM_EPS = 1e-5  # fixed in the architecture, independent of rms_norm_eps
 
 
 class OlmoHybrid(Model):
@@ -36,7 +36,8 @@ class OlmoHybrid(Model):
             "linear_attention": GDNConfig.read(fields, wide=wide, narrow=narrow, **style),
             "full_attention": attention,
         }
-        nowhere = fields.rope().values["rope_theta"] is None  # the released models have no positions
+        # the released models have no positions and say rope_theta=null
+        nowhere = fields.rope().values["rope_theta"] is None
         rotary = NO_POSITIONS if nowhere else fields.rotary(attention.head_dim)
         return ModelConfig.of(fields, [(mixers[kind], MLPConfig.read(fields)) for kind in layer_types(fields)], rotary)
 

@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights, read before any of them."""
+"""Reads what config.json says about quantised weights, before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from forkpoint.models.fields import Fields, canonical_name
 from forkpoint.ops.linear.scaled import BLOCK
 
 SUPPORTED: Final = (
-    "forkpoint runs models that are not quantised, and FP8 (e4m3) with activations that are scaled as they come and a "
+    "forkpoint runs models that are not quantised, and FP8 (e4m3) with dynamically scaled activations and a "
     f"scale for each {BLOCK}x{BLOCK} block (quant_method 'fp8', or compressed-tensors' strategy 'block') or each row "
     "(its strategy 'channel'); most models are also published as one of these"
 )
 MODELOPT_NAME: Final = "hf_quant_config.json"
-# Small matrices on which much hangs; published models leave them as they are.
+# Small matrices that matter much for quality. Published FP8 models leave them unquantised.
 KEPT_PLAIN: Final = (
     "lm_head",
     r"re:.*\.gate$",
@@ -30,10 +30,11 @@ KEPT_PLAIN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """How a folder stores matrices in FP8: the scales of `name` are called `name + scale_suffix`.
+    """How a folder stores matrices in FP8. The scales of tensor `name` are called `name + scale_suffix`.
 
-    `by_block`: a scale for each 128x128 block, else for each row. `plain` names modules that are not in FP8, as
-    config.json does. With `on_load` the folder is not quantised: its matrices are as they are read.
+    `by_block`: one scale for each 128x128 block, otherwise for each row. `plain` names modules that are not in FP8, in
+    the notation of config.json. `on_load`: the folder is not quantised, and its matrices are quantised when they are
+    read.
     """
 
     scale_suffix: str = "_scale_inv"
@@ -42,18 +43,21 @@ class Fp8Format:
     on_load: bool = False
 
     def covers(self, name: str) -> bool:
-        """Whether the matrix of this canonical name (`model.layers.0...`) is one in FP8."""
+        """Return whether the matrix with this canonical name (`model.layers.0...`) is in FP8."""
         module = name.removesuffix(".weight")
         return not any(_names(entry, module) for entry in self.plain)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the scales of a matrix `[..., N, K]`."""
+        """Return the shape of the scales of a matrix `[..., N, K]`."""
         *lead, rows, columns = shape
         return (*lead, -(-rows // BLOCK), -(-columns // BLOCK)) if self.by_block else (*lead, rows, 1)
 
 
 def read_quantization(fields: Fields) -> Fp8Format | None:
-    """None: the weights are not quantised. Raises UnsupportedModelError, naming what is not run."""
+    """Read the quantisation of config.json; None if the weights are not quantised.
+
+    Raises UnsupportedModelError, naming the unsupported format.
+    """
     found = fields.values.get("quantization_config") or fields.values.get("compression_config")
     if found is None:
         return None
@@ -71,7 +75,7 @@ def read_quantization(fields: Fields) -> Fp8Format | None:
 
 
 def refuse_modelopt(folder: Path) -> None:
-    """Refuse a folder whose quantisation stands in a file of its own. Raises UnsupportedModelError."""
+    """Refuse a folder whose quantisation is described in modelopt's own file. Raises UnsupportedModelError."""
     path = folder / MODELOPT_NAME
     if path.is_file():
         inner = read_json(path).get("quantization")
@@ -100,7 +104,9 @@ def _read_fp8(found: Mapping[str, Any], where: str) -> Fp8Format:
 def _read_compressed(found: Mapping[str, Any], where: str) -> Fp8Format:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ModelFolderError(f"{where}: compressed-tensors without config_groups")
+        raise ModelFolderError(
+            f"{where} has compressed-tensors without config_groups; an object with at least one group is needed"
+        )
     if found.get("kv_cache_scheme"):
         raise _refused(where, "compressed-tensors with a kv_cache_scheme")
     strategies = {_strategy(group, found, where) for group in groups.values()}
@@ -110,10 +116,10 @@ def _read_compressed(found: Mapping[str, Any], where: str) -> Fp8Format:
 
 
 def _strategy(group: Any, found: Mapping[str, Any], where: str) -> str:
-    """'block' or 'channel' of a group whose weights are in FP8."""
+    """Return 'block' or 'channel' for a group whose weights are in FP8."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
-        raise ModelFolderError(f"{where}: a group of compressed-tensors says nothing of its weights: {group!r}")
+        raise ModelFolderError(f"{where} has a group of compressed-tensors without a 'weights' object: {group!r}")
     form = group.get("format") or found.get("format")
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), str(weights.get("strategy"))
     if (kind, bits) != ("float", 8) or form not in ("float-quantized", "naive-quantized"):
@@ -137,9 +143,9 @@ def _names_of(found: Mapping[str, Any], where: str, *keys: str) -> tuple[str, ..
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry of a list means `module`: by a pattern, its name, or that of something it is in or ends with."""
+    """Return whether an entry of a module list covers `module`: as a pattern, or as a run of components of its name."""
     if entry.startswith("re:"):
-        inside = module.replace("model.", "model.language_model.", 1)  # as a multimodal folder calls it
+        inside = module.replace("model.", "model.language_model.", 1)  # the module's name inside a multimodal folder
         return any(re.match(entry[3:], name) for name in (module, inside))
     name = canonical_name(entry)
     return f".{module}.".find(f".{name}.") >= 0

@@ -50,8 +50,8 @@ class Qwen3Next(Model):
 
 
 class Qwen35(Qwen3Next):
-    """Qwen3.5: the recurrent layers' projections are stored apart. Dense models, and the text part of their multimodal
-    folders."""
+    """Qwen3.5, dense: the projections of recurrent layers are stored as separate matrices. In multimodal folders only
+    the text model is used."""
 
     architectures: ClassVar = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     config_class: ClassVar = "qwen3_5.Qwen3_5TextConfig"
@@ -60,7 +60,7 @@ class Qwen35(Qwen3Next):
 
 
 class Qwen35Moe(Qwen35):
-    """Sparse models, and the text part of their multimodal folders."""
+    """Qwen3.5, sparse. In multimodal folders only the text model is used."""
 
     architectures: ClassVar = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     config_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeTextConfig"

@@ -1,4 +1,4 @@
-"""What recurrent layers share: projection, short convolution, recurrence, gated norm, projection."""
+"""The parts that recurrent layers share: projection, short convolution, recurrence, gated norm, projection."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ from forkpoint.ops.parameters import Recurrence, RecurrenceInputs, RecurrencePar
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
 
-# Slow decay for made-up weights, so that their states matter.
+# Ranges of random weights. They give slow decays, so that states matter in tests with random weights.
 DUMMY_A_LOG = (-4.0, -1.0)
 DUMMY_DT_BIAS = (-3.0, -1.0)
 DUMMY_D = (0.5, 1.5)
-RECORDS = ("updates", "keys", "decays")  # in the order of recurrence_verify,
-SPACED = ("updates", "keys", "scales", "decays")  # and of recurrence_record
+RECORDS = ("updates", "keys", "decays")  # in the order that recurrence_verify takes them
+SPACED = ("updates", "keys", "scales", "decays")  # in the order that recurrence_record takes them
 
-# `x[T, H]` -> `mixed`, `a` and `b` of the recurrence, and the gate `[T, HV * V]`.
+# Maps `x[T, H]` to `mixed`, `a` and `b` of the recurrence, and the gate `[T, HV * V]`.
 Project: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor]]
 
 
 class ConvRecurrence:
-    """The states of layer `layer`: a window `conv` under `taps[D, W]` and `bias[D]`, and a `matrix`."""
+    """The convolution and recurrence of layer `layer`. Their states are the window `conv` and a `matrix`.
+
+    The convolution has `taps[D, W]` and `bias[D]`.
+    """
 
     def __init__(self, ops: OpTable, layer: int, taps: Tensor, bias: Tensor | None, params: RecurrenceParams) -> None:
         self._ops, self._layer, self._params = ops, layer, params
         self._conv = Convolution(ops, layer, taps, bias)
 
     def __call__(self, mixed: Tensor, a: Tensor, b: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """`mixed[T, mixed_dim]`, `a`, `b` `[T, HV]` -> `[T, HV, V]`; reads and writes the slots that `ctx` names."""
+        """Compute `[T, HV, V]` from `mixed[T, mixed_dim]` and `a`, `b` `[T, HV]`. Reads and writes the slots that `ctx`
+        names."""
         inputs, split, spec = RecurrenceInputs(mixed, a, b), ctx.num_decodes, self._params.spec
         if split == 0:
             return self._prefill(inputs, ctx, None)
@@ -60,7 +64,8 @@ class ConvRecurrence:
     def _decode(self, raw: RecurrenceInputs, ctx: ForwardContext, out: Tensor | None) -> Tensor:
         cache, slots = ctx.caches[self._layer], ctx.decode
         state = (self._params, cache["matrix"])
-        if ctx.record is not None and not self._params.spec.per_key:  # with decays for each key every state is written
+        # layers with a decay for each key write the state of every token
+        if ctx.record is not None and not self._params.spec.per_key:
             recorded = (*state, ctx.record, [cache[name] for name in SPACED], out)
             if ctx.verify is None and self._ops.conv_record is not None:
                 rows = slots["conv_update"]
@@ -82,8 +87,10 @@ class ConvRecurrence:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig(PartConfig):
-    """One layer's recurrence. Each kind has its own `project`; `norm_name` and `out_name` are what the weights call the
-    gated norm of each head and the last projection."""
+    """One layer's recurrence. Subclasses implement `project`.
+
+    `norm_name` and `out_name` are the weight names of the gated norm and of the last projection.
+    """
 
     spec: Recurrence
     conv_width: int
@@ -91,22 +98,22 @@ class RecurrentConfig(PartConfig):
     out_name: str = "out_proj"
     norm_eps: float | None = None  # None: the model's
     heads_are: ClassVar = "linear key heads"
-    sigmoid: ClassVar = False  # of the gate; else SiLU
+    sigmoid: ClassVar = False  # activation of the gate: sigmoid if true, otherwise SiLU
 
     @property
     def inner(self) -> int:
-        """Values of all heads."""
+        """The number of values of all heads together."""
         return self.spec.num_v_heads * self.spec.value_dim
 
     @property
     def conv_cut(self) -> Cut:
-        """Of the convolution's channels, as they are stored: those of q, k and v."""
+        """The stored channels of the convolution: those of q, k and v."""
         keys = self.spec.num_k_heads * self.spec.key_dim
         return rows(keys, keys, self.inner)
 
     @abstractmethod
     def project(self, build: Build, name: str) -> Project:
-        """The projection into the recurrence."""
+        """Build the projection into the recurrence."""
 
     def build(self, build: Build, name: str, layer: int) -> Block:
         project, finish = self.project(build, name), self.finish(build, name)
@@ -119,8 +126,11 @@ class RecurrentConfig(PartConfig):
         return block
 
     def taps(self, build: Build, name: str) -> tuple[Tensor, Tensor | None]:
-        """`[mixed_dim, W]` and the bias, if there is one: a convolution, or those of q, k and v end to end. Only their
-        sum of channels is fixed: some writers cut it in even thirds."""
+        """Read the taps `[mixed_dim, W]`, and the bias if there is one.
+
+        The checkpoint stores one convolution, or one each for q, k and v. Only the sum of their channels is checked,
+        because some writers split the channels into even thirds.
+        """
         source, shape, whole = build.weights, (self.spec.mixed_dim, 1, self.conv_width), f"{name}.conv1d.weight"
         apart = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
         if source.has(whole) or not any(map(source.has, apart)):
@@ -145,7 +155,7 @@ class RecurrentConfig(PartConfig):
         return RecurrenceParams(self.spec, a_log, dt_bias, skip)
 
     def finish(self, build: Build, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        """What the heads read `[T, HV, V]`, and the gate, to what the layer gives."""
+        """Build the function from the recurrence's output `[T, HV, V]` and the gate to the layer's output `[T, H]`."""
         norm = RMSNorm(build, f"{name}.{self.norm_name}", self.spec.value_dim, centred=False, eps=self.norm_eps)
         out = RowParallel(build, f"{name}.{self.out_name}", build.config.hidden_size, self.inner)
         gated_rmsnorm, sigmoid = build.ops.gated_rmsnorm, self.sigmoid
@@ -157,7 +167,7 @@ class RecurrentConfig(PartConfig):
         return finish
 
     def kept(self, dtype: str, state_dtype: str) -> LayerSpec:
-        """The convolution's window and the matrices of all heads."""
+        """Describe the stored state: the convolution's window and the matrices of all heads."""
         spec, operators = self.spec, ("recurrence_decode", "recurrence_prefill")
         heads, matrix = (spec.num_v_heads,), (spec.num_v_heads, spec.value_dim, spec.key_dim)
         update, key = matrix[:2], (spec.num_k_heads, spec.key_dim)

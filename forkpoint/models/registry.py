@@ -1,4 +1,4 @@
-"""From a model folder to a model."""
+"""Finds the family of a model folder, reads its config.json and loads the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forkpoint.plugins import Registry
 
 
 def _own_families() -> Iterator[type[Model]]:
-    """Those of the modules beside this one."""
+    """Yield the families that this package's modules define."""
     for module in iter_modules(models.__path__, f"{models.__name__}."):
         if module.name != __name__:
             found = vars(import_module(module.name)).values()
@@ -49,34 +49,35 @@ MODELS: Final[Registry[type[Model]]] = Registry(
 
 
 def register_model(family: type[Model]) -> None:
-    """Have this process load a family's `architectures`. Raises ConfigError for a name that is taken."""
+    """Add a family's `architectures` to those that this process can load. Raises ConfigError for a name that is
+    taken."""
     for name in family.architectures:
         MODELS.add(name, family)
 
 
 class ModelOptions(TypedDict, total=False):
-    """What is asked of a model beside its folder."""
+    """Options of a model besides its folder."""
 
-    dtype: str  # of weights and activations; "auto": what config.json says
-    max_model_len: int | None  # None: what it says
+    dtype: str  # of weights and activations; "auto": the dtype that config.json names
+    max_model_len: int | None  # tokens; None: what config.json says
     state_dtype: str  # of recurrent matrices; default: "float32"
     kv_cache_dtype: str  # of keys and values: "auto", "bfloat16" or "fp8"
-    quantization: Literal["fp8"] | None  # puts the matrices of a model that is not quantised in FP8
-    mtp: bool  # the model has its MTP layer
+    quantization: Literal["fp8"] | None  # quantise the matrices of an unquantised model to FP8
+    mtp: bool  # load the model's MTP layer
 
 
 def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfig:
-    """Read config.json, and the end-of-sequence ids of generation_config.json where there is one.
+    """Read config.json, and the end-of-sequence ids of generation_config.json if there is one.
 
-    Raises ModelFolderError for a missing folder, bad JSON, and missing or wrong fields, and UnsupportedModelError for
-    an architecture that no family serves, a feature or quantisation that forkpoint does not run, or a `max_model_len`
-    beyond the model's.
+    Raises ModelFolderError for a missing folder, bad JSON, and missing or wrong fields. Raises UnsupportedModelError
+    for an architecture that no family serves, a feature or quantisation that forkpoint does not run, or a
+    `max_model_len` beyond the model's.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ModelFolderError(f"there is no model folder {str(path)!r}; give the path of a downloaded model")
     fields = _read_fields(folder / "config.json")
-    family = _family(fields)  # before quantisation, which may be of a kind that only other architectures have
+    family = _family(fields)  # checked first, because other architectures may use other quantisations
     stored = read_quantization(fields)
     if stored is None:
         refuse_modelopt(folder)
@@ -88,14 +89,16 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         eos += Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
     longest, mtp = options.get("max_model_len") or config.max_model_len, options.get("mtp", False)
     if longest > config.max_model_len:
-        raise UnsupportedModelError(f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}")
+        raise UnsupportedModelError(
+            f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}; give at most as many"
+        )
     if mtp and not config.draft_layer:
         count = config.num_draft_layers or fields.integer("mtp_num_hidden_layers", 0, low=0)
         found = (
             f"{count} MTP layer(s), which forkpoint does not run for {config.architecture}" if count else "no MTP layer"
         )
         raise UnsupportedModelError(
-            f"{fields.where} has {found}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5, and {NO_MTP}"
+            f"{fields.where} has {found}; it drafts with the single MTP layer of Qwen3-Next and Qwen3.5; {NO_MTP}"
         )
     dtype, kv_cache_dtype = options.get("dtype", "auto"), options.get("kv_cache_dtype", "auto")
     dtype = config.dtype if dtype == "auto" else dtype
@@ -117,8 +120,10 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
 
 
 def _read_fields(path: Path) -> Fields:
-    """A multimodal config keeps the text model's fields in an object of their own, which wins. The embeddings are tied
-    if either of the two says so."""
+    """Read config.json. The text model's fields of a multimodal config replace those of the outer object.
+
+    The embeddings are tied if either of the two objects says so.
+    """
     outer = read_json(path)
     inner = outer.get("text_config")
     given = {k: v for k, v in inner.items() if v is not None} if isinstance(inner, dict) else {}
@@ -126,19 +131,23 @@ def _read_fields(path: Path) -> Fields:
     values = {**outer, **given, "architectures": named}
     ties = [part[TIES] for part in (given, outer) if part.get(TIES) is not None]
     if ties:
-        wrong = [value for value in ties if not isinstance(value, bool)]  # refused where the family reads it
+        # the family refuses wrong values when it reads the field
+        wrong = [value for value in ties if not isinstance(value, bool)]
         values[TIES] = wrong[0] if wrong else any(ties)
     return Fields(values, str(path))
 
 
 def _named_by_type(model_type: Any) -> list[str]:
-    """Some files of the hub leave the architecture out, which transformers' type of a model implies."""
+    """Find the architecture by transformers' model_type, because some files of the hub leave `architectures` out."""
     said = f"{model_type}ForCausalLM".replace("_", "").lower()
     return [name for name in MODELS.names() if name.replace("_", "").lower() == said]
 
 
 def _family(fields: Fields) -> type[Model]:
-    """By the architecture's name alone: nothing else of an unknown one can be read."""
+    """Return the family of the architecture's name.
+
+    No other field is read for that, because the fields of an unknown architecture are unknown.
+    """
     names = fields.values["architectures"]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelFolderError(f"{fields.where} has architectures={names!r}; a list with the model's name is needed")
@@ -164,11 +173,11 @@ def load_model(
 ) -> Model:
     """Build a model from a Hugging Face folder.
 
-    `load_format` "dummy" needs config.json alone and makes random weights from `seed`. `device` (None: torch's default)
-    is where they are. With `fp8_as_bytes` what is in FP8 comes to the device as its bytes.
-    `progress` is told how many bytes of the weights have been read, of how many.
-    Of `ranks` each builds its share. Raises ModelFolderError and UnsupportedModelError, with the tensor or field at
-    fault, and ConfigError for a model that so many ranks cannot share.
+    `load_format` "dummy" needs only config.json and creates random weights from `seed`. `device` (None: torch's
+    default) stores the weights. With `fp8_as_bytes` matrices in FP8 are stored as bytes (uint8). `progress` is called
+    with the bytes of weights read so far and the total. Each of `ranks` builds its own part. Raises ModelFolderError
+    and UnsupportedModelError, which name the tensor or field at fault, and ConfigError if the model cannot be split
+    over so many ranks.
     """
     config, mtp = load_config(path, **options), options.get("mtp", False)
     if config.unknown_fields and ranks.rank == 0:
@@ -194,7 +203,7 @@ def load_model(
 
 
 def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
-    """How the names of tensors begin that belong to parts which this model does not have, and what each part is."""
+    """Map the start of the names of unused tensors to a description of the part that they belong to."""
     layers = {f"model.layers.{len(config.layers) + i}.": "layers for drafts" for i in range(config.num_draft_layers)}
     return VISION_TOWER | layers | ({} if mtp else MTP_HEAD)
 
@@ -202,7 +211,7 @@ def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
     table = None
     if config.rotary.dim:
-        # Made on the CPU, so that all devices have the same bits.
+        # Computed on the CPU, so that all devices use the same bits.
         table = config.rotary.table(config.max_model_len).to(weights.device)
-    with weights.device:  # for what the families make themselves
+    with weights.device:  # the default device for tensors that families create
         return MODELS.find(config.architecture)(Build(config, weights, ops, table))

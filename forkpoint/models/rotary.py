@@ -1,4 +1,4 @@
-"""Rotary positions: how far each pair of a head's dims turns with a token, also in models that were stretched."""
+"""Rotary positions: how far each pair of a head's dims turns per token, including models with extended context."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Pair `i` of a head's first `dim` dims turns by `frequencies[i]`; cos and sin are times `gain`.
+    """Rotate pair `i` of a head's first `dim` dims by `frequencies[i]` radians per token. Cos and sin are multiplied by
+    `gain`.
 
-    `max_len` is the sequence that a stretched model was stretched to.
+    `max_len` is the length in tokens to which the model's context was extended; 0 if it was not.
     """
 
     frequencies: tuple[float, ...] = ()
@@ -23,11 +24,11 @@ class Rotary:
 
     @property
     def dim(self) -> int:
-        """0: no positions."""
+        """The number of rotated dims; 0 if the model has no positions."""
         return 2 * len(self.frequencies)
 
     def table(self, max_len: int) -> Tensor:
-        """`[max_len, dim]` fp32: cos, then sin."""
+        """Compute cos, then sin, for each position: `[max_len, dim]` fp32."""
         angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(1) * torch.tensor(self.frequencies)
         return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self.gain)
 
@@ -36,18 +37,26 @@ NO_POSITIONS: Final = Rotary()
 
 
 def frequencies(dim: int, theta: float) -> Tensor:
-    """`theta^(-2i / dim)`, fp32."""
+    """Compute `theta^(-2i / dim)` in fp32 (Su et al. 2021)."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def llama3(plain: Tensor, factor: float, low: float, high: float, length: int) -> Tensor:
-    """Of Llama 3.1: pairs that turn less than `low` times in `length` tokens are slowed, above `high` times none."""
+    """Scale frequencies as Llama 3.1 does.
+
+    Pairs that turn fewer than `low` times in `length` tokens are divided by `factor`. Pairs that turn more than `high`
+    times are kept. Pairs in between are interpolated.
+    """
     kept = ((length * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / factor + kept * plain
 
 
 def yarn(plain: Tensor, theta: float, factor: float, fast: float, slow: float, length: int, whole: bool) -> Tensor:
-    """Of YaRN (Peng et al. 2023): the same, between `slow` and `fast` turns, by the pair's place; `whole`: rounded."""
+    """Scale frequencies as YaRN does (Peng et al. 2023).
+
+    Pairs between those that turn `fast` and `slow` times in `length` tokens are interpolated by their index. With
+    `whole` the two bounds are rounded to whole indices.
+    """
     dim = 2 * len(plain)
     first, last = (dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (fast, slow))
     if whole:
@@ -58,7 +67,8 @@ def yarn(plain: Tensor, theta: float, factor: float, fast: float, slow: float, l
 
 
 def yarn_gain(factor: float, scale: float, scale_all: float) -> float:
-    """What YaRN multiplies cos and sin by; the scales are DeepSeek's, 0 where there are none."""
+    """Return YaRN's factor for cos and sin. `scale` and `scale_all` are DeepSeek's `mscale` and `mscale_all_dim`; 0 if
+    absent."""
 
     def gain(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0

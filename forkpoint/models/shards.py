@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: which tensors it holds, and in which file each one is."""
+"""The safetensors files of a model folder: which tensors the folder holds, and in which file each one is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forkpoint.errors import ModelFolderError
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
-PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # loading one could run code, so none is ever opened
+PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # unpickling one could run code, so none is ever opened
 LOGGER: Final = logging.getLogger(__name__)
 
 
@@ -54,20 +54,22 @@ class Shards:
                 LOGGER.warning("%s also holds %s, which is read from another shard", shard, patterns(copies))
             unlisted = held - set(located)
             if unlisted:
-                LOGGER.warning("%s does not list %s of %s; they are read too", INDEX_NAME, patterns(unlisted), shard)
+                LOGGER.warning(
+                    "%s does not list %s of %s; these tensors are read too", INDEX_NAME, patterns(unlisted), shard
+                )
                 located |= dict.fromkeys(unlisted, shard)
         return located
 
     def slice(self, name: str) -> Any:
-        """What safetensors knows of a tensor before it reads it."""
+        """Return safetensors' slice object of a tensor, which knows its shape and dtype before the data are read."""
         return self._files[self.file_of[name]].get_slice(name)
 
     def tensor(self, name: str) -> Any:
-        """The whole tensor, mapped from its file. Raises SafetensorError."""
+        """Read a whole tensor, mapped from its file. Raises SafetensorError."""
         return self._files[self.file_of[name]].get_tensor(name)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor."""
+        """Return the bytes of each tensor."""
         stored = {shard: _stored_bytes(self.folder / shard) for shard in self._files}
         return {name: stored[shard][name] for name, shard in self.file_of.items()}
 
@@ -77,13 +79,13 @@ class Shards:
 
 
 def patterns(names: Iterable[str]) -> str:
-    """Tensor names in short: those that differ in numbers alone are one pattern with its count."""
+    """Abbreviate tensor names: names that differ only in numbers become one pattern with its count."""
     counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in sorted(names))
     return ", ".join(pattern if count == 1 else f"{pattern} ({count} tensors)" for pattern, count in counts.items())
 
 
 def some(names: Collection[str]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and how many more there are."""
     first = sorted(names)[:3]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return ", ".join(repr(name) for name in first) + more
@@ -92,7 +94,7 @@ def some(names: Collection[str]) -> str:
 def _read_index(index: Path) -> dict[str, str]:
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
-        raise ModelFolderError(f"{index} has no 'weight_map' from tensor to file name")
+        raise ModelFolderError(f"{index} has no 'weight_map' from tensor names to file names; fetch the file again")
     return listed
 
 
@@ -134,8 +136,11 @@ def _open_shard(folder: Path, name: str) -> Any:
 
 
 def _check_inside(folder: Path, name: str) -> None:
-    """Refuse a shard that is not in `folder`. A link may leave it only as in huggingface_hub's cache, from a snapshot
-    to the blobs of its repository, or of the whole cache."""
+    """Refuse a shard that is not in `folder`.
+
+    Only links of huggingface_hub's cache may leave the folder. They point from a snapshot to the blobs of its
+    repository, or of the whole cache.
+    """
     home = folder.resolve()
     allowed = [home]
     if home.parent.name == "snapshots" and home.parents[1].name.startswith("models--"):
@@ -144,12 +149,12 @@ def _check_inside(folder: Path, name: str) -> None:
     leaves = given.is_absolute() or ".." in given.parts
     if leaves or not any((folder / name).resolve().is_relative_to(place) for place in allowed):
         raise ModelFolderError(
-            f"shard {name!r} is not inside of {folder}; only files of a model's own folder are read: copy it there"
+            f"shard {name!r} is not inside of {folder}; forkpoint reads only files of this folder: copy it there"
         )
 
 
 def _stored_bytes(path: Path) -> dict[str, int]:
-    """Bytes of each tensor of a shard that `_open_shard` has found whole."""
+    """Return the bytes of each tensor of a shard. `_open_shard` has checked before that the shard is complete."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}

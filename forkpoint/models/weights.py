@@ -1,4 +1,4 @@
-"""Weights by name: out of sharded safetensors, or made up."""
+"""Weights by name: read from sharded safetensors, or random."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from forkpoint.ops.linear.scaled import BLOCK, CODES, Matrix, ScaledMatrix, dens
 from forkpoint.ops.ranks import ALONE, Ranks
 
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
-_PIECE = 1 << 22  # elements looked at together
-# Parts of checkpoints that a text model does not use, by how their canonical names begin.
+_PIECE = 1 << 22  # number of elements that are checked together
+# Parts of checkpoints that a text model does not use, keyed by the start of their canonical names.
 VISION_TOWER = {"model.visual.": "the vision tower", "visual.": "the vision tower"}
 MTP_HEAD = {"mtp.": "the MTP head", "model.mtp.": "the MTP head"}
-INV_FREQ = "rotary_emb.inv_freq"  # the end of the names of rotary frequencies, which config.json gives
+INV_FREQ = "rotary_emb.inv_freq"  # name ending of rotary frequencies, which are computed from config.json instead
 LOGGER = logging.getLogger(__name__)
 
 Span: TypeAlias = tuple[float, float]
-LoadingProgress = Callable[[int, int], None]  # is told bytes read and bytes in all, after each tensor
+LoadingProgress = Callable[[int, int], None]  # called after each tensor with bytes read and bytes in total
 
 
 class JoinedMatrix:
-    """A matrix `shape[..., N, K]` made of parts, each put straight into its place; zeros where none is.
+    """A matrix `shape[..., N, K]` that parts are copied into; zeros elsewhere.
 
-    With `scaled` it is in FP8, as all parts are: with a scale for each block of 128 rows if parts have that and
-    `whole_blocks` says that each starts on one, else for each row.
+    With `scaled` all parts and the matrix are in FP8. It has one scale for each block of 128 rows if the parts do and
+    `whole_blocks` says that each part starts at a block. Otherwise it has one scale for each row.
     """
 
     def __init__(self, source: WeightSource, shape: Sequence[int], scaled: bool, whole_blocks: bool) -> None:
@@ -54,7 +54,7 @@ class JoinedMatrix:
             self.matrix = ScaledMatrix(elements, scales, rows, columns, source.dtype)
 
     def put(self, part: Matrix, start: int, which: int | slice | None = None) -> None:
-        """`part` from row `start` and column 0 on, of the matrix, or matrices, `which`."""
+        """Copy `part` to row `start` and column 0 of the matrix, or of the matrices `which`."""
         *_, num_rows, width = part.shape
         at, whole = ... if which is None else which, self.matrix
         if not isinstance(whole, ScaledMatrix):
@@ -65,14 +65,14 @@ class JoinedMatrix:
             self.matrix = whole = whole.by_row()
         part = part if part.rows == whole.rows else part.by_row()
         first, (*_, scale_rows, scale_columns) = start // whole.rows, part.scales.shape
-        codes = part.codes.view(torch.uint8)  # not every device can copy FP8 to a part of a tensor
+        # copied as bytes, because not every device can copy FP8 to a part of a tensor
+        codes = part.codes.view(torch.uint8)
         whole.codes.view(torch.uint8)[at, start : start + num_rows, :width] = codes
         whole.scales[at, first : first + scale_rows, :scale_columns] = part.scales
 
 
 def join_rows(source: WeightSource, rows: Mapping[str, Cut], columns: int) -> Matrix:
-    """`[sum(rows), columns]`: the matrices `name.weight` of such rows below each other; in FP8 where all of them
-    are."""
+    """Join the matrices `name.weight` with the given rows into `[sum(rows), columns]`; in FP8 if all of them are."""
     names, counts = [f"{name}.weight" for name in rows], [cut.length for cut in rows.values()]
     scaled, whole_blocks = all(map(source.is_scaled, names)), not any(count % BLOCK for count in counts[:-1])
     joined = JoinedMatrix(source, (sum(counts), columns), scaled, whole_blocks)
@@ -83,31 +83,30 @@ def join_rows(source: WeightSource, rows: Mapping[str, Cut], columns: int) -> Ma
 
 @dataclass(kw_only=True, eq=False)
 class WeightSource(ABC):
-    """Where a model gets its tensors, by their canonical names (`model.layers.0...`) and of the shapes that this rank
-    has."""
+    """A source of tensors by their canonical names (`model.layers.0...`), in the shapes that this rank needs."""
 
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Format | None = None
     ranks: Ranks = ALONE
-    as_bytes: bool = False  # what is in FP8 comes to the device as its bytes, for one that has no such numbers
+    as_bytes: bool = False  # store FP8 as bytes, for devices without FP8
 
     @property
     def codes(self) -> torch.dtype:
-        """Of what is in FP8."""
+        """The dtype in which FP8 is stored."""
         return torch.uint8 if self.as_bytes else CODES
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether `get` can return this tensor."""
+        """Return whether `get` can return this tensor."""
 
     def stores(self, name: str) -> bool:
-        """Whether a file holds this tensor."""
+        """Return whether a file holds this tensor."""
         return self.has(name) and self.shape(name) is not None
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape in which it is stored, whole; None for made-up weights, which take any."""
+        """Return the tensor's stored shape for all ranks together; None for random weights, which take any shape."""
 
     def get(
         self,
@@ -117,16 +116,18 @@ class WeightSource(ABC):
         span: Span | None = None,
         cut: Cut = WHOLE,
     ) -> Tensor:
-        """A new tensor of `shape` in `dtype` (default: the model's), on the source's device; made up in `span`. By
-        `cut` it is this rank's part."""
+        """Return a new tensor of `shape` in `dtype` (default: the model's) on the source's device.
+
+        Random weights are uniform in `span`. `cut` selects this rank's part.
+        """
         return self._own(name, shape, cut.part(shape, self.ranks), dtype or self.dtype, span)
 
     def is_scaled(self, name: str) -> bool:
-        """Whether `get_matrix` gives it in FP8."""
+        """Return whether `get_matrix` returns this matrix in FP8."""
         return self.fp8 is not None and self.fp8.covers(name)
 
     def get_matrix(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> Matrix:
-        """A matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` gives it."""
+        """Return a matrix `[..., N, K]` as it is stored: in FP8 with its scales, or as `get` does."""
         if not self.is_scaled(name) or self.fp8 is None:
             return self.get(name, shape, cut=cut)
         part = cut.part(shape, self.ranks)
@@ -137,22 +138,27 @@ class WeightSource(ABC):
         return ScaledMatrix(codes, scales, rows, columns, self.dtype)
 
     def _scaled(self, name: str, shape: Sequence[int], part: Part | None) -> tuple[Tensor, Tensor]:
-        """The part's codes and all scales of a matrix that is not stored in FP8, put in it whole, so that all ranks
-        have the same scales."""
+        """Quantise a matrix to FP8. Return the part's codes and the whole matrix's scales.
+
+        The matrix is quantised as a whole, so that all ranks get the same scales.
+        """
         matrix = self._own(name, part.whole if part else shape, None, self.dtype, None)
-        found = quantise(matrix.cpu() if self.as_bytes else matrix)  # bytes by the host, which has such numbers
+        found = quantise(matrix.cpu() if self.as_bytes else matrix)  # the host has FP8 even if the device has not
         codes = found.codes.view(torch.uint8).to(self.device)
         return (part.of(codes).clone() if part else codes).view(self.codes), found.scales.to(self.device)
 
     @abstractmethod
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
-        """The part that has `shape`."""
+        """Return the part of a tensor that has `shape`."""
 
 
 @dataclass(kw_only=True, eq=False)
 class DummyWeights(WeightSource):
-    """Random weights for any name and shape, uniform in `span` or normal with the deviation `shape[-1] ** -0.5`; the
-    bits depend on the seed, the name, the whole shape and the device alone."""
+    """Random weights for any name and shape.
+
+    They are uniform in `span`, or normal with the standard deviation `shape[-1] ** -0.5`. The bits depend only on the
+    seed, the name, the whole shape and the device.
+    """
 
     seed: int
 
@@ -163,7 +169,7 @@ class DummyWeights(WeightSource):
         return None
 
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
-        # torch's CPU generator looks at 32 bits of a seed only.
+        # torch's CPU generator uses only 32 bits of a seed.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed}:{name}".encode()))
         made = torch.empty(*(part.whole if part else shape), dtype=dtype, device=self.device)
         if span is not None:
@@ -175,16 +181,17 @@ class DummyWeights(WeightSource):
 
 @dataclass(kw_only=True, eq=False)
 class FileWeights(WeightSource):
-    """Tensors of a model folder, read one at a time. To be closed.
+    """Tensors of a model folder, read one at a time. Call `close` when done.
 
-    Raises ModelFolderError for a missing, broken or unexpected shard, a missing tensor, a wrong shape, and
-    values that are not finite, naming the tensor and the file.
+    Raises ModelFolderError, naming the tensor and the file, for a missing, broken or unexpected shard, a missing
+    tensor, a wrong shape, and values that are not finite.
     """
 
     folder: Path
     progress: LoadingProgress | None = None
-    names: Sequence[tuple[str, str]] = ()  # the family's
-    unused: Mapping[str, str] = field(default_factory=dict)  # how names of unused parts begin -> what the part is
+    names: Sequence[tuple[str, str]] = ()  # the family's `weight_names`
+    # start of the names of an unused part -> description of the part
+    unused: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._shards = Shards(self.folder)
@@ -196,7 +203,7 @@ class FileWeights(WeightSource):
         sizes = self._shards.sizes() if self.progress is not None else {}
         self._num_bytes = {name: sizes.get(stored, 0) for name, stored in self._stored.items()}
         self._total_bytes, self._read_bytes = sum(self._num_bytes.values()), 0
-        self._tell()
+        self._report()
 
     def _sort(self, stored: str) -> None:
         name = canonical_name(stored, self.names)
@@ -217,12 +224,12 @@ class FileWeights(WeightSource):
         """Close the files."""
         self._shards.close()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self.progress is not None:
             self.progress(self._read_bytes, self._total_bytes)
 
     def finish(self) -> None:
-        """Log the tensors of unused parts. Raises ModelFolderError for any other tensor that nobody asked for."""
+        """Log the tensors of unused parts. Raises ModelFolderError for other tensors that were not read."""
         for part, count in self._skipped.items():
             if self.ranks.rank == 0:
                 LOGGER.info("weights not used: %d tensors of %s", count, part)
@@ -240,7 +247,7 @@ class FileWeights(WeightSource):
         return tuple(self._slice(name).get_shape())
 
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """All that a model may ask for, whole."""
+        """Return the names and whole shapes of all tensors that the model may read."""
         return [(name, self.shape(name)) for name in sorted(self._stored)]
 
     def _own(self, name: str, shape: Sequence[int], part: Part | None, dtype: torch.dtype, span: Span | None) -> Tensor:
@@ -260,7 +267,9 @@ class FileWeights(WeightSource):
         if self.fp8 is None or self.fp8.on_load:
             return super()._scaled(name, shape, part)
         if self._stored_type(name) != "F8_E4M3":
-            raise ModelFolderError(f"tensor {self._where(name)} is of {self._stored_type(name)}; only e4m3 is read")
+            raise ModelFolderError(
+                f"tensor {self._where(name)} is stored in {self._stored_type(name)}; forkpoint reads only e4m3 as FP8"
+            )
         codes, scale = self._finite(name, shape, part), name + self.fp8.scale_suffix
         scales = self._read(scale, self.fp8.scale_shape(part.whole if part else shape), None).float()
         if not bool((scales.isfinite() & (scales > 0)).all()):
@@ -271,7 +280,7 @@ class FileWeights(WeightSource):
         return str(self._slice(name).get_dtype())
 
     def _slice(self, name: str) -> Any:
-        """What safetensors knows of it before it is read."""
+        """Return safetensors' slice object, which knows shape and dtype before the data are read."""
         return self._shards.slice(self._find(name))
 
     def _where(self, name: str) -> str:
@@ -279,7 +288,7 @@ class FileWeights(WeightSource):
         return f"{stored!r} in {self.folder / self._shards.file_of[stored]}"
 
     def _read(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        """A copy on the device, as stored (FP8 as `codes`), of the part that has `shape`."""
+        """Copy the part that has `shape` to the device, as stored (FP8 as `codes`)."""
         stored = self._find(name)
         found, whole = self.shape(name), tuple(part.whole if part else shape)
         if found != whole:
@@ -290,16 +299,17 @@ class FileWeights(WeightSource):
             tensor: Tensor = self._shards.tensor(stored) if part is None else part.of(self._shards.slice(stored))
         except SafetensorError as error:
             raise ModelFolderError(f"tensor {self._where(name)} cannot be read: {error}; fetch it again") from error
-        # A copy: the tensor otherwise keeps the whole file mapped. It is looked through where that is fastest.
+        # A copy, because the tensor otherwise keeps the whole file mapped. Values are checked on the device, where that
+        # is fastest.
         tensor = (tensor.view(self.codes) if tensor.dtype == CODES else tensor).to(self.device, copy=True)
         if name in self._unread:
             self._unread.remove(name)
             self._read_bytes += self._num_bytes.get(name, 0)
-            self._tell()
+            self._report()
         return tensor
 
     def _finite(self, name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        """What `_read` gives."""
+        """Return what `_read` returns, after checking that all values are finite."""
         tensor = self._read(name, shape, part)
         if not _is_finite(tensor):
             raise ModelFolderError(
@@ -321,7 +331,7 @@ def _is_finite(tensor: Tensor) -> bool:
     if tensor.element_size() == 1:  # e4m3, or its bytes: no infinity, and one NaN of either sign
         codes = tensor.view(torch.uint8).flatten()
         return not any(bool((piece & 0x7F == 0x7F).any()) for piece in torch.split(codes, _PIECE))
-    # One sum per piece and no mask; only a sum that overflows needs the exact look.
+    # One sum for each piece needs no mask. Only a sum that overflows needs a check of every element.
     for piece in torch.split(tensor.flatten(), _PIECE):
         if not bool(torch.isfinite(piece.sum(dtype=torch.float32))) and not bool(torch.isfinite(piece).all()):
             return False

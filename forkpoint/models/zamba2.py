@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2, and before some layers one of a few shared transformers, with small adapters for each use."""
+"""Zamba2: Mamba-2 layers. A shared transformer precedes some of them, with small adapters for each use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from forkpoint.models.rotary import NO_POSITIONS
 from forkpoint.models.weights import join_rows
 from forkpoint.ops.ranks import Ranks
 
-SHARING = ("hybrid", "g")  # layers before which a shared transformer stands, as transformers and others call them
-NORM_EPS = 1e-5  # of the gated norm, whatever rms_norm_eps says
+# types of layers with a shared transformer, in transformers' and in other writers' config.json
+SHARING = ("hybrid", "g")
+NORM_EPS = 1e-5  # epsilon of the gated norm, independent of rms_norm_eps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedConfig(PartConfig):
-    """The `use`-th use of a shared transformer, which sees the hidden state beside the token's embedding."""
+    """The `use`-th use of a shared transformer, which reads the hidden state joined with the token's embedding."""
 
     attention: AttentionConfig
     mlp: MLPConfig
@@ -61,7 +62,7 @@ class SharedConfig(PartConfig):
 
 
 class SharedTransformer:
-    """Weights of a shared transformer, packed once, under the name of its first use."""
+    """The weights of a shared transformer, packed once. Their names are those of its first use."""
 
     def __init__(self, build: Build, name: str, config: SharedConfig) -> None:
         self._build, self._name, self._hidden = build, name, build.config.hidden_size
@@ -76,7 +77,7 @@ class SharedTransformer:
         self._second = RMSNorm(build, f"{name}.pre_ff_layernorm", hidden, centred=False)
 
     def used(self, layer: int, config: SharedConfig) -> Block:
-        """`x[T, 2H] -> [T, H]` with the adapters of one use, and the keys and values of layer `layer`."""
+        """Build `x[T, 2H] -> [T, H]` with the adapters of one use, and the keys and values of layer `layer`."""
         projection: Callable[[Tensor], Tensor] = self._qkv
         if config.adapts_attention:
             parts = config.attention.rows.items()
@@ -88,7 +89,7 @@ class SharedTransformer:
 
         def block(x: Tensor, ctx: ForwardContext) -> Tensor:
             gate, up = gate_up(self._second(attention(self._first(x), ctx))).chunk(2, dim=-1)
-            # Dense, so that an element's bits do not depend on how many rows there are.
+            # Contiguous, so that an element's bits do not depend on the number of rows.
             return self._down(F.gelu(gate.contiguous()) * up)
 
         return block
@@ -96,7 +97,10 @@ class SharedTransformer:
     def _adapted(
         self, base: Projection, adapters: Mapping[str, Cut], columns: int, rank: int
     ) -> Callable[[Tensor], Tensor]:
-        """`base(x)` plus what the adapters, which give so many rows each, make of x, side by side."""
+        """Return the function that adds the joined outputs of low-rank adapters to `base(x)`.
+
+        `adapters` maps each adapter's name to the rows that it computes.
+        """
         build, named = self._build, {f"{self._name}.{name}": rows for name, rows in adapters.items()}
         into = Projection(build.ops, join_rows(build.weights, {f"{name}.0": whole(rank) for name in named}, columns))
         back = [read_projection(build, f"{name}.1", rows.length, rank, cut=rows) for name, rows in named.items()]
@@ -149,7 +153,7 @@ class Zamba2(Model):
         mamba = Mamba2Config.read(plain, norm_eps=NORM_EPS)
         count, uses = fields.integer("num_mem_blocks", 1), itertools.count()
         layers: list[tuple[PartConfig, ...]] = []
-        usual = {*range(6, 43, 6), 47, 51}  # where nothing is listed
+        usual = {*range(6, 43, 6), 47, 51}  # the layers of the released models, for a config.json that lists none
         kinds = ("linear_attention", *SHARING, "mamba", "m")
         for kind in fields.layer_types(kinds, lambda i: "hybrid" if i in usual else "mamba"):
             use = next(uses) if kind in SHARING else None
@@ -186,7 +190,7 @@ class HybridLayer:
     mamba: Block
 
     def __call__(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """As any layer; the context has the tokens' embeddings."""
+        """Run the layer. `ctx.embedded` holds the tokens' embeddings. See `decoder.Layer` for the arguments."""
         assert ctx.embedded is not None
         hidden = x if residual is None else residual + x
         more = self.linear(self.shared(torch.cat((hidden, ctx.embedded), dim=-1), ctx))

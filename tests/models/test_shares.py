@@ -104,5 +104,5 @@ def test_weights_that_are_put_in_fp8_as_they_load(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "qwen3_5", **sizes)
     check(tmp_path / "model", 2, quantization="fp8")
     check(tmp_path / "model", 2, load_format="dummy", quantization="fp8")
-    with pytest.raises(ConfigError, match="cuts a matrix of 256 columns into pieces of 64, within blocks of 128"):
+    with pytest.raises(ConfigError, match="splits a matrix of 256 columns into pieces of 64, within blocks of 128"):
         check(tmp_path / "model", 4, quantization="fp8", load_format="dummy")
