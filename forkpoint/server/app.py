@@ -10,11 +10,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
+from forkpoint.server.api_answer import create
 from forkpoint.server.body import BodyRoute, Endpoint, documents
-from forkpoint.server.chat import ChatAnswer, ChatReply, prepare_chat
-from forkpoint.server.chat_body import ChatBody
-from forkpoint.server.completion_answer import create
-from forkpoint.server.completions import CompletionBody, CompletionReply, TextAnswer, prepare_completion
+from forkpoint.server.chat.body import ChatBody
+from forkpoint.server.chat.endpoint import ChatAnswer, ChatReply, prepare_chat
+from forkpoint.server.completions.body import CompletionBody
+from forkpoint.server.completions.endpoint import CompletionReply, TextAnswer, prepare_completion
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.errors import add_error_handlers
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody

@@ -12,13 +12,13 @@ from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning, with_unopened_reasoning
-from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolChoice
+from forkpoint.server.chat.body import ChatBody, ChatMessage, ToolChoice
+from forkpoint.server.chat.history import shown_messages
+from forkpoint.server.chat.tools import plan_tools
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
-from forkpoint.server.history import shown_messages
 from forkpoint.server.sampling import Asked, sampling_params
 from forkpoint.server.texts import Texts
-from forkpoint.server.tools import plan_tools
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Change: TypeAlias = Literal["begins", "grows", "completed", "incomplete"]

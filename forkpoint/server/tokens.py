@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from forkpoint.server.body import parse, validated
-from forkpoint.server.chat_body import ChatBody, ChatMessage, ToolSpec
+from forkpoint.server.chat.body import ChatBody, ChatMessage, ToolSpec
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.protocol import Body, Many, Reply, TokenId
 from forkpoint.server.talk import prompt_of

@@ -11,8 +11,8 @@ import pytest
 from starlette.requests import Request
 
 from forkpoint.server.body import Bodies, parse
-from forkpoint.server.chat_body import ChatBody
-from forkpoint.server.completions import CompletionBody
+from forkpoint.server.chat.body import ChatBody
+from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.body import MessagesBody
 

@@ -16,8 +16,8 @@ from openai.resources.responses import InputTokens, Responses
 
 from forkpoint import LLM, SamplingParams
 from forkpoint.obs.logs import LOGGER
-from forkpoint.server.chat_body import ChatBody
-from forkpoint.server.completions import CompletionBody
+from forkpoint.server.chat.body import ChatBody
+from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.messages.body import MessagesBody
 from forkpoint.server.notices import MAX_NOTICES, Notices
 from forkpoint.server.protocol import RequestBody

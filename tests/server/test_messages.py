@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from forkpoint import LLM, SamplingParams
-from forkpoint.server.chat_body import ChatMessage
-from forkpoint.server.history import shown_messages
+from forkpoint.server.chat.body import ChatMessage
+from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.messages.history import chat_messages
 from forkpoint.server.notices import ignore
 from tests.server.running import RunningServer

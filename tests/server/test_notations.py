@@ -15,7 +15,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.server.answer import AnswerParser, CallPart, Content, Reasoning
 from forkpoint.server.calls.reader import Notation
-from forkpoint.server.chat_body import ChatBody
+from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, find_notation
 from forkpoint.server.talk import Turn

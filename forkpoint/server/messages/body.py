@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from forkpoint.server.chat_body import ChatBody, ThinkingFields, ThinkingOptions
+from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.history import chat_messages, not_understood, text_of
 from forkpoint.server.notices import Note

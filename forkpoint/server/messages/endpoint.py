@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
+from forkpoint.server.api_answer import Answer
 from forkpoint.server.body import validated
-from forkpoint.server.chat_body import ChatBody
-from forkpoint.server.completion_answer import Answer
+from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
-from forkpoint.server.completion_answer import Answer
+from forkpoint.server.api_answer import Answer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.notices import ignore
 from forkpoint.server.protocol import Reply

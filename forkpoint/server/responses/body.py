@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from forkpoint.server.chat_body import ChatBody, ThinkingFields, ThinkingOptions
+from forkpoint.server.chat.body import ChatBody, ThinkingFields, ThinkingOptions
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import Body, Many, MaxTokens

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forkpoint.server.body import validated
-from forkpoint.server.chat_body import ChatBody
+from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.middleware import KEY
 from forkpoint.server.responses.answer import CountedTokens, DeletedReply, PreparedResponse, ResponseAnswer

@@ -6,27 +6,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import Field
-
 from forkpoint.outputs import CompletionOutput, Logprob
-from forkpoint.params import MAX_INT32, SamplingParams
-from forkpoint.server.completion_answer import CompletionAnswer
+from forkpoint.params import SamplingParams
+from forkpoint.server.api_answer import CompletionAnswer
+from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
-from forkpoint.server.protocol import CacheInfo, Many, Reply, SpeculationInfo, TokenId, Usage
-from forkpoint.server.sampling import Asked, SamplingBody, bounded, sampling_params, structured_outputs
+from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
+from forkpoint.server.sampling import Asked, sampling_params, structured_outputs
 from forkpoint.server.texts import Texts
 
 DEFAULT_MAX_TOKENS = 16
-
-
-class CompletionBody(SamplingBody, apis=("completions", "text")):
-    """Complete a prompt, or each of several: texts or token ids."""
-
-    prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    echo: bool | None = None
-    logprobs: int | None = bounded("logprobs")
-    add_special_tokens: bool | None = Field(None, description="false: the prompt's text alone, no token before it")
 
 
 class CompletionChoice(Reply):

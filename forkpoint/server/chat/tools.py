@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.params import StructuredOutputsParams
-from forkpoint.server.chat_body import AllowedToolsChoice, AnyToolChoice, ChatBody, ToolChoice
+from forkpoint.server.chat.body import AllowedToolsChoice, AnyToolChoice, ChatBody, ToolChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sampling import structured_outputs
 

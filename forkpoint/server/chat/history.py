@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from forkpoint.server.chat_body import ChatMessage
+from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.notices import Note
 
 # Claude Code begins its system prompt with a line for its maker's bills, which differs from request to request.

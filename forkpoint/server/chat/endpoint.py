@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from forkpoint.server.answer import CallPart, Content, Reasoning
-from forkpoint.server.chat_body import ChatBody
-from forkpoint.server.completion_answer import CompletionAnswer
+from forkpoint.server.api_answer import CompletionAnswer
+from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
 from forkpoint.server.talk import News, Reason, Talk, Turn

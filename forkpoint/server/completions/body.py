@@ -1,0 +1,19 @@
+"""The body of a text completion."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from forkpoint.params import MAX_INT32
+from forkpoint.server.protocol import Many, TokenId
+from forkpoint.server.sampling import SamplingBody, bounded
+
+
+class CompletionBody(SamplingBody, apis=("completions", "text")):
+    """Complete a prompt, or each of several: texts or token ids."""
+
+    prompt: str | Many[TokenId] | Many[str] | Many[Many[TokenId]]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    echo: bool | None = None
+    logprobs: int | None = bounded("logprobs")
+    add_special_tokens: bool | None = Field(None, description="false: the prompt's text alone, no token before it")
