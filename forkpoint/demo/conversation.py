@@ -17,7 +17,7 @@ STORIES = tuple(STORY.format(drink="tea", food=food) for food in ("rice", "pasta
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DemoTurn:
     """What the user says, and the one right answer."""
 
     text: str
@@ -43,23 +43,23 @@ def system_prompts() -> tuple[SystemPrompt, ...]:
     return tuple(SystemPrompt(**content) for content in json.loads(PROMPTS.read_text(encoding="utf-8")))
 
 
-def conversation(system: SystemPrompt) -> tuple[Turn, ...]:
+def conversation(system: SystemPrompt) -> tuple[DemoTurn, ...]:
     """Small talk, a look-up, a running total, a correction, and what was said at the beginning."""
     first, second = list(system.facts)[2:4]
     return (
-        Turn("Hello!", "Hello! What shall I remember?"),
-        Turn("My name is Nora. My lucky number is 42.", "Noted."),
-        Turn(f"What is the {system.noun} for {first}?", system.facts[first]),
-        Turn("Keep a total for Ben. It starts at 30. Answer after each move.", "30"),
-        Turn("Ben adds 8.", "38"),
-        Turn(f"Change {second} to amber fox.", "Updated."),
-        Turn("Ben takes 5.", "33"),
-        Turn(f"Do you remember the {system.noun} for {second}?", "amber fox"),
-        Turn("What is my name?", "Nora"),
+        DemoTurn("Hello!", "Hello! What shall I remember?"),
+        DemoTurn("My name is Nora. My lucky number is 42.", "Noted."),
+        DemoTurn(f"What is the {system.noun} for {first}?", system.facts[first]),
+        DemoTurn("Keep a total for Ben. It starts at 30. Answer after each move.", "30"),
+        DemoTurn("Ben adds 8.", "38"),
+        DemoTurn(f"Change {second} to amber fox.", "Updated."),
+        DemoTurn("Ben takes 5.", "33"),
+        DemoTurn(f"Do you remember the {system.noun} for {second}?", "amber fox"),
+        DemoTurn("What is my name?", "Nora"),
     )
 
 
-def look_ups(system: SystemPrompt, places: range) -> tuple[Turn, ...]:
+def look_ups(system: SystemPrompt, places: range) -> tuple[DemoTurn, ...]:
     """Questions about facts of the system prompt, in the directory's order."""
     facts = list(system.facts.items())
-    return tuple(Turn(f"What is the {system.noun} for {key}?", value) for key, value in (facts[i] for i in places))
+    return tuple(DemoTurn(f"What is the {system.noun} for {key}?", value) for key, value in (facts[i] for i in places))

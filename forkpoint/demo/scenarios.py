@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from forkpoint.demo.conversation import STORIES, STORY_REPLY, Turn, conversation, look_ups, system_prompts
+from forkpoint.demo.conversation import STORIES, STORY_REPLY, DemoTurn, conversation, look_ups, system_prompts
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.llm import LLM
 from forkpoint.errors import RequestFailedError
@@ -32,7 +32,7 @@ class Row:
     """One turn of a scenario, answered with the cache on and with it off."""
 
     scenario: str
-    turn: Turn
+    turn: DemoTurn
     on: Measurement
     off: Measurement
 
@@ -45,7 +45,7 @@ class Row:
         return self.on.text.strip() == self.turn.answer
 
 
-Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], Turn], Row]  # the turn after the messages, with both
+Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], DemoTurn], Row]  # the turn after the messages, with both
 
 
 def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> tuple[list[Row], list[Row]]:
@@ -58,7 +58,7 @@ def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> tuple[l
         LLM(model, **{**options, "enable_prefix_caching": False}) as off,
     ):
 
-        def ask(scenario: str, messages: Sequence[dict[str, str]], turn: Turn) -> Row:
+        def ask(scenario: str, messages: Sequence[dict[str, str]], turn: DemoTurn) -> Row:
             prompt = on.render_chat([*messages, {"role": "user", "content": turn.text}])
             return Row(scenario, turn, measure(on, prompt, params), measure(off, prompt, params))
 

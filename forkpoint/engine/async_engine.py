@@ -208,7 +208,7 @@ class AsyncEngine:
         match report:
             case messages.StepReport():
                 self._on_step(report)
-            case messages.Reply(number, value, failure):
+            case messages.CallReply(number, value, failure):
                 answer = self._calls.get(number)
                 if answer is not None and not answer.done():
                     answer.set_exception(failure.error()) if failure else answer.set_result(value)

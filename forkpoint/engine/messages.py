@@ -34,7 +34,7 @@ class EndSequences(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """A question that is answered between two steps, by a Reply with the same number."""
+    """A question that is answered between two steps, by a CallReply with the same number."""
 
     number: int
     name: Literal["stats", "reset_prefix_cache", "check_integrity"]
@@ -87,7 +87,7 @@ class StepReport(Message, frozen=True):
     is_full: bool = False
 
 
-class Reply(Message, frozen=True):
+class CallReply(Message, frozen=True):
     """The answer to a Call; `failure` says why there is no `value`."""
 
     number: int
@@ -101,4 +101,4 @@ class Died(Message, frozen=True):
     failure: Failure
 
 
-Report: TypeAlias = Ready | StepReport | Reply | Died
+Report: TypeAlias = Ready | StepReport | CallReply | Died

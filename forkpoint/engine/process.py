@@ -152,18 +152,18 @@ class EngineLoop:
                 self._core.end(name, command.reason)
                 del self._open[name]
 
-    def _answer(self, call: messages.Call) -> messages.Reply:
+    def _answer(self, call: messages.Call) -> messages.CallReply:
         try:
             match call.name:
                 case "stats":
-                    return messages.Reply(call.number, self._core.metrics())
+                    return messages.CallReply(call.number, self._core.metrics())
                 case "reset_prefix_cache":
-                    return messages.Reply(call.number, self._core.reset_prefix_cache())
+                    return messages.CallReply(call.number, self._core.reset_prefix_cache())
                 case "check_integrity":
                     self._core.scheduler.check_integrity()
-                    return messages.Reply(call.number, True)
+                    return messages.CallReply(call.number, True)
         except AssertionError as error:
-            return messages.Reply(call.number, failure=Failure.of(error))
+            return messages.CallReply(call.number, failure=Failure.of(error))
 
     def _step(self) -> None:
         before = self._core.num_model_tokens

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from forkpoint.fleet.messages import Asked, Head, Route
+from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
 
@@ -29,7 +29,7 @@ LOST: Final = "the replica that answered was lost; send the request again"
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplicaAnswer:
     """An answer whose first piece has come, or all of it where it is no stream."""
 
     head: Head
@@ -73,15 +73,15 @@ class Gateway:
     async def __call__(self, request: Request) -> Response:
         headers = tuple(request.headers.items())
         path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
-        asked = Asked(request.method, path, request.url.query, headers, await request.body())
+        asked = ForwardedRequest(request.method, path, request.url.query, headers, await request.body())
         if asked.path in ASKED_OF_ALL:
             return await self._answer_of_all(asked)
         return (await self._answer(asked)).response()
 
-    async def _answer(self, asked: Asked) -> Answer:
+    async def _answer(self, asked: ForwardedRequest) -> ReplicaAnswer:
         """The first answer that is not the loss of a replica; of several refusals the last."""
-        route = Route(await self._prefix(asked))
-        last: Answer | None = None
+        route = RoutingHint(await self._prefix(asked))
+        last: ReplicaAnswer | None = None
         stopped = set[str]()
         for number in range(MAX_TRIES):
             try:
@@ -102,33 +102,33 @@ class Gateway:
                 if is_elsewhere or code == "queue_full":
                     return answer
                 await asyncio.sleep(number * PAUSE_S)
-            last, route = answer, Route(route.block_hashes, route.tried | {answer.head.replica})
+            last, route = answer, RoutingHint(route.block_hashes, route.tried | {answer.head.replica})
         return last if last is not None else _lost()
 
-    async def _open(self, route: Route, asked: Asked) -> Answer:
+    async def _open(self, route: RoutingHint, asked: ForwardedRequest) -> ReplicaAnswer:
         """Raises RayError where the replica is lost before there is something to tell."""
         pieces = self._replicas.answer.remote(route, asked)
         head: Head = await anext(pieces)
         body: bytes = await anext(pieces, b"")
         if not head.is_stream:
             body = b"".join([body, *[piece async for piece in pieces]])
-        return Answer(head, body, pieces)
+        return ReplicaAnswer(head, body, pieces)
 
-    async def _prefix(self, asked: Asked) -> tuple[int, ...]:
+    async def _prefix(self, asked: ForwardedRequest) -> tuple[int, ...]:
         if not self._asks_prefix or asked.path not in WITH_PROMPT:
             return ()
         try:
-            found: tuple[int, ...] = await self._prefixes.prefix.remote(Route(), asked)
+            found: tuple[int, ...] = await self._prefixes.prefix.remote(RoutingHint(), asked)
             return found
         except RayError:
             return ()
 
-    async def _answer_of_all(self, asked: Asked) -> Response:
+    async def _answer_of_all(self, asked: ForwardedRequest) -> Response:
         """Each replica is asked; metrics are told together, of other answers the worst one."""
-        answers: dict[str, Answer] = {}
+        answers: dict[str, ReplicaAnswer] = {}
         while True:
             try:
-                answer = await self._open(Route(tried=frozenset(answers)), asked)
+                answer = await self._open(RoutingHint(tried=frozenset(answers)), asked)
             except RayError:
                 return _lost().response()
             if answer.head.replica in answers:
@@ -140,9 +140,9 @@ class Gateway:
         return worst.response()
 
 
-def _lost() -> Answer:
+def _lost() -> ReplicaAnswer:
     told = {"error": {"message": LOST, "type": "server_error", "param": None, "code": "replica_lost"}}
-    return Answer(Head("", 503, (("content-type", "application/json"),)), json.dumps(told).encode(), None)
+    return ReplicaAnswer(Head("", 503, (("content-type", "application/json"),)), json.dumps(told).encode(), None)
 
 
 def _last_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RoutingHint:
     """What decides where a call goes: the hashes of its prompt's blocks (None: any replica will do), and replicas, by
     name, that have been tried already."""
 
@@ -17,7 +17,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ForwardedRequest:
     """An HTTP request."""
 
     method: str

@@ -13,7 +13,7 @@ from ray import serve
 
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError
-from forkpoint.fleet.messages import Asked, Head, Headers, Route
+from forkpoint.fleet.messages import ForwardedRequest, Head, Headers, RoutingHint
 from forkpoint.fleet.server_process import LOOPBACK, free_ports, placed, run_server
 from forkpoint.server.config import ServerConfig
 from forkpoint.worker.child import how_it_ended, start_child
@@ -60,7 +60,7 @@ class Replica:
         if not await self._is_healthy():
             raise EngineStoppedError("the server answers that its engine has stopped")
 
-    async def prefix(self, route: Route, asked: Asked) -> tuple[int, ...]:
+    async def prefix(self, route: RoutingHint, asked: ForwardedRequest) -> tuple[int, ...]:
         """The hashes of the blocks that the request's prompt begins with; none for one that will be refused."""
         try:
             async with self._send(asked, f"/prefix{asked.path}") as response:
@@ -68,7 +68,7 @@ class Replica:
         except aiohttp.ClientError:
             return ()
 
-    async def answer(self, route: Route, asked: Asked) -> AsyncIterator[Head | bytes]:
+    async def answer(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Head | bytes]:
         """The head of the server's answer, then its body as it comes."""
         try:
             response = await self._send(asked, asked.path)
@@ -81,7 +81,7 @@ class Replica:
             async for piece in response.content.iter_any():
                 yield piece
 
-    def _send(self, asked: Asked, path: str) -> Any:
+    def _send(self, asked: ForwardedRequest, path: str) -> Any:
         url = self._url + path + (f"?{asked.query}" if asked.query else "")
         headers = _kept(asked.headers)
         return self._session.request(asked.method, url, headers=headers, data=asked.body, allow_redirects=False)

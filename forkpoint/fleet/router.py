@@ -8,13 +8,13 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.fleet.messages import Route
+from forkpoint.fleet.messages import RoutingHint
 from forkpoint.routing.feed import EventFeed, RestorableIndex
 from forkpoint.routing.router import Router
 
 
 class RestorableRouter(RequestRouter):
-    """Asks one of the simulator's routers. The first argument of every call to a replica is a Route."""
+    """Asks one of the simulator's routers. The first argument of every call to a replica is a RoutingHint."""
 
     def initialize_state(self, router: str) -> None:
         self._router = Router(router)
@@ -45,7 +45,7 @@ class RestorableRouter(RequestRouter):
         one with the fewest requests."""
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
-        route: Route = pending_request.args[0]
+        route: RoutingHint = pending_request.args[0]
         hashes = route.block_hashes
         fresh = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in route.tried]
         tried = [replica for replica in candidate_replicas if replica not in fresh]

@@ -11,7 +11,7 @@ import triton
 from forkpoint.ops.activation import kernel as activation
 from forkpoint.ops.attention import inputs_kernel, latent_kernel
 from forkpoint.ops.attention.expanded_kernel import latent_prefill
-from forkpoint.ops.attention.kernel import PagedAttention
+from forkpoint.ops.attention.kernel import TritonPagedAttention
 from forkpoint.ops.conv1d import kernel as conv1d
 from forkpoint.ops.conv1d import verify_kernel as conv_verify
 from forkpoint.ops.linear.device_linear import DeviceLinear
@@ -43,7 +43,7 @@ def triton_table(base: OpTable) -> OpTable:
     replaced: dict[str, Any] = {
         "prepare_experts": experts.prepare,
         "experts": experts,
-        "paged_attention": PagedAttention(base.deterministic),
+        "paged_attention": TritonPagedAttention(base.deterministic),
         "state_copy": StateCopy(),
     }
     replaced |= operators_of(*_OPERATORS, product)

@@ -12,22 +12,22 @@ from starlette.requests import Request
 
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
-from forkpoint.server.sampling import Asked
+from forkpoint.server.sampling import PreparedRequest
 from forkpoint.server.service import Service
 from forkpoint.server.sse import DONE, EventStream, begin, encode, event, unless_left
 from forkpoint.server.texts import Prepare
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=PreparedRequest)
 
 
 @dataclass
-class Answer(ABC, Generic[A]):
+class ApiAnswer(ABC, Generic[A]):
     """What an API makes of a generation. Read `events` or await `reply`, once."""
 
     prefix: ClassVar[str]  # of names
 
     name: str
-    asked: A
+    prepared: A
     generation: Generation
     service: Service
     created_s: int = field(init=False, default_factory=lambda: int(time.time()))
@@ -50,22 +50,22 @@ class Answer(ABC, Generic[A]):
     async def send(self, request: Request) -> Any:
         """Raises HTTPError or ForkpointError before anything is sent."""
         with self.generation.closed_on_error():
-            if not self.asked.stream:
+            if not self.prepared.stream:
                 return await unless_left(request.receive, self.reply())
             wait_s = self.service.config.sse_keep_alive_interval
             events = await begin(request.receive, self.generation.first_news(), self.events(), wait_s)
         return EventStream(events, self.generation.close, self.error_event, wait_s)
 
 
-async def create(service: Service, prepare: Prepare[A], kind: type[Answer[A]], request: Request) -> Any:
+async def create(service: Service, prepare: Prepare[A], kind: type[ApiAnswer[A]], request: Request) -> Any:
     """The answer of `kind` to what `prepare` reads. Raises HTTPError or ForkpointError before anything is sent."""
-    asked = await service.prepare(prepare, request)
+    prepared = await service.prepare(prepare, request)
     name = kind.prefix + service.new_id()
-    answer = kind(name, asked, await service.open(name, asked, request.receive), service)
+    answer = kind(name, prepared, await service.open(name, prepared, request.receive), service)
     return await answer.send(request)
 
 
-class CompletionAnswer(Answer[A]):
+class CompletionAnswer(ApiAnswer[A]):
     """Chunks with choices, of which a subclass knows what they are."""
 
     chunk_kind: ClassVar[str]
@@ -82,9 +82,9 @@ class CompletionAnswer(Answer[A]):
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Return the fields that all chunks of an answer share."""
-        chosen = self.asked.request_id
+        chosen = self.prepared.request_id
         name = self.name if chosen is None else self.prefix + chosen
-        return {"id": name, "object": kind, "created": self.created_s, "model": self.asked.model}
+        return {"id": name, "object": kind, "created": self.created_s, "model": self.prepared.model}
 
     def ending(self) -> dict[str, Any]:
         return {"usage": self.usage(), **self.generation.details()}
@@ -93,19 +93,19 @@ class CompletionAnswer(Answer[A]):
         return event(error.body()) + DONE
 
     async def events(self) -> AsyncIterator[bytes]:
-        asked, num_open = self.asked, len(self.asked.prompts) * self.asked.params.n
+        prepared, num_open = self.prepared, len(self.prepared.prompts) * self.prepared.params.n
         before = b"data: " + encode(self._head(self.chunk_kind)).removesuffix(b"}") + b',"choices":['
         async for news in self.choices():
             chunks = []
             for choice, others in news:
                 num_open -= choice["finish_reason"] is not None
-                if asked.continuous_usage:
+                if prepared.continuous_usage:
                     others["usage"] = self.usage()
-                if num_open == 0 and not asked.include_usage:
+                if num_open == 0 and not prepared.include_usage:
                     others |= self.generation.details()
                 after = b"]," + encode(others).removeprefix(b"{") if others else b"]}"
                 chunks += [before, encode(choice), after, b"\n\n"]
             yield b"".join(chunks)
-        if asked.include_usage:
+        if prepared.include_usage:
             yield event(self.document(self.chunk_kind, [], **self.ending()))
         yield DONE

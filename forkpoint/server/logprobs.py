@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from forkpoint.engine.outputs import RequestState
 from forkpoint.outputs import Logprob
-from forkpoint.server.protocol import Reply
+from forkpoint.server.protocol import ReplyModel
 
 
-class TopLogprob(Reply):
+class TopLogprob(ReplyModel):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -21,11 +21,11 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Reply):
+class ChatLogprobs(ReplyModel):
     content: list[TokenLogprob] | None
 
 
-class TextLogprobs(Reply):
+class TextLogprobs(ReplyModel):
     """Lists with one entry per token; nothing foretells the first token of a prompt."""
 
     text_offset: list[int]
@@ -34,7 +34,7 @@ class TextLogprobs(Reply):
     top_logprobs: list[dict[str, float] | None]
 
 
-class PromptLogprob(Reply):
+class PromptLogprob(ReplyModel):
     """vLLM's form of an alternative; `rank` 1 is the most likely token."""
 
     logprob: float

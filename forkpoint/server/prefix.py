@@ -8,10 +8,10 @@ from forkpoint.cache.hashing import HashChain
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.routing.wire import sent_hash
 from forkpoint.server.responses.body import Wanted
-from forkpoint.server.sampling import Asked
+from forkpoint.server.sampling import PreparedRequest
 from forkpoint.server.texts import Prepare, Texts
 
-PromptReader: TypeAlias = Prepare[Asked | Wanted]
+PromptReader: TypeAlias = Prepare[PreparedRequest | Wanted]
 
 
 def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) -> dict[str, list[int]]:
@@ -20,11 +20,11 @@ def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) 
 
     Runs in a reader's process.
     """
-    asked = prepare(texts, data)
+    prepared = prepare(texts, data)
     # A request that wants stored responses goes to the replica that has stored them.
-    if isinstance(asked, Wanted) or salted or asked.params.cache_salt:
+    if isinstance(prepared, Wanted) or salted or prepared.params.cache_salt:
         return {"block_hashes": []}
-    token_ids = asked.prompts[0].token_ids
+    token_ids = prepared.prompts[0].token_ids
     chain = HashChain("")
     chain.extend(token_ids)
     usable = (len(token_ids) - 1) // BLOCK_SIZE

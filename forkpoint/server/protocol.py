@@ -116,22 +116,22 @@ class RequestBody(Body):
     model_config = ConfigDict(json_schema_extra=lambda schema, cls: cls.document(schema))
 
 
-class Reply(BaseModel):
+class ReplyModel(BaseModel):
     """An answer."""
 
 
-class PromptTokensDetails(Reply):
+class PromptTokensDetails(ReplyModel):
     cached_tokens: int
 
 
-class Usage(Reply):
+class CompletionUsage(ReplyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
 
 
-class CacheInfo(Reply):
+class CacheInfo(ReplyModel):
     """What the prefix cache did for a prompt: `num_tokens` were reused, keys and values alone reached
     `kv_num_tokens`, and `miss` says why not all of the reusable prompt was reused."""
 
@@ -140,7 +140,7 @@ class CacheInfo(Reply):
     miss: Literal["cold", "short", "no_checkpoint", "evicted", "bypassed"] | None
 
 
-class SpeculationInfo(Reply):
+class SpeculationInfo(ReplyModel):
     """Under --speculative-config: tokens that were drafted for an answer, and how many of them were what the model
     said."""
 
@@ -148,18 +148,18 @@ class SpeculationInfo(Reply):
     num_accepted_tokens: int
 
 
-class ErrorInfo(Reply):
+class ErrorInfo(ReplyModel):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorReply(Reply):
+class ErrorReply(ReplyModel):
     error: ErrorInfo
 
 
-class ModelCard(Reply):
+class ModelCard(ReplyModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -168,16 +168,16 @@ class ModelCard(Reply):
     max_model_len: int
 
 
-class ModelList(Reply):
+class ModelList(ReplyModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class VersionReply(Reply):
+class VersionReply(ReplyModel):
     version: str
 
 
-class DoneReply(Reply):
+class DoneReply(ReplyModel):
     """What cannot be done is answered with an error, so `done` is always true."""
 
     done: bool

@@ -51,7 +51,7 @@ def serve(engine: EngineConfig, config: ServerConfig) -> int:
 
 
 @contextlib.contextmanager
-def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[Server]:
+def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[ApiServer]:
     """A server that listens, and whose readers load; to be opened before this process has threads. Raises ConfigError
     for an address that cannot be listened on."""
     config = replace(config, served_model_name=config.served_model_name or (engine.model,))
@@ -59,10 +59,10 @@ def opened(engine: EngineConfig, config: ServerConfig) -> Iterator[Server]:
     if events.host is None and config.uds is None:
         engine = replace(engine, kv_events_config=replace(events, host=config.host))
     with contextlib.closing(Readers.fork(Texts(engine, config))) as readers, listen(config) as listener:
-        yield Server(engine, config, listener, readers)
+        yield ApiServer(engine, config, listener, readers)
 
 
-class Server:
+class ApiServer:
     """One engine behind one listening socket. Call `run` once; `ready` is set when requests are answered."""
 
     def __init__(self, engine: EngineConfig, config: ServerConfig, listener: socket.socket, readers: Readers) -> None:
@@ -173,7 +173,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: `Server` decides when to end."""
+    """uvicorn without its signal handlers: `ApiServer` decides when to end."""
 
     def __init__(self, service: Service, tls: dict[str, Any]) -> None:
         refused = partial(service.metrics.http_answer, "none", "other")

@@ -126,7 +126,7 @@ class SamplingBody(SampledBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PreparedRequest:
     """What is asked of the engine, and how it is told. `request_id`: the name that the client has chosen for it."""
 
     model: str

@@ -24,7 +24,7 @@ from forkpoint.server.generation import Generation
 from forkpoint.server.metrics import Metrics
 from forkpoint.server.middleware import own_salt
 from forkpoint.server.readers import Readers
-from forkpoint.server.sampling import Asked
+from forkpoint.server.sampling import PreparedRequest
 from forkpoint.server.sse import unless_left
 from forkpoint.server.texts import Prepare, Room, in_room
 from forkpoint.server.trials import Trials
@@ -93,17 +93,17 @@ class Service:
             async with self.bodies.read(request) as data:
                 yield data
 
-    async def open(self, name: str, asked: Asked, receive: Receive) -> Generation:
+    async def open(self, name: str, prepared: PreparedRequest, receive: Receive) -> Generation:
         """Send all prompts to the engine, or none where one is refused, as the server's options allow the client.
 
         Raises what `AsyncEngine.add` and `Trials.check` do, QueueFullError beyond the server's own limit, and
         HTTPError for a priority where clients may name none.
         """
-        config, params, priority = self.config, asked.params, asked.priority
+        config, params, priority = self.config, prepared.params, prepared.priority
         with self.readers.counted():
             await self.trials.check(params.structured_outputs, receive)
         self.check_healthy()
-        self._check_room(len(asked.prompts) * params.n)
+        self._check_room(len(prepared.prompts) * params.n)
         if priority and config.scheduling_policy != "priority":
             raise HTTPError(
                 400,
@@ -116,7 +116,7 @@ class Service:
         opened = OpenRequest()
         generation = Generation(self.engine, opened, tells_cache=config.enable_prompt_tokens_details)
         with generation.closed_on_error():
-            for index, prompt in enumerate(asked.prompts):
+            for index, prompt in enumerate(prepared.prompts):
                 if index:
                     await asyncio.sleep(0)  # other streams have their turn between two
                 self.engine.add(opened, f"{name}-{index}", prompt, params, priority=priority)

@@ -12,12 +12,12 @@ from forkpoint.engine.inputs import Prompt
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import THINK, THINK_END, FinishReason, SamplingParams, Thinking
 from forkpoint.server.answer import AnswerParser, CallPart, Piece, Reasoning, with_unopened_reasoning
-from forkpoint.server.chat.body import ChatBody, ChatMessage, ToolChoice
+from forkpoint.server.chat.body import ChatBody, ChatMessage, FunctionChoice
 from forkpoint.server.chat.history import shown_messages
 from forkpoint.server.chat.tools import plan_tools
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.generation import Generation
-from forkpoint.server.sampling import Asked, sampling_params
+from forkpoint.server.sampling import PreparedRequest, sampling_params
 from forkpoint.server.texts import Texts
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -35,7 +35,7 @@ def template_variables(body: ChatBody, defaults: Mapping[str, Any]) -> dict[str,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn(Asked):
+class PreparedTurn(PreparedRequest):
     """`parser` makes what takes an answer's text apart; `names_call`: the request names the function to call;
     `tells_reasoning`: reasoning is told at all."""
 
@@ -80,7 +80,7 @@ class Turn(Asked):
             prompts=(replace(prompt, text=None),),
             params=params,
             parser=parser,
-            names_call=isinstance(body.tool_choice, ToolChoice),
+            names_call=isinstance(body.tool_choice, FunctionChoice),
             tells_reasoning=body.tells_reasoning,
             **others,
         )
@@ -106,7 +106,7 @@ def _ends_in_thinking(message: ChatMessage) -> bool:
 
 
 def prompt_of(texts: Texts, body: ChatBody) -> Prompt:
-    """The prompt that `Turn.read` would make, which need not fit the context."""
+    """The prompt that `PreparedTurn.read` would make, which need not fit the context."""
     texts.served_name(body.model)
     return _render(texts, body, plan_tools(body).shown, None)
 
@@ -141,7 +141,7 @@ class News:
 class Talk:
     """The answer of a turn, as it comes. Read `news` or `changes`, once, to its end or until it is closed."""
 
-    def __init__(self, turn: Turn, generation: Generation) -> None:
+    def __init__(self, turn: PreparedTurn, generation: Generation) -> None:
         self.num_reasoning_tokens = 0
         self.end = News(0)  # the last news of a turn with one completion
         self._turn = turn

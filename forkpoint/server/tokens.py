@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from forkpoint.server.body import parse, validated
 from forkpoint.server.chat.body import ChatBody, ChatMessage, ToolSpec
 from forkpoint.server.errors import HTTPError
-from forkpoint.server.protocol import Body, Many, Reply, TokenId
+from forkpoint.server.protocol import Body, Many, ReplyModel, TokenId
 from forkpoint.server.talk import prompt_of
 from forkpoint.server.texts import Texts
 
@@ -35,7 +35,7 @@ class TokenizeBody(Body):
         return self
 
 
-class TokenizeReply(Reply):
+class TokenizeReply(ReplyModel):
     count: int
     max_model_len: int
     tokens: list[int]
@@ -48,7 +48,7 @@ class DetokenizeBody(Body):
     tokens: Many[TokenId]
 
 
-class DetokenizeReply(Reply):
+class DetokenizeReply(ReplyModel):
     prompt: str
 
 

@@ -12,7 +12,7 @@ from benchmarks.random_model import RandomModelSpec, make_random_model
 from forkpoint.cli.main import main
 from forkpoint.cli.model import choose_model
 from forkpoint.demo import model as demo_model
-from forkpoint.demo.conversation import Turn
+from forkpoint.demo.conversation import DemoTurn
 from forkpoint.demo.scenarios import Measurement, Row, run_demo
 from forkpoint.demo.shown import table, transcript
 from forkpoint.engine.inputs import Prompt
@@ -90,7 +90,7 @@ def test_the_chat_goes_on_from_the_models_own_answers_and_is_told_turn_by_turn(t
 
 def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
     prompt = Prompt(np.arange(9, dtype=np.int32))
-    turn = Turn("What is my name?", "Nora")
+    turn = DemoTurn("What is my name?", "Nora")
     right, wrong = (
         Measurement(prompt, "Nora", (1, 2), 4, 0.5, 1.0, 2),
         Measurement(prompt, "Ben", (1, 3), 0, 1.0, 1.0, 2),
@@ -103,7 +103,7 @@ def test_a_right_answer_is_counted_and_a_wrong_one_is_corrected() -> None:
 
 def test_a_difference_is_told() -> None:
     prompt = Prompt(np.arange(9, dtype=np.int32))
-    turn = Turn("And gate?", "ab")
+    turn = DemoTurn("And gate?", "ab")
     on, off = Measurement(prompt, "ab", (1, 2), 4, 0.5, 1.0, 2), Measurement(prompt, "ac", (1, 3), 0, 1.0, 1.0, 2)
     shown = table([Row("a", turn, on, on), Row("b", turn, on, off)])
     assert "NO" in shown and "2.0x" in shown and "1 of 2 outputs identical" in shown

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from forkpoint.engine.messages import AddSequence, Call, EndSequences, Reply, Report, StepReport, Stop
+from forkpoint.engine.messages import AddSequence, Call, CallReply, EndSequences, Report, StepReport, Stop
 from forkpoint.engine.process import EngineLoop
 from forkpoint.grammar.compiler import GrammarCompiler
 from forkpoint.grammar.masks import TokenRules
@@ -91,7 +91,7 @@ class Client:
     def call(self) -> None:
         """Returns once the loop has carried out what was sent before."""
         self.send(Call(1, "stats"))
-        while not isinstance(report := self._decode(self._reports.recv()), Reply):
+        while not isinstance(report := self._decode(self._reports.recv()), CallReply):
             self._take(report)
 
     def text(self, name: str) -> str:

@@ -34,7 +34,7 @@ pytest.importorskip("ray", reason="ray is not installed: pip install 'forkpoint[
 
 from forkpoint.fleet.deploy import check_rays_options
 from forkpoint.fleet.gateway import Gateway
-from forkpoint.fleet.messages import Asked, Head, Route
+from forkpoint.fleet.messages import ForwardedRequest, Head, RoutingHint
 
 START_S = 240.0
 NUM_CLIENTS, LOAD_S = 8, 8.0
@@ -208,7 +208,7 @@ class Stopping:
     def options(self, **options: Any) -> Stopping:
         return self
 
-    async def remote(self, route: Route, asked: Asked) -> AsyncIterator[Head | bytes]:
+    async def remote(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Head | bytes]:
         self.num_asked += 1
         yield Head(f"replica {self.num_asked}", 503, (("content-type", "application/json"),))
         yield json.dumps({"error": {"code": "engine_stopped"}}).encode()
@@ -217,7 +217,7 @@ class Stopping:
 def test_a_request_that_stops_engines_is_tried_on_two() -> None:
     replicas = Stopping()
     gateway: Any = Gateway(cast(Any, replicas), asks_prefix=False)
-    answer = asyncio.run(gateway._answer(Asked("POST", "/v1/completions", "", (), b"{}")))
+    answer = asyncio.run(gateway._answer(ForwardedRequest("POST", "/v1/completions", "", (), b"{}")))
     assert (answer.head.status, replicas.num_asked) == (503, 2)
 
 

@@ -6,14 +6,14 @@ import functools
 
 import pytest
 
-from forkpoint.ops.cpu.build import Build, load_operators
+from forkpoint.ops.cpu.build import CpuBuild, load_operators
 from forkpoint.ops.cpu.table import cpp_table
 from forkpoint.ops.select import torch_table
 from forkpoint.ops.table import OpTable
 
 
 @functools.cache
-def build() -> Build:
+def build() -> CpuBuild:
     return load_operators()
 
 

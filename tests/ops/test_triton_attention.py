@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.indices import attention_index
 from forkpoint.ops.activation.reference import sigmoid_mul
 from forkpoint.ops.attention import kernel
-from forkpoint.ops.attention.kernel import MAX_WAVES, PagedAttention, num_splits
+from forkpoint.ops.attention.kernel import MAX_WAVES, TritonPagedAttention, num_splits
 from forkpoint.ops.metadata import MAX_PARTS, PART_BLOCKS, AttentionIndex, AttentionWork, KeySplits, running_total
 from forkpoint.platforms.platform import DeviceTraits
 from tests.ops.triton_cases import DEVICE, ON_GPU, gpu_only, relative_error, sized, triton_ops
@@ -212,7 +212,7 @@ def test_gate_multiplies_what_would_be_stored(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads", sized([SMALL], [Heads(16, 4, 256, 256), Heads(8, 8, 128, 128)]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cuts_on_the_grid_leave_the_bits_alone_in_deterministic_mode(heads: Heads, dtype: torch.dtype) -> None:
-    whole, attend = Batch([200], [200], 0, heads, dtype), PagedAttention(True)
+    whole, attend = Batch([200], [200], 0, heads, dtype), TritonPagedAttention(True)
     want = attend(whole.q, whole.k_cache, whole.v_cache, whole.index, 0.2, None)
     assert relative_error(want, whole.plain(None)) <= BOUND[dtype]
     for start, end in ((0, 64), (64, 200), (128, 200)):
@@ -241,7 +241,7 @@ def test_how_far_ahead_keys_are_loaded_leaves_the_bits_alone(
     batch, found = Batch([70, 300], [1, 1], 2, heads, dtype), []
     for most in (2, 1):  # rows up to which keys are loaded far ahead
         monkeypatch.setattr(kernel, "FEW_DECODES", most)
-        found.append(PagedAttention(True)(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None))
+        found.append(TritonPagedAttention(True)(batch.q, batch.k_cache, batch.v_cache, batch.index, 0.2, None))
     assert torch.equal(*found)
 
 

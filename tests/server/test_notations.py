@@ -18,7 +18,7 @@ from forkpoint.server.calls.reader import Notation
 from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.config import ServerConfig
 from forkpoint.server.notations import KIMI, LFM2, LING, OLMO3, QWEN, find_notation
-from forkpoint.server.talk import Turn
+from forkpoint.server.talk import PreparedTurn
 from forkpoint.server.texts import Facts, Texts
 from forkpoint.server.tokens import tokenize
 from tests.engine.tokenizers import byte_level
@@ -248,9 +248,9 @@ def test_tags_that_are_special_tokens_are_asked_for(notation: Notation, call: st
     texts = served(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
     assert texts.tokenizer is not None
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-    assert Turn.read(texts, ChatBody(**body)).params.skip_special_tokens
+    assert PreparedTurn.read(texts, ChatBody(**body)).params.skip_special_tokens
     now = {"type": "function", "function": {"name": "now"}}
-    turn = pickle.loads(pickle.dumps(Turn.read(texts, ChatBody(**body, tools=[now]))))
+    turn = pickle.loads(pickle.dumps(PreparedTurn.read(texts, ChatBody(**body, tools=[now]))))
     ids = texts.tokenizer.encode(f"So {call}")
     text = texts.tokenizer.decode(ids, skip_special_tokens=turn.params.skip_special_tokens)
     assert turn.parser().feed(text) == [Content("So"), CallPart(0, "now", "{}")]
@@ -261,7 +261,7 @@ def test_thinking_between_special_tokens_is_told() -> None:
     tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     texts = served(tokenizer, "{{ messages[0].content }}<think>")
     assert texts.tokenizer is not None
-    turn = Turn.read(texts, ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]}))
+    turn = PreparedTurn.read(texts, ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]}))
     ids = texts.tokenizer.encode("hm</think>so")
     text = texts.tokenizer.decode(ids, skip_special_tokens=turn.params.skip_special_tokens)
     assert turn.parser().feed(text) == [Reasoning("hm"), Content("so")]
@@ -279,7 +279,7 @@ def test_kimi_sees_the_function_in_the_id_of_a_call() -> None:
     ):
         texts = served(byte_level(), f"{{# {mark} #}}{{% for m in messages %}}{show}{{% endfor %}}")
         assert texts.tokenizer is not None
-        turn = Turn.read(texts, ChatBody.model_validate({"messages": messages}))
+        turn = PreparedTurn.read(texts, ChatBody.model_validate({"messages": messages}))
         text = texts.tokenizer.decode(turn.prompts[0].token_ids, skip_special_tokens=True)
         assert text.split() == expected.split()
         counted = tokenize(texts, json.dumps({"messages": messages}).encode())

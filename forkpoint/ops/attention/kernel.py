@@ -132,7 +132,7 @@ def _takes_steps(q: Tensor, cache: Tensor, rank: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedAttention:
+class TritonPagedAttention:
     """The `paged_attention` operator.
 
     With `deterministic`, a query's sums are added in one order, however its prompt was cut and whatever else is in the

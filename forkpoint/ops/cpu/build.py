@@ -33,21 +33,21 @@ NAME = "forkpoint_cpu_ops"
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
+class CpuBuild:
     """The loaded module, or the reason why it is missing."""
 
     module: ModuleType | None
     reason: str
 
 
-def load_operators() -> Build:
+def load_operators() -> CpuBuild:
     """Load the operators. Compile them first if this machine has not done so yet (about half a minute).
 
     If two processes start at once, one compiles and the other waits.
     """
     compiler, reason = _find_compiler()
     if compiler is None:
-        return Build(None, reason)
+        return CpuBuild(None, reason)
     sources = _sources()
     folder = _cache_root() / _key(sources, compiler)
     library = folder / f"{NAME}.so"
@@ -55,11 +55,11 @@ def load_operators() -> Build:
     try:
         if not marker.exists():
             _compile(sources, folder, marker)
-        return Build(_import(library), f"compiled by {compiler}, in {folder}")
+        return CpuBuild(_import(library), f"compiled by {compiler}, in {folder}")
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         wrong = next((line for line in lines if "error:" in line), lines[0])
-        return Build(None, f"the C++ operators did not build or load: {wrong} (folder {folder})")
+        return CpuBuild(None, f"the C++ operators did not build or load: {wrong} (folder {folder})")
 
 
 def _sources() -> list[Path]:

@@ -28,26 +28,26 @@ class NamedFunction(Body):
     name: str
 
 
-class ToolChoice(Body):
+class FunctionChoice(Body):
     """The function that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Body):
+class AllowedFunctions(Body):
     mode: Literal["auto", "required"]
-    tools: Many[ToolChoice] = Field(min_length=1)
+    tools: Many[FunctionChoice] = Field(min_length=1)
 
 
-class AllowedToolsChoice(Body):
+class AllowedFunctionsChoice(Body):
     """The functions that may be called, of those that there are; mode required: one of them must be."""
 
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    allowed_tools: AllowedFunctions
 
 
-AnyToolChoice: TypeAlias = Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice
+AnyToolChoice: TypeAlias = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctionsChoice
 
 
 class ChatMessage(Body):

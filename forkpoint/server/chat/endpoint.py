@@ -9,23 +9,23 @@ from forkpoint.server.answer import CallPart, Content, Reasoning
 from forkpoint.server.api_answer import CompletionAnswer
 from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
-from forkpoint.server.talk import News, Reason, Talk, Turn
+from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
+from forkpoint.server.talk import News, PreparedTurn, Reason, Talk
 from forkpoint.server.texts import Texts
 
 
-class FunctionCall(Reply):
+class FunctionCall(ReplyModel):
     name: str
     arguments: str
 
 
-class ToolCall(Reply):
+class ToolCall(ReplyModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class AnswerMessage(Reply):
+class AnswerMessage(ReplyModel):
     """`reasoning` and `reasoning_content` are two names of the same thing, each with its clients."""
 
     role: str
@@ -35,7 +35,7 @@ class AnswerMessage(Reply):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(Reply):
+class ChatChoice(ReplyModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
@@ -44,35 +44,35 @@ class ChatChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class ChatReply(Reply):
+class ChatReply(ReplyModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     cache: CacheInfo | None
     speculation: SpeculationInfo | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
 
-def prepare_chat(texts: Texts, data: bytes) -> Turn:
+def prepare_chat(texts: Texts, data: bytes) -> PreparedTurn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
-    return Turn.read(texts, texts.parse(ChatBody, data))
+    return PreparedTurn.read(texts, texts.parse(ChatBody, data))
 
 
-class ChatAnswer(CompletionAnswer[Turn]):
+class ChatAnswer(CompletionAnswer[PreparedTurn]):
     prefix = "chatcmpl-"
     chunk_kind = "chat.completion.chunk"
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.asked, self.generation)
+        self._talk = Talk(self.prepared, self.generation)
         self._role = self.service.config.response_role
 
     async def choices(self) -> AsyncIterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         delta = {"role": self._role, "content": ""}
-        for index in range(self.asked.params.n):
+        for index in range(self.prepared.params.n):
             first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             yield [(first, {"cache": self.generation.cache_info(), **self._prompt_ids()})]
         async for news in self._talk.news():
@@ -89,12 +89,12 @@ class ChatAnswer(CompletionAnswer[Turn]):
     def _choice(self, news: News) -> dict[str, Any]:
         """As a chunk has it."""
         told = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
-        num_top = self.asked.params.logprobs
+        num_top = self.prepared.params.logprobs
         if num_top is not None:
             told["logprobs"] = chat_logprobs(news.logprobs, num_top)
         if news.reason is not None:
             told["stop_reason"] = news.stop_reason
-        if self.asked.returns_ids:
+        if self.prepared.returns_ids:
             told["token_ids"] = news.token_ids
         return told
 
@@ -124,5 +124,5 @@ class ChatAnswer(CompletionAnswer[Turn]):
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         """For who asks for them."""
-        asked = self.asked
-        return {"prompt_token_ids": asked.prompts[0].token_ids.tolist()} if asked.returns_ids else {}
+        prepared = self.prepared
+        return {"prompt_token_ids": prepared.prompts[0].token_ids.tolist()} if prepared.returns_ids else {}

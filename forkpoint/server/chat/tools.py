@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.params import StructuredOutputsParams
-from forkpoint.server.chat.body import AllowedToolsChoice, AnyToolChoice, ChatBody, ToolChoice
+from forkpoint.server.chat.body import AllowedFunctionsChoice, AnyToolChoice, ChatBody, FunctionChoice
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.sampling import structured_outputs
 
@@ -35,7 +35,7 @@ def plan_tools(body: ChatBody) -> ToolPlan:
     shown = [tool.model_dump(exclude_unset=True) for tool in tools]
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     wanted = _wanted(choice, list(schemas))
-    if isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto":
+    if isinstance(choice, AllowedFunctionsChoice) and choice.allowed_tools.mode == "auto":
         shown = [tool for tool in shown if tool["function"]["name"] in wanted]
         choice = "auto"
     if choice is None or choice == "auto":
@@ -50,7 +50,7 @@ def _wanted(choice: AnyToolChoice | None, names: list[str]) -> list[str]:
     """The functions that `choice` leaves. Raises HTTPError for one that is not among `names`."""
     if isinstance(choice, str | None):
         return names
-    asked = [choice] if isinstance(choice, ToolChoice) else choice.allowed_tools.tools
+    asked = [choice] if isinstance(choice, FunctionChoice) else choice.allowed_tools.tools
     wanted = list(dict.fromkeys(one.function.name for one in asked))
     for name in wanted:
         if name not in names:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from forkpoint.outputs import CompletionOutput, Logprob
 from forkpoint.params import SamplingParams
 from forkpoint.server.api_answer import CompletionAnswer
 from forkpoint.server.completions.body import CompletionBody
 from forkpoint.server.logprobs import PromptLogprobs, TextLogprobs, prompt_logprobs, text_logprobs
-from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo, Usage
-from forkpoint.server.sampling import Asked, sampling_params, structured_outputs
+from forkpoint.server.protocol import CacheInfo, CompletionUsage, ReplyModel, SpeculationInfo
+from forkpoint.server.sampling import PreparedRequest, sampling_params, structured_outputs
 from forkpoint.server.texts import Texts
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS: Final = 16  # as in OpenAI's API
 
 
-class CompletionChoice(Reply):
+class CompletionChoice(ReplyModel):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
@@ -29,19 +29,19 @@ class CompletionChoice(Reply):
     token_ids: list[int] | None = None
 
 
-class CompletionReply(Reply):
+class CompletionReply(ReplyModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: CompletionUsage
     cache: CacheInfo | None
     speculation: SpeculationInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCompletion(Asked):
+class PreparedCompletion(PreparedRequest):
     """A completion request as read. `echoed`: the texts of the prompts, where the answers begin with them.
 
     `drops_output`: only the prompts are asked about, and the token that each step makes is not told.
@@ -121,20 +121,20 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
         return CompletionReply.model_validate(self.document(self.chunk_kind, choices, **self.ending()))
 
     def usage(self) -> dict[str, Any]:
-        return self.generation.usage(tells_output=not self.asked.drops_output)
+        return self.generation.usage(tells_output=not self.prepared.drops_output)
 
     def _choice(self, number: int, delta: CompletionOutput) -> dict[str, Any]:
         """The news of one completion; its first ones begin with the prompt where that is to be echoed."""
-        asked = self.asked
-        index = number * asked.params.n + delta.index
-        text = "" if asked.drops_output else delta.text
+        prepared = self.prepared
+        index = number * prepared.params.n + delta.index
+        text = "" if prepared.drops_output else delta.text
         entries: list[tuple[str, dict[int, Logprob] | None]] = []
-        if not asked.drops_output:
+        if not prepared.drops_output:
             entries += [(_text_of(entry), entry) for entry in delta.logprobs or ()]
         first = index not in self._offsets
-        num_top = asked.params.logprobs
-        if asked.echoed is not None and first:
-            text = asked.echoed[number] + text
+        num_top = prepared.params.logprobs
+        if prepared.echoed is not None and first:
+            text = prepared.echoed[number] + text
             entries = [*self._prompt_entries(number), *entries] if num_top is not None else []
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + sum(len(token) for token, _ in entries)  # the text may wait for a stop string
@@ -143,20 +143,20 @@ class TextAnswer(CompletionAnswer[PreparedCompletion]):
             "index": index,
             "text": text,
             "logprobs": text_logprobs(entries, num_top, offset) if num_top is not None else None,
-            "finish_reason": "length" if reason and asked.drops_output else reason,
+            "finish_reason": "length" if reason and prepared.drops_output else reason,
             "stop_reason": delta.stop_reason,
         }
-        if asked.returns_ids:
-            told["token_ids"] = [] if asked.drops_output else list(delta.token_ids)
+        if prepared.returns_ids:
+            told["token_ids"] = [] if prepared.drops_output else list(delta.token_ids)
             if first:
-                told["prompt_token_ids"] = asked.prompts[number].token_ids.tolist()
-        if asked.tells_prompt_logprobs:
+                told["prompt_token_ids"] = prepared.prompts[number].token_ids.tolist()
+        if prepared.tells_prompt_logprobs:
             told["prompt_logprobs"] = prompt_logprobs(self.generation.states[number])
         return told
 
     def _prompt_entries(self, number: int) -> list[tuple[str, dict[int, Logprob] | None]]:
         found = self.generation.states[number].all_prompt_logprobs() or ()
-        return [(_text_of(entry) if entry else self.asked.first_texts[number], entry) for entry in found]
+        return [(_text_of(entry) if entry else self.prepared.first_texts[number], entry) for entry in found]
 
 
 def _text_of(entry: dict[int, Logprob]) -> str:

@@ -7,25 +7,25 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
-from forkpoint.server.api_answer import Answer
+from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.body import validated
 from forkpoint.server.chat.body import ChatBody
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.messages.body import CountTokensBody, MessagesBody, chat_fields
-from forkpoint.server.protocol import CacheInfo, Reply, SpeculationInfo
+from forkpoint.server.protocol import CacheInfo, ReplyModel, SpeculationInfo
 from forkpoint.server.sse import named_event
-from forkpoint.server.talk import Change, News, Talk, Turn, prompt_of
+from forkpoint.server.talk import Change, News, PreparedTurn, Talk, prompt_of
 from forkpoint.server.texts import Texts
 
 
-class MessageUsage(Reply):
+class MessageUsage(ReplyModel):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
 
 
-class MessageReply(Reply):
+class MessageReply(ReplyModel):
     """`content` has text, thinking and tool_use blocks."""
 
     id: str
@@ -40,16 +40,16 @@ class MessageReply(Reply):
     speculation: SpeculationInfo | None = None
 
 
-class CountReply(Reply):
+class CountReply(ReplyModel):
     input_tokens: int
 
 
-class MessagesErrorInfo(Reply):
+class MessagesErrorInfo(ReplyModel):
     type: str
     message: str
 
 
-class MessagesErrorReply(Reply):
+class MessagesErrorReply(ReplyModel):
     type: Literal["error"]
     error: MessagesErrorInfo
 
@@ -57,10 +57,10 @@ class MessagesErrorReply(Reply):
 STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def prepare_message(texts: Texts, data: bytes) -> Turn:
+def prepare_message(texts: Texts, data: bytes) -> PreparedTurn:
     """Runs in a reader's process. Raises HTTPError or ForkpointError for what is wrong with the request."""
     body = texts.parse(MessagesBody, data)
-    return Turn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
+    return PreparedTurn.read(texts, validated(ChatBody, chat_fields(body, texts.notices.add)))
 
 
 def count_tokens(texts: Texts, data: bytes) -> CountReply:
@@ -70,11 +70,11 @@ def count_tokens(texts: Texts, data: bytes) -> CountReply:
     return CountReply(input_tokens=len(prompt_of(texts, chat).token_ids))
 
 
-class MessageAnswer(Answer[Turn]):
+class MessageAnswer(ApiAnswer[PreparedTurn]):
     prefix = "msg_"
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.asked, self.generation)
+        self._talk = Talk(self.prepared, self.generation)
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""  # of the tool_use block that is open
         self._ending: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
@@ -146,7 +146,7 @@ class MessageAnswer(Answer[Turn]):
         return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.name, "type": "message", "role": "assistant", "model": self.asked.model}
+        head = {"id": self.name, "type": "message", "role": "assistant", "model": self.prepared.model}
         counts = {"usage": _usage(self.generation.usage()), **self.generation.details()}
         return {**head, "content": blocks, **self._ending, **counts}
 

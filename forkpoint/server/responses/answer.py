@@ -10,18 +10,18 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from forkpoint.server.answer import CallPart, Content, Piece, Reasoning
-from forkpoint.server.api_answer import Answer
+from forkpoint.server.api_answer import ApiAnswer
 from forkpoint.server.errors import HTTPError, to_http
 from forkpoint.server.notices import ignore
-from forkpoint.server.protocol import Reply
+from forkpoint.server.protocol import ReplyModel
 from forkpoint.server.responses.items import messages_of
 from forkpoint.server.responses.store import NAME_TAIL, Key, ResponseStore, Stored
 from forkpoint.server.responses.tools import CalledTool, custom_input
 from forkpoint.server.sse import encode, named_event
-from forkpoint.server.talk import Change, Talk, Turn
+from forkpoint.server.talk import Change, PreparedTurn, Talk
 
 
-class ResponseReply(Reply):
+class ResponseReply(ReplyModel):
     """`output` has items: message, reasoning, function_call, custom_tool_call. The request's fields are repeated."""
 
     model_config = ConfigDict(extra="allow")
@@ -37,12 +37,12 @@ class ResponseReply(Reply):
     usage: dict[str, Any] | None
 
 
-class CountedTokens(Reply):
+class CountedTokens(ReplyModel):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class DeletedReply(Reply):
+class DeletedReply(ReplyModel):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
@@ -60,7 +60,7 @@ def usage_fields(usage: Mapping[str, Any], num_reasoning_tokens: int) -> dict[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedResponse(Turn):
+class PreparedResponse(PreparedTurn):
     """`echo`: what the response repeats of its request. `conversation`: the messages so far, as a list in JSON; None
     where nothing is to be stored. `called`: tools whose calls the client names in another way than the model."""
 
@@ -71,14 +71,14 @@ class PreparedResponse(Turn):
 
 
 @dataclass
-class ResponseAnswer(Answer[PreparedResponse]):
+class ResponseAnswer(ApiAnswer[PreparedResponse]):
     """Tells the answer of a turn, and stores it under `key` where that is asked for."""
 
     store: ResponseStore
     key: Key
 
     def __post_init__(self) -> None:
-        self._talk = Talk(self.asked, self.generation)
+        self._talk = Talk(self.prepared, self.generation)
         self._items: list[dict[str, Any]] = []
         self._num_events = 0
         self._reply: dict[str, Any] = {
@@ -86,12 +86,12 @@ class ResponseAnswer(Answer[PreparedResponse]):
             "object": "response",
             "created_at": self.created_s,
             "status": "in_progress",
-            "model": self.asked.model,
+            "model": self.prepared.model,
             "output": [],
             "error": None,
             "incomplete_details": None,
             "usage": None,
-            **self.asked.echo,
+            **self.prepared.echo,
         }
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -183,7 +183,7 @@ class ResponseAnswer(Answer[PreparedResponse]):
 
     def _begin_call(self, index: int, name: str) -> dict[str, Any]:
         """Begin the item of a call, under the name that the client knows."""
-        tool = self.asked.called.get(name, CalledTool(name))
+        tool = self.prepared.called.get(name, CalledTool(name))
         call = {"name": tool.name, "call_id": f"call_{self.name[-NAME_TAIL:]}_{index}"}
         if tool.namespace is not None:
             call["namespace"] = tool.namespace
@@ -213,8 +213,8 @@ class ResponseAnswer(Answer[PreparedResponse]):
         self._keep()
 
     def _keep(self) -> None:
-        if self.asked.conversation is not None:
-            messages = self.asked.conversation + b"\n" + encode(messages_of(self._items, ignore))
+        if self.prepared.conversation is not None:
+            messages = self.prepared.conversation + b"\n" + encode(messages_of(self._items, ignore))
             whole = self._reply["status"] in ("completed", "incomplete")
             self.store.put(self.key, Stored(encode(self._reply), messages, whole))
 

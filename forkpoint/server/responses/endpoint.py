@@ -79,13 +79,13 @@ class Responses:
     async def create(self, request: Request) -> Any:
         """Raises HTTPError or ForkpointError before anything is sent."""
         service = self._service
-        asked = await self._read(prepare_response, request)
-        if asked.background and not self._store.keeps_any:
+        prepared = await self._read(prepare_response, request)
+        if prepared.background and not self._store.keeps_any:
             raise HTTPError(400, "this server stores no responses, so that none can run in the background")
         key = self._key(f"resp_{service.new_id()}")
-        generation = await service.open(key.name, asked, request.receive)
-        answer = ResponseAnswer(key.name, asked, generation, service, self._store, key)
-        if asked.background:
+        generation = await service.open(key.name, prepared, request.receive)
+        answer = ResponseAnswer(key.name, prepared, generation, service, self._store, key)
+        if prepared.background:
             self._store.run(key, asyncio.create_task(answer.run()))
             return answer.begin()
         return await answer.send(request)
@@ -106,22 +106,22 @@ class Responses:
         what is found of them."""
         service = self._service
         async with service.body(request) as data:
-            asked = await service.prepare_from(data, partial(prepare, found=None), request)
-            if isinstance(asked, Wanted):
-                asked = await service.prepare_from(data, partial(prepare, found=self._find(asked)), request)
-            assert not isinstance(asked, Wanted)
-            return asked
+            prepared = await service.prepare_from(data, partial(prepare, found=None), request)
+            if isinstance(prepared, Wanted):
+                prepared = await service.prepare_from(data, partial(prepare, found=self._find(prepared)), request)
+            assert not isinstance(prepared, Wanted)
+            return prepared
 
-    def _find(self, asked: Wanted) -> Found:
+    def _find(self, missing: Wanted) -> Found:
         """Raises HTTPError for a response that is not stored, or has no answer to go on from."""
         messages = b""
-        if asked.response is not None:
-            before = self._stored(asked.response, status=400)
+        if missing.response is not None:
+            before = self._stored(missing.response, status=400)
             if not before.whole:
-                text = f"the response {asked.response!r} has no answer to go on from"
+                text = f"the response {missing.response!r} has no answer to go on from"
                 raise HTTPError(400, text, param="previous_response_id")
             messages = before.messages
-        with_items = (self._store.with_item(KEY.get(), item) for item in asked.items)
+        with_items = (self._store.with_item(KEY.get(), item) for item in missing.items)
         return Found(messages, tuple({stored.reply: None for stored in with_items if stored is not None}))
 
     async def retrieve(self, name: str, request: Request) -> Response:
