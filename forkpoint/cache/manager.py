@@ -199,20 +199,23 @@ class CacheManager:
         if self.enabled:
             lease.chain.extend(token_ids)
 
-    def cross_boundary(self, lease: Lease, token_ids: TokenIds, num_certain: int) -> bool:
-        """The next step of a row that decodes starts at a block boundary or behind it; it may be one still in reach, if
-        only `num_certain` tokens are known to count. File the block that `token_ids` complete, and keep the state at
-        the boundary if that is worth a slot. Where it is the running state, its slot becomes the checkpoint and a fresh
-        one is taken; else the next plan saves it, if it turns out to come so far. False: there is no slot for what may
-        be saved, and the row is better planned once that is known."""
+    def cross_boundary(self, lease: Lease, token_ids: TokenIds) -> bool:
+        """Keep the state at the block boundary where the row's next decode step starts, or which its last step passed.
+
+        `token_ids` are the known tokens up to there. The block that they complete is filed. If the boundary lies beyond
+        them, drafts in flight decide whether the row comes to it: it is in reach. Where the boundary's state is the
+        running state, its slot becomes the checkpoint and a fresh one is taken. Otherwise the next plan saves it, if
+        the row comes so far. False: there is no slot for a state that drafts in flight decide on, and the row is better
+        planned once their result is known.
+        """
         if not self.enabled:
             return True
         self.extend(lease, token_ids)
-        self.filing.publish(lease, num_certain)
+        self.filing.publish(lease, lease.num_planned)
         node = lease.node
         assert node is not None
         boundary = lease.num_planned // BLOCK_SIZE * BLOCK_SIZE
-        lease.in_reach = boundary > num_certain
+        lease.in_reach = boundary > lease.chain.num_tokens
         if lease.frozen or not self.layout.has_states or lease.read_from is not None:
             return True
         if not lease.in_reach and (node.depth * BLOCK_SIZE != boundary or node.checkpoint is not None):

@@ -126,7 +126,6 @@ class TokenRecords:
         at, num_saves = np.flatnonzero(saves), int(saves.sum())
         mark[at] = rows.save_positions[:num_saves] - (start - behind)[at]
         mark_slot[at] = rows.save_slots[:num_saves]
-        mark[mark > behind] = 0  # in reach of the last step, which did not come so far
         return {f"{kind}_mark": pad(mark, 0), f"{kind}_mark_dst": pad(mark_slot, NO_SLOT)}
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:

@@ -79,7 +79,7 @@ class Sampler:
         """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names
         the rows by their index. Counts the sampled ids for the rows that have penalties. With `windows` one row of the
         logits is a position, and stands in `rows` and `positions` as one; to count what is accepted is for `count`.
-        `late` rows have no penalties and are past `min_tokens`."""
+        `late` rows are past `min_tokens`."""
         adjusted = self._adjust(logits, rows, positions, masks, windows)
         if any(row.temperature > 0 for row in rows):
             token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))

@@ -51,8 +51,7 @@ class DraftPlanner:
         if request.grammar is not None:
             return False
         if end > request.num_tokens:
-            params = request.params
-            placed = params.has_penalties or params.min_tokens > len(request.output_token_ids)
+            placed = request.params.min_tokens > len(request.output_token_ids)
             crosses = self._cache.deterministic and (request.num_tokens - 1) // BLOCK_SIZE != end // BLOCK_SIZE
             return not (placed or crosses)
         return True

@@ -247,8 +247,7 @@ class Scheduler:
         num_running = len(self._running.entries)
         drafts, masks = self._drafting.plan(builder, entry, num_running) if self._drafting is not None else (None, ())
         if start % BLOCK_SIZE < lease.num_last:
-            num_certain = min(start, entry.request.num_tokens)
-            if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start), num_certain):
+            if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start)):
                 return
             self._drop_duplicates(builder, entry)
         builder.add_decode(entry, drafts, masks)

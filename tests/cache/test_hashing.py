@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,15 +51,16 @@ def test_salts_share_nothing() -> None:
     assert root_hash("a") != root_hash("")
 
 
-def test_private_blocks_are_their_owners() -> None:
+@pytest.mark.parametrize("owners", [("a", "b"), ("cmpl-8f3a-0", "cmpl-8f3a-1"), ("req-1", "req-10")])
+def test_private_blocks_are_their_owners(owners: tuple[str, str]) -> None:
     """Blocks that hold a token at or after `private_from`; those before it are everyone's."""
     ids = tokens(1, 320)
     public = chain(ids)
-    mine, yours = (chain(ids, owner=owner, private_from=150) for owner in ("a", "b"))
+    mine, yours = (chain(ids, owner=owner, private_from=150) for owner in owners)
     assert mine.hashes[:2] == yours.hashes[:2] == public.hashes[:2]
     assert not set(mine.hashes[2:]) & set(yours.hashes[2:])
     assert not set(mine.hashes[2:]) & set(public.hashes[2:])
-    assert mine.hashes == chain(ids, owner="a", private_from=150).hashes
+    assert mine.hashes == chain(ids, owner=owners[0], private_from=150).hashes
 
 
 def test_the_bytes_of_a_block() -> None:

@@ -78,9 +78,10 @@ class Oracle:
 def compare(got: Answer, want: Answer, exact: bool) -> int:
     """Raise Mismatch unless the two agree: bit for bit if `exact`, else to `got.tolerance`.
 
-    An aborted request agrees as far as it came. Returns in how many sequences a token differs although the
-    logits agree: then each run's own logits must lead a fresh sampler to that run's token, so that only a tie
-    within rounding explains it. What follows such a token cannot be compared.
+    An aborted request agrees as far as it came, and so does a sequence of which a test made the logits fail. Returns
+    in how many sequences a token differs although the logits agree: then each run's own logits must lead a fresh
+    sampler to that run's token, so that only a tie within rounding explains it. What follows such a token cannot be
+    compared.
     """
     within = 0.0 if exact else got.tolerance
     flips = sum(_compare_sequence(got, want, i, within) for i in range(len(want.requests)))
@@ -102,7 +103,7 @@ def _compare_sequence(got: Answer, want: Answer, index: int, within: float) -> b
                 token = resample(run.inputs, own, run.requests[index], list(completion.token_ids[:i]))
                 _check(token == completion.token_ids[i], f"{name}: output {i} is not what its logits give")
             return True
-    aborted = mine.finish_reason is FinishReason.ABORT
+    aborted = mine.finish_reason is FinishReason.ABORT or not_finite(mine)
     expected_ids = oracle.token_ids[: len(mine.token_ids)] if aborted else oracle.token_ids
     _check(mine.token_ids == expected_ids, f"{name}: {len(mine.token_ids)} outputs, expected {len(expected_ids)}")
     _compare_logprobs(mine, want, index, within, name)
@@ -114,6 +115,11 @@ def _compare_sequence(got: Answer, want: Answer, index: int, within: float) -> b
             f"{name}: {what} is {getattr(mine, what)!r}, expected {getattr(oracle, what)!r}",
         )
     return False
+
+
+def not_finite(completion: CompletionOutput) -> bool:
+    """Whether the completion ended because its logits were not finite."""
+    return completion.finish_reason is FinishReason.ERROR and "non-finite logits" in (completion.error or "")
 
 
 def _compare_logprobs(mine: CompletionOutput, want: Answer, index: int, within: float, name: str) -> None:

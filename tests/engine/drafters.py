@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from forkpoint.cache.lease import Lease
-from forkpoint.config import LEAST_MATCH
+from forkpoint.config import BLOCK_SIZE, LEAST_MATCH
 from forkpoint.sched.draft_sources import CacheSource, DraftSource, NgramSource, SuffixSource
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.past_outputs import PastOutputs
@@ -16,6 +16,7 @@ from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
 
 AHEAD = 0.8  # of the times that a row could
+FAR = 6  # drafts: the boundary then comes at the window's 7th token or later
 
 
 class RandomDrafter(Drafter):
@@ -28,6 +29,7 @@ class RandomDrafter(Drafter):
         self._sources: list[DraftSource] = [CacheSource(), NgramSource(1, 3), past]
         self._mtp, self._ahead = mtp, random.Random(seed)
         self.num_of_past = 0  # ids drafted out of past outputs
+        self.num_far_crossings = 0  # windows that pass a block boundary at an accepted token from the FAR-th on
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         if lease.num_planned >= request.num_tokens:
@@ -51,20 +53,30 @@ class RandomDrafter(Drafter):
             return np.full(count, TO_DRAFT, np.int32)
         return np.asarray([self._ahead.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
+    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        boundary = -request.num_tokens % BLOCK_SIZE  # tokens of the window up to the next one, its first token apart
+        self.num_far_crossings += FAR <= boundary <= num_accepted
+
     def forget(self, request: Request) -> None:
         for source in self._sources:
             source.forget(request)
 
 
 class KnownDrafter(Drafter):
-    """Drafts what each request is known to put out, an id of which is wrong with `1 - chance`."""
+    """Drafts what each request is known to put out, an id of which is wrong with `1 - chance`. With `ahead` rows go
+    ahead, and their drafts suppose that all drafts in flight are accepted."""
 
-    def __init__(self, known: Mapping[str, Sequence[int]], most: int, chance: float, vocab_size: int) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[int]], most: int, chance: float, vocab_size: int, ahead: bool = False
+    ) -> None:
         self._known, self._most, self._chance, self._vocab_size = known, most, chance, vocab_size
-        self._random = random.Random(0)
+        self._random, self._ahead = random.Random(0), ahead
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        first = len(request.output_token_ids)
+        first = lease.num_planned + 1 - request.num_prompt_tokens
         right = self._known[request.id][first : first + min(most, self._random.randint(0, self._most))]
         draw, other = self._random.random, self._random.randrange
         return np.asarray([token if draw() < self._chance else other(self._vocab_size) for token in right], np.int32)
+
+    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+        return self._ahead

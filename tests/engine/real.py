@@ -207,7 +207,8 @@ class Probe:
     """A ModelRunner, with those of further ranks, that notes what goes in and out.
 
     `logits[id, i]` are those from which output `i` of sequence `id` was sampled; `entered` counts the tokens of
-    each sequence that the model computed. `before_step` and `after_step` are hooks for faults.
+    each sequence that the model computed. `before_step` and `after_step` are hooks for faults. The logits of sequence
+    `failing` are not finite once it has been in `failing_after` steps.
     """
 
     inner: ModelRunner
@@ -220,11 +221,28 @@ class Probe:
     before_step: Callable[[StepPlan], None] = lambda plan: None
     after_step: Callable[[StepPlan], None] = lambda plan: None
     plan: StepPlan | None = None
+    failing: str = ""
+    failing_after: int = 0
 
     def __post_init__(self) -> None:
         watch_logits(self.inner, self._note)
         for other in self.others:  # which have a part of them
             watch_logits(other, lambda row, num_outputs, logits: None)
+        for runner in (self.inner, *self.others):
+            self._break_hidden(runner)
+
+    def _break_hidden(self, runner: ModelRunner) -> None:
+        """Have the runner's model answer NaN for the tokens of the sequence that is to fail."""
+        forward = runner._forward
+
+        def broken(*given: Any) -> Tensor:
+            hidden, plan = forward(*given), self.plan
+            if self.failing and not self.failing_after and plan is not None:
+                names = [self.rows[row] for row in plan.rows.row.tolist()]
+                hidden[np.repeat([name == self.failing for name in names], plan.rows.num_tokens)] = torch.nan
+            return hidden
+
+        runner._forward = broken  # type: ignore[method-assign]
 
     def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
         self.logits[self.rows[row], num_outputs] = logits.float().clone()
@@ -235,6 +253,7 @@ class Probe:
             self.rows[added.row] = added.request_id
         for row, count in zip(plan.rows.row.tolist(), plan.rows.num_tokens.tolist(), strict=True):
             self.entered[self.rows[row]] += count
+            self.failing_after -= self.failing_after > 0 and self.rows[row] == self.failing
         self.replaced += len(plan.replaced)
         self.before_step(plan)
         pending = self._submit(plan)

@@ -14,12 +14,13 @@ from forkpoint.config import CacheConfig
 from forkpoint.errors import RequestTooLargeError
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.params import FinishReason, SamplingParams
-from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare
+from tests.engine.compare import Oracle, answer, check_restrictions, check_tokens_entered, compare, not_finite
 from tests.engine.drafters import RandomDrafter
 from tests.engine.real import LATENT, MODELS, UNCUT, WITH_MTP, ModelBank, Options, start
 
 LONGEST_PROMPTS = (130, 300, 700)  # of an example; with the shortest, requests outgrow a tight arena as they decode
 MOST_OUTPUTS = (160, 60, 60)
+FAILING = 0.08  # of the requests one whose logits are not finite, at most one in an example
 NEXT_TURN = 40  # tokens by which a next turn may be longer than any first one
 FIRST_PLAIN_ID = 4  # ids below are special tokens
 BAD_WORDS = ("the", "e", " d", "sleeps", "in", "on", "a", "fox", "or", "t", "s", "th", "er", "an", "é", "京", "w", "m")
@@ -90,7 +91,7 @@ class Draw:
             budget=self.pick(128, 192, 320, 500, 2048),
             max_num_seqs=self.pick(3, 5, 8),
             cache=cache,
-            max_num_drafts=(3, 0, 7, 1)[self.seed // 2 % 4],
+            max_num_drafts=(3, 0, 15, 1)[self.seed // 2 % 4],
             kernel_block_sizes=((), (16,), (128, 32))[kept_by.integers(3)],
         )
 
@@ -169,6 +170,7 @@ class Example:
         self.run = start(bank, self._with_room(options), self.drafter)
         self.run.scrub = self.draw.chance(0.7)
         self.ended_early: set[str] = set()
+        self._faults = np.random.default_rng([22, seed])  # drawn apart, so that the rest is what it was
         self.jumps = 0
         self._count_jumps()
 
@@ -250,10 +252,14 @@ class Example:
         kept = run.engine.inputs.prompt(arrival.prompt, params=arrival.params)
         total = len(kept.token_ids) + arrival.params.max_tokens  # type: ignore[operator]
         try:
-            run.add(arrival.prompt, arrival.params, arrival.priority)
+            name = run.add(arrival.prompt, arrival.params, arrival.priority)
         except RequestTooLargeError:
             assert not run.sched.cache.can_ever_fit(total)
             self.tally.note(refused=1)
+            return
+        if not run.probe.failing and self._faults.random() < FAILING:
+            run.probe.failing = run.requests[name][0].id
+            run.probe.failing_after = int(self._faults.integers(1, 12))
 
     def _abort_one(self) -> None:
         open_ids = [name for name in self.run.requests if name not in self.run.outputs]
@@ -313,6 +319,7 @@ class Example:
             drafts_deterministic=options.deterministic and stats.drafts.num_accepted_tokens,
             drafts_preempted=sum(r.num_draft_tokens > 0 and r.num_preemptions > 0 for r in requests),
             drafts_of_past_outputs=self.drafter.num_of_past if self.drafter else 0,
+            drafts_far_crossings=self.drafter.num_far_crossings if self.drafter else 0,
             drafts_by_mtp=options.mtp and stats.drafts.num_draft_tokens,
             drafts_of_siblings=sum(len(r) > 1 and r[-1].num_draft_tokens > 0 for r in run.requests.values()),
             stop_strings=sum(isinstance(c.stop_reason, str) for c in outputs),
@@ -328,6 +335,8 @@ class Example:
             ranks_drafts=(options.num_ranks > 1) * stats.drafts.num_accepted_tokens,
             ranks_under_rules=(options.num_ranks > 1) * sum(r.grammar is not None for r in requests),
             ranks_preempted=(options.num_ranks > 1) * stats.num_preemptions,
+            failed=sum(map(not_finite, outputs)),
+            ranks_failed=(options.num_ranks > 1) * sum(map(not_finite, outputs)),
             async_scheduling=options.async_scheduling,
             cpp=options.cpu_ops == "cpp",
             fp8=":" in options.model,

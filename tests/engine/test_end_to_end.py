@@ -51,6 +51,8 @@ DRAWN = [
     "ranks_drafts",
     "ranks_under_rules",
     "ranks_preempted",
+    "failed",
+    "ranks_failed",
     "scrubbed",
     "kept_prompt_end",
     "kept_decode",
@@ -67,6 +69,7 @@ DRAWN = [
     "drafts_of_siblings",
     "drafts_of_past_outputs",
     "drafts_by_mtp",
+    "drafts_far_crossings",
 ]
 
 

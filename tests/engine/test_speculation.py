@@ -13,6 +13,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.ops.cpu.build import load_operators
 from forkpoint.outputs import CompletionOutput
 from forkpoint.params import SamplingParams, StructuredOutputsParams
+from forkpoint.sched.plan import StepPlan
 from tests.engine.compare import Oracle, answer, compare
 from tests.engine.drafters import KnownDrafter, RandomDrafter
 from tests.engine.real import ModelBank, Options, RealEngine, start
@@ -35,9 +36,18 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> ModelBank:
     return ModelBank(tmp_path_factory.mktemp("models"))
 
 
-def serve(bank: ModelBank, options: Options, drafter: Any = None) -> tuple[RealEngine, dict[str, CompletionOutput]]:
-    """All kinds at once; their completions by the sequence's id."""
+def serve(
+    bank: ModelBank, options: Options, drafter: Any = None, ahead: set[str] | None = None
+) -> tuple[RealEngine, dict[str, CompletionOutput]]:
+    """All kinds at once; their completions by the sequence's id. `ahead` collects the sequences with a row that was
+    planned before it was known which drafts of its last step were accepted."""
     run = start(bank, options, drafter)
+    if ahead is not None:
+
+        def note(plan: StepPlan) -> None:
+            ahead.update(run.probe.rows[row] for row in plan.rows.row[plan.rows.ahead].tolist())
+
+        run.probe.before_step = note
     for i, chosen in enumerate(KINDS.values()):
         params = SamplingParams(**{"max_tokens": 45, "seed": i, "ignore_eos": True, **chosen})
         run.add([4 + (7 * i + j * j) % 250 for j in range(40 + 9 * i)], params)
@@ -94,27 +104,44 @@ def test_states_are_written_every_few_tokens_with_drafts_too(bank: ModelBank, in
     run.check_nothing_leaked()
 
 
-@pytest.mark.parametrize(
-    ("model", "interval"), [("qwen3_next", 1), ("qwen3_next", 8), ("kimi_linear", 1), ("falcon_mamba", 1)]
-)
-@pytest.mark.parametrize("beyond", [0, 30])
-@pytest.mark.parametrize("first", [100, 101, 102, 103])
+BOUNDARY_CASES = [
+    (first, 4, beyond, model, interval)
+    for model, interval in [("qwen3_next", 1), ("qwen3_next", 8), ("kimi_linear", 1), ("falcon_mamba", 1)]
+    for beyond in (0, 30)
+    for first in (100, 101, 102, 103)
+]
+# The boundary comes after 7 to 16 tokens of a window.
+BOUNDARY_CASES += [(first, 15, 30, model, 1) for model in ("qwen3_next", "jamba") for first in (105, 111, 113, 121)]
+
+
+@pytest.mark.parametrize(("first", "most", "beyond", "model", "interval"), BOUNDARY_CASES)
 def test_a_state_at_a_boundary_is_kept_when_its_last_tokens_were_drafts(
-    bank: ModelBank, first: int, beyond: int, model: str, interval: int
+    bank: ModelBank, first: int, most: int, beyond: int, model: str, interval: int
 ) -> None:
     """The request ends with 128 tokens computed, the last of them in one window, or goes on from there, now with a
     window that ends at 128 and now with one that has it inside; the next turn resumes at 128."""
-    options = replace(PLAIN, model=model, deterministic=False, max_num_drafts=4, state_write_interval=interval)
+    options = replace(PLAIN, model=model, deterministic=False, max_num_drafts=most, state_write_interval=interval)
     prompt = [4 + j * j % 251 for j in range(first)]
     params = SamplingParams(temperature=0.0, max_tokens=129 - first + beyond, ignore_eos=True)
     alone = start(bank, replace(PLAIN, model=model))
     known = list(alone.outputs[alone.ask(prompt, params)].outputs[0].token_ids)
-    run = start(bank, options, KnownDrafter({"req-0": known, "req-1": ()}, 4, 1.0, bank.vocab_size))
+    run = start(bank, options, KnownDrafter({"req-0": known, "req-1": ()}, most, 1.0, bank.vocab_size))
     sequence = run.requests[run.ask(prompt, params)][0]
     assert sequence.output_token_ids == known and sequence.num_accepted_tokens
     again = run.ask([*prompt, *known, 5, 6, 7], replace(params, max_tokens=3))
     assert run.outputs[again].num_cached_tokens == 128
     compare(answer(run, again), Oracle(bank).solve(options, answer(run, again)), exact=False)
+
+
+def test_rows_whose_drafts_are_in_flight_are_penalised_like_others(bank: ModelBank) -> None:
+    """Rows with penalties are planned before it is known which drafts of their last step were accepted."""
+    _, wanted = serve(bank, PLAIN)
+    drafter = KnownDrafter(ids_of(wanted), 3, 0.8, bank.vocab_size, ahead=True)
+    options = replace(PLAIN, max_num_drafts=3, async_scheduling=True)
+    ahead = set[str]()
+    run, found = serve(bank, options, drafter, ahead)
+    penalised = [own[0].id for own in run.requests.values() if own[0].params.has_penalties]
+    assert found == wanted and penalised and ahead.issuperset(penalised)
 
 
 def test_a_row_may_have_drafts_in_one_step_and_none_in_the_next(bank: ModelBank) -> None:
