@@ -25,7 +25,7 @@ class PreemptingPlanner:
         self._moments: dict[str, list[int]] = {}  # outputs at which a request is still to be preempted, last first
 
     def schedule(self) -> StepPlan | None:
-        for entry in list(self._scheduler._running.entries):
+        for entry in list(self._scheduler._running.requests):
             request = entry.request
             if request.id not in self._moments:
                 first = self._random.randint(0, LATEST_OUTPUT)

@@ -21,7 +21,7 @@ from forkpoint.cache.capture import CaptureContext, CapturePolicy, DefaultCaptur
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.hazards import HazardModel, KindHazards, ReuseClass, age_bin, next_edge
-from forkpoint.cache.learnt import PRIORS, LearntPolicy, LostShare, Turn
+from forkpoint.cache.learnt import PRIORS, ConversationTurn, LearntPolicy, LostShare
 from forkpoint.cache.tree import Checkpoint, Origin
 from forkpoint.cli.simulate import add_simulate_options, make_cases, read_traces, run
 from forkpoint.config import SchedulerConfig
@@ -149,7 +149,7 @@ RULES: Final = (
     Rule("age", (age_bin, next_edge, LearntPolicy.next_change), lambda: WithHazards(AgelessHazards)),
     Rule("uses so far", (), lambda: WithHazards(UselessHazards)),
     Rule("what was evicted and is asked for again", (LearntPolicy.missed,), lambda: WithHazards(HazardsOfTheHeld)),
-    Rule("tool calls", (Turn.end.fget,), NobodyAwaitsTools),  # type: ignore[attr-defined]
+    Rule("tool calls", (ConversationTurn.end.fget,), NobodyAwaitsTools),  # type: ignore[attr-defined]
     Rule("superseded ends", (LearntPolicy.superseded,), NothingSuperseded),
     Rule("the share that finds its end evicted", (LostShare,), WithAssumedShare),
     Rule("stand-ins", (LearntPolicy.evicted,), NothingStandsIn),

@@ -45,7 +45,7 @@ class HashDrafter(Drafter):
         ]
         return np.asarray(drafts, np.int32) if drafts else None
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return self._random.random() < AHEAD
 
     def _draft_ahead(self, request: Request, lease: Lease, most: int) -> IntArray | None:

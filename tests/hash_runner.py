@@ -21,7 +21,7 @@ from forkpoint.sched.plan import LAST_SAMPLED, NO_SLOT, TO_DRAFT, AddedRow, IntA
 from tests.hash_grammar import HashGrammar, allowed_ids
 from tests.hash_memory import GARBAGE, HashMemory
 from tests.hash_rows import HashRow, HashWork
-from tests.hash_step import InjectedFailure, PendingStep, PlanViolation, require
+from tests.hash_step import AnsweredStep, InjectedFailure, PlanViolation, require
 from tests.rolling_hash import MASK, RollingHash
 
 
@@ -61,7 +61,7 @@ class HashRunner:
 
     # -- sched.plan.Runner
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> AnsweredStep:
         """Execute a plan at once. Raises PlanViolation where the plan is at fault."""
         if self.closed:
             raise PlanViolation(f"step {plan.step} was submitted to a closed runner")
@@ -73,7 +73,7 @@ class HashRunner:
         self._failed = self._failed or poisoned or plan.step in self.fail_steps
         if self._failed:
             self._spoil(works)
-            return PendingStep(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self.failure_seen)
+            return AnsweredStep(None, InjectedFailure(f"step {plan.step} failed as the test asked"), self.failure_seen)
         sampled, allowed = [work for work in works if work.samples], allowed_ids(plan.masks)
         for work in works:
             self._save(work)
@@ -87,12 +87,12 @@ class HashRunner:
         failed = [work.row for work in sampled if self._rows[work.row].added.request_id in broken]
         self.num_tokens += plan.num_tokens
         self.num_steps += 1
-        self.num_ahead += int(plan.rows.ahead.sum())
+        self.num_ahead += int(plan.rows.optimistic.sum())
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
         result = StepResult(plan.step, ids, counts, tuple(failed), num_tokens=plan.num_tokens)
-        return PendingStep(result, None, self.failure_seen)
+        return AnsweredStep(result, None, self.failure_seen)
 
     def close(self) -> None:
         self.closed = True
@@ -177,7 +177,7 @@ class HashRunner:
         """Give rows their new blocks; one by one what they compute."""
         rows, works, first = plan.rows, list[HashWork](), 0
         blocks, positions, slots = rows.new_blocks.tolist(), rows.save_positions.tolist(), rows.save_slots.tolist()
-        extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts, rows.ahead)
+        extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts, rows.optimistic)
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
         for i, (row, start, count, drafts, ahead, read, write, samples) in enumerate(zip(*columns, strict=True)):
             state = self._row(plan.step, row)
@@ -359,7 +359,7 @@ class HashRunner:
         self._memory.write_keys(state.blocks, work.start, rolls)
 
     def _save(self, work: HashWork) -> None:
-        """A row that was planned ahead may not come as far as the state that it was to save: nothing is in the slot."""
+        """An optimistic row may not come as far as the state that it was to save: nothing is in the slot."""
         for position, slot in work.saves:
             if work.start < position <= work.latest:
                 self._memory.spoil_slot(slot)

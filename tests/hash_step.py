@@ -23,7 +23,7 @@ class InjectedFailure(RuntimeError):
 
 
 @dataclass(slots=True)
-class PendingStep:
+class AnsweredStep:
     """A step under way; `on_seen` is called when its failure is told."""
 
     value: StepResult | None

@@ -24,7 +24,7 @@ class Row:
     samples: bool = True
     num_drafts: int = 0
     decodes: bool = False
-    ahead: bool = False
+    optimistic: bool = False
 
     @property
     def end(self) -> int:
@@ -65,7 +65,7 @@ def plan_of(step: int, rows: Sequence[Row], **changes: object) -> StepPlan:
         save_ptr,
         positions,
         ragged([[slot for _, slot in row.saves] for row in rows])[1],
-        np.asarray([row.ahead for row in rows], np.bool_),
+        np.asarray([row.optimistic for row in rows], np.bool_),
     )
     num_decodes = sum(row.decodes for row in rows)
     sampled = column([row.row for row in rows if row.samples])

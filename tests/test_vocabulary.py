@@ -24,6 +24,13 @@ SYNONYMS = (
     (r"NO_UNIT", "NO_BLOCK, NO_SLOT or NO_ROW", ()),
     (r"CheckpointError", "ModelFolderError", ()),
     (r"Origin\.DECLARED|declared boundar(y|ies)|boundary declared", "breakpoint", ()),
+    (r"num_told_blocks|told anew", "num_sent_blocks, sent", ()),
+    (r"num_known(_tokens)?", "num_tokens_at_admission, num_tokens", ("studies/peers/",)),
+    (r"PendingSave|PendingStep", "StateSave, SubmittedStep", ()),
+    (r"planned_step|num_last(?!_)", "last_step, num_last_step", ("forkpoint/engine/chat", "tests/test_layering")),
+    (r"goes_ahead|planned ahead|plan(s|ning)? ahead|rows?\.ahead", "plans_early, planned early, optimistic", ()),
+    (r"recurrence_settle|settle_leaving|settles? the lease", "recurrence_flush, release, resolve_boundary", ()),
+    (r"lease\.frozen|frozen lease", "detached", ()),
 )
 
 

@@ -69,7 +69,7 @@ class SyntheticDrafter(Drafter):
         wrong = self._random.random() >= np.asarray(self._rates[: len(right)])
         return np.where(wrong, (right + 1) % self._vocab_size, right).astype(np.int32)
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return self._by_model
 
 
@@ -78,14 +78,14 @@ class SyntheticWindows(Windows):
 
     rates: ClassVar[tuple[float, ...]] = RATES
 
-    def confirm(self, accept: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+    def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
         chances = np.zeros(int(self.sizes.max()))
         chances[: len(self.rates)] = self.rates[: len(chances)]
         draws, number = torch.rand(len(self.sizes)).numpy(), self.spread(np.zeros_like(self.sizes))
         right = (np.repeat(draws, self.sizes) < chances[number]) & (self.drafts != NO_DRAFT)
         there = torch.from_numpy(right).to(token_ids.device, non_blocking=True)
         drafts = torch.where(there, token_ids, NO_DRAFT)
-        return accept(token_ids, finite, columns._replace(drafts=drafts, draft_at=None))
+        return operator(token_ids, finite, columns._replace(drafts=drafts, draft_at=None))
 
 
 def set_drafter(llm: LLM, drafter: Drafter) -> None:

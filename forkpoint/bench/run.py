@@ -70,10 +70,10 @@ class ServeBench:
                 run = Load(server, target.path, style, body, max_concurrency=most, on_end=lambda _: bar.update())
                 outcomes = await run.run(requests, self._arrivals(requests))
                 duration = time.perf_counter() - start
-        self._tell(outcomes, duration, model.id, folder)
+        self._report(outcomes, duration, model.id, folder)
         return int(any(outcome.error is not None for outcome in outcomes))
 
-    def _tell(self, outcomes: Sequence[Outcome], duration_s: float, model: str, tokenizer: str) -> None:
+    def _report(self, outcomes: Sequence[Outcome], duration_s: float, model: str, tokenizer: str) -> None:
         report = self.report
         metrics, percentiles = report.metrics, report.percentiles
         found = figures(outcomes, duration_s, metrics=metrics, percentiles=percentiles, limits_ms=report.limits_ms)

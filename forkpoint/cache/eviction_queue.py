@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from forkpoint.cache.tree import Entry
+from forkpoint.cache.tree import Evictable
 
-Queued = TypeVar("Queued", bound=Entry)
+Queued = TypeVar("Queued", bound=Evictable)
 LEAST_COMPACTED: Final = 1024  # places; a queue this short costs less than taking out what is old
 
 

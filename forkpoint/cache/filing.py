@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from forkpoint.cache.capture import Candidate
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import NO_BLOCK
-from forkpoint.cache.lease import Lease, PendingSave
+from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import TURN_ENDS, Checkpoint, Node, Origin, nearest_checkpoint
 from forkpoint.config import BLOCK_SIZE
@@ -17,40 +17,40 @@ class Filing:
     """Takes slots for the states that are worth one, which leases carry until the plan is issued; then files blocks and
     saves under their histories.
 
-    To be read by others: `filed`, what was filed since the last plan was issued; `planned`, boundaries, in tokens, that
-    the next plan makes reusable.
+    Others read `filed`, what was filed since the last plan was issued, and `reusable_next`: the boundaries, in tokens,
+    that the plan under construction makes reusable for the next one.
     """
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
         self._layout = store.layout
         self.filed: list[Node | Checkpoint] = []
-        self.planned: dict[BlockHash, int] = {}
+        self.reusable_next: dict[BlockHash, int] = {}
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
         """A chunk `[start, end)` is planned: take slots for the candidates that are worth it.
 
         No room means no checkpoint, counted. Without states every full block is reusable by itself.
         """
-        if lease.frozen:
+        if lease.detached:
             return
         hashes = lease.chain.hashes
         if not self._layout.has_states:
             last = min(end // BLOCK_SIZE, len(hashes))
-            self.planned.update((hashes[i], (i + 1) * BLOCK_SIZE) for i in range(start // BLOCK_SIZE, last))
+            self.reusable_next.update((hashes[i], (i + 1) * BLOCK_SIZE) for i in range(start // BLOCK_SIZE, last))
             return
         for candidate in candidates:
             index = candidate.num_tokens // BLOCK_SIZE - 1
-            if index >= len(hashes) or hashes[index] in self.planned:
+            if index >= len(hashes) or hashes[index] in self.reusable_next:
                 continue
             present = self._store.tree.find(hashes[index])
             if present is not None and present.checkpoint is not None:
                 continue
             self._plan_save(lease, candidate, hashes[index])
-        lease.pending.sort(key=_num_tokens)
+        lease.saves.sort(key=_num_tokens)
 
     def _plan_save(self, lease: Lease, candidate: Candidate, block_hash: BlockHash) -> None:
-        save = PendingSave(candidate.num_tokens, candidate.origin)
+        save = StateSave(candidate.num_tokens, candidate.origin)
         if candidate.displaces:
             slot = self.take_slot(lease, save, block_hash, save)
         else:
@@ -61,14 +61,12 @@ class Filing:
                 self._store.policy.unsaved(block_hash, lease.note, self._store.arena.turnover)
             return
         save.slot = slot
-        lease.pending.append(save)
-        self.planned[block_hash] = candidate.num_tokens
+        lease.saves.append(save)
+        self.reusable_next[block_hash] = candidate.num_tokens
 
-    def take_slot(
-        self, lease: Lease, save: PendingSave, block_hash: BlockHash, owner: Lease | PendingSave
-    ) -> int | None:
+    def take_slot(self, lease: Lease, save: StateSave, block_hash: BlockHash, owner: Lease | StateSave) -> int | None:
         """A slot for `owner`, if the state to be saved is worth more than what would give way for it."""
-        pending = (other for other in lease.pending if other.num_tokens < save.num_tokens)
+        pending = (other for other in lease.saves if other.num_tokens < save.num_tokens)
         above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
         key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
         return self._store.take_slot(owner, below=key)
@@ -79,7 +77,7 @@ class Filing:
         hashes = lease.chain.hashes
         fits = (
             num_tokens
-            for block_hash, num_tokens in self.planned.items()
+            for block_hash, num_tokens in self.reusable_next.items()
             if num_tokens <= min(limit, len(hashes) * BLOCK_SIZE) and hashes[num_tokens // BLOCK_SIZE - 1] == block_hash
         )
         return max(fits, default=0)
@@ -89,8 +87,8 @@ class Filing:
 
         To be called when the plan that computes them is issued.
         """
-        saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.pending}
-        lease.pending.clear()
+        saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.saves}
+        lease.saves.clear()
         old = node = lease.node
         assert old is not None and node is not None
         last = min(num_tokens, lease.chain.num_tokens) // BLOCK_SIZE
@@ -112,12 +110,12 @@ class Filing:
         """
         node = self._follow(lease, node, last)
         start = end = node.depth
-        if lease.frozen or start >= last:
+        if lease.detached or start >= last:
             return node
         if not node.condemned:
             while end < last and (end in lease.own_blocks or not self._layout.has_kv):
                 end += 1
-        lease.frozen = end < last
+        lease.detached = end < last
         if start == end:
             return node
         blocks = lease.pop_blocks(range(start, end)) if self._layout.has_kv else [NO_BLOCK] * (end - start)
@@ -129,19 +127,19 @@ class Filing:
     def _follow(self, lease: Lease, node: Node, last: int) -> Node:
         """Go down from `node` on the lease's history, to depth `last` or as far as the tree has it."""
         hashes, find = lease.chain.hashes, self._store.tree.find
-        while not lease.frozen and node.depth < last and (present := find(hashes[node.depth])) is not None:
+        while not lease.detached and node.depth < last and (present := find(hashes[node.depth])) is not None:
             lease.has_duplicates = lease.has_duplicates or node.depth in lease.own_blocks
             if present.parent is not node or present.tokens != lease.chain.blocks[node.depth]:
-                lease.frozen = True
+                lease.detached = True
                 break
             node = present
         return node
 
     def _note_filed(self, lease: Lease, items: Sequence[Node | Checkpoint]) -> None:
-        lease.made += items
+        lease.filed += items
         self.filed += items
 
-    def keep(self, lease: Lease, node: Node, save: PendingSave, num_readers: int = 0) -> Checkpoint | None:
+    def keep(self, lease: Lease, node: Node, save: StateSave, num_readers: int = 0) -> Checkpoint | None:
         """The state saved becomes a checkpoint of the lease's making, unless one that is there stays; the end of a turn
         supersedes the one that the turn went on from."""
         checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note, num_readers)
@@ -159,9 +157,9 @@ class Filing:
     def drain(self) -> list[Node | Checkpoint]:
         """The plan is complete. What was filed since the last call: it is computed by this plan, or by earlier ones."""
         filed, self.filed = self.filed, []
-        self.planned.clear()
+        self.reusable_next.clear()
         return filed
 
 
-def _num_tokens(save: PendingSave) -> int:
+def _num_tokens(save: StateSave) -> int:
     return save.num_tokens

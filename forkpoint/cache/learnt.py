@@ -47,7 +47,7 @@ def _priors() -> dict[Origin, Prior]:
 PRIORS: Final[Mapping[Origin, Prior]] = MappingProxyType(_priors())
 
 
-class Turn(NamedTuple):
+class ConversationTurn(NamedTuple):
     """What the policy notes of a checkpoint: the latest turn of its conversation."""
 
     number: int = 0  # how often the conversation had been continued before
@@ -134,7 +134,7 @@ class LearntPolicy(EvictionPolicy):
         return (request_note, None) if used is None else (max(used.uses + 1, _number(request_note)), gone[index])
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
-        checkpoint.note = Turn(_number(request_note))
+        checkpoint.note = ConversationTurn(_number(request_note))
         self._track(checkpoint)
         if above is not None and checkpoint.origin is above.origin is Origin.FALLBACK:
             above.note = _turn(above.note)._replace(fallback_below=True)
@@ -193,7 +193,7 @@ class LearntPolicy(EvictionPolicy):
         self.hazards.track(checkpoint.node.hash, own, checkpoint.last_used)
 
 
-def reuse_class(origin: Origin, turn: Turn, uses: int, *, inside: bool, superseded: bool) -> ReuseClass:
+def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bool, superseded: bool) -> ReuseClass:
     """Which entries one is used like, and how often it has been so far. What a conversation goes on from is used as
     often as that has turns; the end of an earlier turn is hardly used, unless it is where several part."""
     if origin is Origin.FALLBACK or (origin in TURN_ENDS and not inside):
@@ -214,10 +214,10 @@ def class_of(checkpoint: Checkpoint) -> ReuseClass:
     )
 
 
-def _turn(note: object) -> Turn:
+def _turn(note: object) -> ConversationTurn:
     """As noted of a checkpoint. A state that might be saved has its request's note, and counts as a first turn: counted
     by the request's turns, two cells of six on traces lost 0.4 and 1.0 points, and one won 0.6."""
-    return note if isinstance(note, Turn) else Turn()
+    return note if isinstance(note, ConversationTurn) else ConversationTurn()
 
 
 def _number(request_note: object) -> int:

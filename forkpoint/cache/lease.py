@@ -12,7 +12,7 @@ from forkpoint.cache.tree import Checkpoint, Node, Origin
 
 
 @dataclass(slots=True, eq=False)
-class PendingSave:
+class StateSave:
     """A slot taken for a state that a plan under construction will store; it becomes a checkpoint at issue."""
 
     num_tokens: int
@@ -35,31 +35,31 @@ class Lease:
     The plans issued so far compute `num_planned` tokens; of these, results have confirmed `num_confirmed`. Where a
     step confirmed fewer than were planned, the planned ones beyond are as if they had never been. The state after
     `num_planned` tokens is in `read_from` (a checkpoint, not to be written) or else in `slot`. Where the last plan may
-    have passed a block boundary (`in_reach`), `pending` has what it saves there if it does.
+    have passed a block boundary (`in_reach`), `saves` has what it saves there if it does.
     """
 
     owner: str
     chain: HashChain
     node: Node | None = None
     num_blocks: int = 0
-    num_told_blocks: int = 0  # of those, blocks that the row has before the next plan's new ones
+    num_sent_blocks: int = 0  # of those, blocks that the row has before the next plan's new ones
     own_blocks: dict[int, int] = field(default_factory=dict)  # index in the table -> block
     slot: int = NO_SLOT
     read_from: Checkpoint | None = None
     num_planned: int = 0
     num_confirmed: int = 0
-    num_last: int = 1  # tokens of the last step of a row that decodes, without drafts known not to count
+    num_last_step: int = 1  # tokens of the last step of a row that decodes, without drafts known not to count
     in_reach: bool = False
     decoded: bool = False  # decode kernels had a part in the state
-    pending: list[PendingSave] = field(default_factory=list)
+    saves: list[StateSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     note: object = None  # the eviction policy's
     num_survived_tokens: int = 0  # where the conversation had lost its end: how far its keys and values reached
     decode_checkpoint: Checkpoint | None = None
     touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
-    made: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
+    filed: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
     has_duplicates: bool = False  # some of `own_blocks` are above `node`: the tree has them too
-    frozen: bool = False  # files nothing any more
+    detached: bool = False  # files nothing any more
 
     def rebind(self, move: Move) -> None:
         """Compaction moved a block that this lease owns, or the running slot."""

@@ -35,10 +35,10 @@ class PrefixHit:
 NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
 
 
-def find_prefix(chain: HashChain, num_known_tokens: int, store: PrefixStore) -> PrefixHit:
-    """Look up a prompt of `num_known_tokens` tokens; at least its last token is left to compute."""
+def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
+    """Look up a prompt of `length` tokens; at least its last token is left to compute."""
     layout, ghosts = store.layout, store.ghosts
-    usable = layout.usable_prefix(num_known_tokens)
+    usable = layout.usable_prefix(length)
     if usable == 0:
         return PrefixHit(0, (), None, 0, MissReason.SHORT)
     path = store.tree.match(chain, usable // BLOCK_SIZE)
@@ -66,11 +66,11 @@ def find_prefix(chain: HashChain, num_known_tokens: int, store: PrefixStore) -> 
 
 
 def _explain(
-    lost: list[Node], num_tokens: int, usable: int, ghost_ahead: bool, ghosts: GhostTable
+    lost: list[Node], num_tokens: int, usable: int, next_was_evicted: bool, ghosts: GhostTable
 ) -> MissReason | None:
-    """`lost` are the matched nodes beyond the hit; `ghost_ahead`: the next block was evicted."""
+    """`lost` are the matched nodes beyond the hit; `next_was_evicted`: the next block was evicted."""
     if num_tokens == usable:
         return None
-    if ghost_ahead or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):
+    if next_was_evicted or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):
         return MissReason.EVICTED
     return MissReason.NO_CHECKPOINT if lost else MissReason.COLD

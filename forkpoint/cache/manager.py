@@ -10,7 +10,7 @@ from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.hashing import HashChain, TokenIds
 from forkpoint.cache.layout import NO_SLOT, CacheLayout
-from forkpoint.cache.lease import Lease, PendingSave
+from forkpoint.cache.lease import Lease, StateSave
 from forkpoint.cache.lookup import NOTHING, PrefixHit, find_prefix
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.restorable import Restorable
@@ -57,13 +57,13 @@ class CacheManager:
         chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None)
         if self.enabled:
             chain.extend(token_ids)
-        return Lease(owner, chain, frozen=not self.enabled)
+        return Lease(owner, chain, detached=not self.enabled)
 
-    def lookup(self, lease: Lease, num_known_tokens: int, read: bool = True) -> PrefixHit:
-        """The longest reusable prefix of the first `num_known_tokens` tokens. Changes nothing."""
+    def lookup(self, lease: Lease, length: int, read: bool = True) -> PrefixHit:
+        """The longest reusable prefix of the first `length` tokens. Changes nothing."""
         if not self.enabled or not read:
             return NOTHING
-        return find_prefix(lease.chain, num_known_tokens, self.store)
+        return find_prefix(lease.chain, length, self.store)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether an otherwise empty arena holds a request of that final length."""
@@ -132,7 +132,7 @@ class CacheManager:
         The blocks computed so far are given back; the running slot is kept for what follows.
         """
         old = lease.node
-        assert old is not None and not lease.frozen
+        assert old is not None and not lease.detached
         self.store.tree.pin(hit.path[-1])
         self._free_own_blocks(lease)
         lease.node = hit.path[-1]
@@ -142,7 +142,7 @@ class CacheManager:
     def _start_from(self, lease: Lease, hit: PrefixHit) -> None:
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
-        lease.num_blocks = lease.num_told_blocks = len(hit.path) if self.layout.has_kv else 0
+        lease.num_blocks = lease.num_sent_blocks = len(hit.path) if self.layout.has_kv else 0
         lease.num_planned = lease.num_confirmed = hit.num_tokens
         lease.read_from = lease.hit = hit.checkpoint
         if hit.checkpoint is None:
@@ -216,11 +216,11 @@ class CacheManager:
         assert node is not None
         boundary = lease.num_planned // BLOCK_SIZE * BLOCK_SIZE
         lease.in_reach = boundary > lease.chain.num_tokens
-        if lease.frozen or not self.layout.has_states or lease.read_from is not None:
+        if lease.detached or not self.layout.has_states or lease.read_from is not None:
             return True
         if not lease.in_reach and (node.depth * BLOCK_SIZE != boundary or node.checkpoint is not None):
             return True
-        save = PendingSave(boundary, Origin.DECODE)
+        save = StateSave(boundary, Origin.DECODE)
         turns = boundary == lease.num_planned and not lease.in_reach
         fresh = self._fresh_slot(lease, save, lease if turns else save)
         if fresh is None:
@@ -232,19 +232,19 @@ class CacheManager:
             self.num_slots_held += 1
         else:
             save.slot = fresh
-            lease.pending.append(save)
+            lease.saves.append(save)
         return True
 
-    def settle(self, lease: Lease) -> None:
+    def resolve_boundary(self, lease: Lease) -> None:
         """It is known whether the last plan passed the boundary that was in reach: file what it did there, or give it
         back."""
         previous = lease.decode_checkpoint
-        self.filing.publish(lease, lease.num_planned - lease.num_last)
+        self.filing.publish(lease, lease.num_planned - lease.num_last_step)
         lease.in_reach = False
         if previous is not None and lease.decode_checkpoint is not previous and _is_spare(previous):
             self.store.drop_checkpoint(previous)
 
-    def _fresh_slot(self, lease: Lease, save: PendingSave, owner: Lease | PendingSave) -> int | None:
+    def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
         """The slot of the request's previous decode checkpoint if nobody used that and another follows for certain,
         else a new one."""
         previous, node = lease.decode_checkpoint, lease.node
@@ -268,9 +268,9 @@ class CacheManager:
         """A plan takes the lease to `end` tokens. Returns the checkpoint that it reads, if any; call `done_reading`
         with it once the step's result is known."""
         reading, lease.read_from = lease.read_from, None
-        lease.num_last = end - lease.num_planned if decodes else 1
+        lease.num_last_step = end - lease.num_planned if decodes else 1
         lease.num_planned = end
-        lease.num_told_blocks = lease.num_blocks
+        lease.num_sent_blocks = lease.num_blocks
         lease.decoded = lease.decoded or decodes
         return reading
 
@@ -286,14 +286,14 @@ class CacheManager:
     def reject(self, lease: Lease, num_rejected: int, of_last: bool) -> None:
         """A result did not confirm `num_rejected` tokens that were planned; `of_last`: by the row's last step."""
         lease.num_planned -= num_rejected
-        lease.num_last -= num_rejected * of_last
+        lease.num_last_step -= num_rejected * of_last
 
     def finish_plan(self) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
         """The plan under construction is complete; returns the moves that it has to carry, and what was filed since
         the last one."""
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        made = self.filing.drain() if self.filing.filed or self.filing.planned else []
+        made = self.filing.drain() if self.filing.filed or self.filing.reusable_next else []
         return moves, made
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
@@ -317,10 +317,10 @@ class CacheManager:
 
         Returns a lease of the same history that holds nothing, for the request's next run."""
         if lease.in_reach:
-            self.settle(lease)
-        for save in lease.pending:
+            self.resolve_boundary(lease)
+        for save in lease.saves:
             self.arena.give_slot(save.slot)
-        lease.pending.clear()
+        lease.saves.clear()
         if lease.read_from is not None:
             self.done_reading(lease.read_from)
         if lease.slot != NO_SLOT:
@@ -332,15 +332,15 @@ class CacheManager:
             self.store.unpin(lease.node)
         for checkpoint in lease.touched:
             self.store.leave(checkpoint, lease.note, awaits_tool)
-        return Lease(lease.owner, lease.chain, made=lease.made, frozen=not self.enabled)
+        return Lease(lease.owner, lease.chain, filed=lease.filed, detached=not self.enabled)
 
     def _donate_state(self, lease: Lease) -> bool:
         tokens = lease.num_confirmed
-        if lease.frozen or lease.node is None or not tokens or tokens % BLOCK_SIZE or tokens != lease.num_planned:
+        if lease.detached or lease.node is None or not tokens or tokens % BLOCK_SIZE or tokens != lease.num_planned:
             return False
         self.filing.publish(lease, tokens)
         node = lease.node
-        if lease.frozen or node.condemned or node.depth * BLOCK_SIZE != tokens or node.checkpoint:
+        if lease.detached or node.condemned or node.depth * BLOCK_SIZE != tokens or node.checkpoint:
             return False
         origin = Origin.DECODE if lease.decoded else Origin.PROMPT_END
         checkpoint = self.store.add_checkpoint(node, lease.slot, origin, lease.decoded, lease.note)
@@ -352,7 +352,7 @@ class CacheManager:
         """Drop what only this lease's owner can find (deterministic mode: decode-made entries); released."""
         if not self.deterministic:
             return
-        self.condemn(i for i in lease.made if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
+        self.condemn(i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
 
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
         """These checkpoints, and these nodes with all below them, were never computed or hold garbage."""

@@ -72,7 +72,7 @@ class Restorable:
             self._num_below[new] = 1
         if item.parent is not None:
             self._num_below[item] += 1
-        self._tell(reversed(path or [node]))
+        self._report(reversed(path or [node]))
 
     def lost(self, node: Node) -> None:
         """No lookup ends at `node` any more; nothing happens if none did."""
@@ -81,7 +81,7 @@ class Restorable:
         self._ends.remove(node)
         self._num_below[node] -= 1
         if self._num_below[node]:
-            self._tell([node])
+            self._report([node])
             return
         removed = []
         item = node
@@ -99,16 +99,16 @@ class Restorable:
         self._ends.clear()
         self._changes = [AllCleared()]
 
-    def tell_all(self) -> None:
+    def report_all(self) -> None:
         """In place of the changes so far: that all is cleared, then all there is, for who missed some."""
         self._changes = [AllCleared()]
         stack = [node for node in self._num_below if node.depth == 1]
         while stack:
             node = stack.pop()
-            self._tell([node])
+            self._report([node])
             stack += [child for child in node.children if child in self._num_below]
 
-    def _tell(self, nodes: Iterable[Node]) -> None:
+    def _report(self, nodes: Iterable[Node]) -> None:
         """Nodes from the top down are stored; a chain that goes on is told as one."""
         for node in nodes:
             last = self._changes[-1] if self._changes else None

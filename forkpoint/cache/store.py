@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import Final, TypeAlias
 
 from forkpoint.cache.arena import Arena, UnitOwner
-from forkpoint.cache.events import CacheCounters, CacheStats
+from forkpoint.cache.counters import CacheCounters, CacheStats
 from forkpoint.cache.eviction import EntryFacts, EvictionPolicy, RecomputeCost
 from forkpoint.cache.eviction_queue import EvictionQueue
 from forkpoint.cache.ghosts import GhostKind, GhostTable
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
-from forkpoint.cache.lease import PendingSave
+from forkpoint.cache.lease import StateSave
 from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.tree import (
     INSIDE_PROMPTS,
@@ -28,7 +28,7 @@ from forkpoint.config import BLOCK_SIZE
 
 _INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
 FILED_AT_ONCE: Final = 8  # entries for each unit that is taken; one is due some five times before an arena has gone by
-Above: TypeAlias = Checkpoint | PendingSave  # a state before another one of the same history
+Above: TypeAlias = Checkpoint | StateSave  # a state before another one of the same history
 
 
 class PrefixStore:

@@ -37,7 +37,7 @@ OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly of use once their convers
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
-class Entry:
+class Evictable:
     """What the eviction queue orders: checkpoints, or the nodes of a layout without states. PrefixStore writes how it
     was used, the queue which place of it is current."""
 
@@ -52,7 +52,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Node(Entry):
+class Node(Evictable):
     """One block of the tree. PrefixTree writes where it stands, PrefixStore how it was used, compaction its `block`.
 
     `pins` counts the requests whose deepest node this is plus the pinned children: a node with pins, and so
@@ -81,7 +81,7 @@ class Node(Entry):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Checkpoint(Entry):
+class Checkpoint(Evictable):
     """The state after exactly `num_tokens` tokens, in a slot that nobody writes. PrefixStore writes how it was used,
     CacheManager who waits for it or reads it, the eviction policy its `note`, compaction its `slot`.
 

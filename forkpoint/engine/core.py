@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.params import FinishReason
-from forkpoint.sched.plan import PendingStep, Runner
+from forkpoint.sched.plan import Runner, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 
@@ -53,7 +53,7 @@ class EngineCore:
         self._events, self._log = events, log
         self._depth = LOOK_AHEAD if async_scheduling else 1
         self._submits_early = async_scheduling and drafts
-        self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._in_flight: deque[tuple[int, SubmittedStep]] = deque()
         self._closed = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
         self.slot_bytes_copied = 0

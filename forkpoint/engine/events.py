@@ -80,7 +80,7 @@ class EventPublisher:
         """Hand over what changed since the last call."""
         if self._from_beginning.is_set() and not self._queue.full():
             self._from_beginning.clear()
-            self._restorable.tell_all()
+            self._restorable.report_all()
         if changes := self._restorable.drain():
             try:
                 self._queue.put_nowait(changes)

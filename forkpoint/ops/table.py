@@ -265,7 +265,7 @@ class OpTable:
     recurrence_decode: Recur[RecurrenceInputs, RecurrenceParams, DecodeIndex]
     recurrence_record: Recorded[RecurrenceInputs, RecurrenceParams, RecordIndex]
     # Fold the records that are due into the states, as recurrence_record does before its tokens.
-    recurrence_settle: Callable[[Tensor, RecordIndex, Records], None]
+    recurrence_flush: Callable[[Tensor, RecordIndex, Records], None]
     scan_prefill: Recur[ScanInputs, ScanParams, SegmentIndex]
     scan_decode: Recur[ScanInputs, ScanParams, DecodeIndex]
     scan_verify: Recorded[ScanInputs, ScanParams, VerifyIndex]

@@ -22,7 +22,7 @@ from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
-_PUT_RIGHT = ("known", "positions", "kv_lens", "slot_mapping")  # on the device, in place
+_PUT_RIGHT = ("token_ids", "positions", "kv_lens", "slot_mapping")  # on the device, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class DraftGraphs:
             return plan
         columns = (rows.row, rows.start, rows.num_drafts, rows.tokens[first], rows.read_slot, self._records.late(rows))
         self._make(*(column[chosen] for column in columns))
-        return self.told(plan) if must_know or self._platform.shares_memory else plan
+        return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
-    def told(self, plan: StepPlan) -> StepPlan:
+    def with_drafts(self, plan: StepPlan) -> StepPlan:
         """The plan with the ids of the drafts that it left to the runner; waits for them."""
         tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
         tokens[at] = self.drafted.cpu().numpy()[row, number]
@@ -109,7 +109,7 @@ class DraftGraphs:
     def _arrays(self, shape: _Shape, columns: Sequence[IntArray]) -> Arrays:
         """Of rows: which, where they start, how many drafts they want, the id of their newest token if it is known, the
         slot that they read, and their places in `missed`."""
-        row, start, counts, known, slot, late = columns
+        row, start, counts, token_ids, slot, late = columns
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]
@@ -125,7 +125,7 @@ class DraftGraphs:
 
         return {
             "rows": padded(row, table.num_rows),
-            "known": padded(known, 0),
+            "token_ids": padded(token_ids, 0),
             "slots": padded(slot, 0),
             "line": padded(line, 0),
             "pending": padded(pending, 0),

@@ -144,12 +144,12 @@ class TokenRecords:
         return self._ops.newest(pool[:, -1], self.layers[layer][window.records[0].name], slots, lines, pending)
 
     def late(self, rows: StepRows) -> IntArray:
-        """Each row's place in `missed`: its own if it was planned ahead, else that of the 0."""
-        return np.where(rows.ahead, rows.row, np.int32(len(self._line)))
+        """Each row's place in `missed`: its own if it is optimistic, else that of the 0."""
+        return np.where(rows.optimistic, rows.row, np.int32(len(self._line)))
 
     def behind(self, rows: StepRows) -> IntArray:
         """How many tokens each row may be behind where it was planned to start."""
-        return np.where(rows.ahead, self._pending[rows.row] - 1, 0)
+        return np.where(rows.optimistic, self._pending[rows.row] - 1, 0)
 
     def issued(self, plan: StepPlan) -> None:
         """The step is on its way. What rows without drafts compute is in their slots, or recorded."""
@@ -161,7 +161,7 @@ class TokenRecords:
         self._slot[row], self._step[row] = rows.write_slot[:count], plan.step
         self._line[row] ^= 1
 
-    def confirm(self, plan: StepPlan, counts: IntArray) -> None:
+    def apply_counts(self, plan: StepPlan, counts: IntArray) -> None:
         """It is known how many tokens of each row that the step sampled count."""
         row, missed = plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples] - counts
         is_last = self._step[row] == plan.step
@@ -174,7 +174,7 @@ class TokenRecords:
         gone = np.asarray(list(removed), np.int64)
         gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % BLOCK_SIZE == 0)]
         self._fold(gone_whole[self._pending[gone_whole] > 0])
-        self._settle(gone_whole)
+        self._flush(gone_whole)
         self._pending[gone], self._start[gone] = 0, NOWHERE
         for move in moves:
             if move.kind is MoveKind.SLOT:
@@ -184,7 +184,7 @@ class TokenRecords:
         """Have the device compile what a row needs that leaves, before there is one."""
         row = np.zeros(1, np.int64)
         self._fold(row)
-        self._settle(row)
+        self._flush(row)
 
     def _fold(self, rows: npt.NDArray[np.int64]) -> None:
         if not len(rows):
@@ -196,7 +196,7 @@ class TokenRecords:
             assert name is not None, "made for states that can be folded"
             getattr(self._ops, name)(pool, index, records)
 
-    def _settle(self, rows: npt.NDArray[np.int64]) -> None:
+    def _flush(self, rows: npt.NDArray[np.int64]) -> None:
         if not len(rows):
             return
         slot, end, none = self._slot[rows], self._end[rows], np.zeros_like(rows)
@@ -204,7 +204,7 @@ class TokenRecords:
         tokens, held = np.zeros(len(rows) + 1), end - written
         index = RecordIndex(self.interval, *self._upload(slot, slot, tokens, rows, written, held, none, none))
         for pool, records in self._spaced_states:
-            self._ops.recurrence_settle(pool, index, records)
+            self._ops.recurrence_flush(pool, index, records)
 
     def _upload(self, *columns: npt.NDArray[Any]) -> list[Tensor]:
         return [self._platform.upload(column.astype(np.int32)) for column in columns]

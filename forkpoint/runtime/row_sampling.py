@@ -39,7 +39,7 @@ class TokenCounts:
         """More outputs: of line `lines[i]` id `token_ids[i]`, both `[M]` int64 on the device, where `kept[i]`."""
         _count_outputs(self.table, lines, token_ids, kept)
 
-    def ahead(self, lines: list[int], index: Tensor, token_ids: Tensor) -> Tensor:
+    def with_drafts(self, lines: list[int], index: Tensor, token_ids: Tensor) -> Tensor:
         """Copies of those lines, the `index[i]`th of which has seen `token_ids[i]` besides."""
         copies = self.table[lines]
         _count_outputs(copies, index, token_ids)

@@ -27,14 +27,14 @@ from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.draft_graphs import DraftGraphs
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
-from forkpoint.runtime.pending import FailedStep, RunningStep, Verified
 from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.row_sampling import RowSampling
 from forkpoint.runtime.sampler import Late, Sampled, Sampler
 from forkpoint.runtime.state_operators import StateOperators
 from forkpoint.runtime.step_inputs import HostLens, StepBuilder, StepShape
+from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
-from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, PendingStep, StepPlan, StepResult, StepRows
+from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
 MOST_QUERIES = 32  # of a key head, over the tokens of a row whose keys are read together
 
@@ -113,9 +113,9 @@ class ModelRunner:
         """Have the device compile what the windows of steps need, by one of the spare row."""
         row = np.zeros(1, np.int32)
         sampled = Sampled(self.platform.upload(row.astype(np.int64)), self.platform.upload(row == 0))
-        self._confirm(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
+        self._accept(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
         if self._records is None or not self._records.drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"
@@ -147,11 +147,11 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> RunningStep:
         """Issue a step."""
-        known = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens)
+        so_far = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens)
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
-            return RunningStep(known, self.platform.mark(), plan.sampled_rows)
+            return RunningStep(so_far, self.platform.mark(), plan.sampled_rows)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
@@ -170,7 +170,7 @@ class ModelRunner:
         else:
             tensors = self.platform.upload_all(arrays)
             lens: HostLens = ((), ())
-            if not plan.rows.ahead.any():  # else only the device knows
+            if not plan.rows.optimistic.any():  # else only the device knows
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, plain) if sampling else None
@@ -178,16 +178,16 @@ class ModelRunner:
         sampled = None if outputs is None else self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
-        known = replace(known, slot_bytes_copied=copied, replayed=shape is not None)
+        so_far = replace(so_far, slot_bytes_copied=copied, replayed=shape is not None)
         answers: Tensor | None = None
         verified: Verified | None = None
         if sampled is not None:
             if windows is None:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
-                answers, verified = self._accept(plan, windows, sampling, sampled)
+                answers, verified = self._finish_windows(plan, windows, sampling, sampled)
         logprobs = None if sampled is None else sampled.logprobs
-        return RunningStep(known, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
+        return RunningStep(so_far, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
 
     def _verifies(self, plan: StepPlan) -> bool:
         """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
@@ -249,26 +249,26 @@ class ModelRunner:
 
     def _late(self, rows: StepRows, windows: Windows | None) -> Late | None:
         """What is not known of how many outputs there are behind each of the logits."""
-        if self._records is None or not rows.ahead.any():
+        if self._records is None or not rows.optimistic.any():
             return None
         columns = np.stack([self._records.behind(rows), self._records.late(rows)])[:, rows.samples]
         behind, places = columns if windows is None else np.repeat(columns, windows.sizes, axis=1)
         return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
 
-    def _accept(
+    def _finish_windows(
         self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], sampled: Sampled
     ) -> tuple[Tensor, Verified]:
         """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for. The
         answers and counts are on their way to the host in one copy."""
         assert self._records is not None
-        found, there = self._confirm(windows, plan.sampled_rows, sampled)
+        found, there = self._accept(windows, plan.sampled_rows, sampled)
         count = len(windows.drafts)
         counted = partial(windows.mask, found[count:], there.starts, there.sizes)
         self._sampler.count(sampling, sampled.token_ids, counted)
-        told = self.platform.to_host(found)
-        return told[:count], Verified(windows, told[count:], partial(self._records.confirm, plan))
+        on_host = self.platform.to_host(found)
+        return on_host[:count], Verified(windows, on_host[count:], partial(self._records.apply_counts, plan))
 
-    def _confirm(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
+    def _accept(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
         """Which positions of those rows count, as the operator says it."""
         assert self._records is not None
         columns, drafted = [windows.drafts, rows, windows.starts, windows.sizes], None
@@ -280,7 +280,7 @@ class ModelRunner:
         drafts, row, starts, sizes, *places = torch.split(packed, [len(column) for column in columns])
         kept = (self.batch.last_sampled, self._records.missed, drafted, places[0] if places else None)
         there = WindowColumns(drafts, row, starts, sizes, *kept, int(windows.sizes.max()))
-        return windows.confirm(self._ops.accept, sampled.token_ids, sampled.finite, there), there
+        return windows.accept(self._ops.accept, sampled.token_ids, sampled.finite, there), there
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
         """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the

@@ -128,7 +128,7 @@ class StepBuilder:
     def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
         """Of rows that may have drafts: what the device knows of their last steps is `late`; where drafts are taken."""
         arrays: Arrays = {}
-        if self._splits is not None or plan.rows.ahead.any():  # on a device always: one form of its kernel
+        if self._splits is not None or plan.rows.optimistic.any():  # on a device always: one form of its kernel
             own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
             arrays["verify_late"] = padded(own, shape.num_verified, spare)
             lens = plan.rows.num_tokens[: plan.num_decodes]
@@ -168,7 +168,7 @@ class StepBuilder:
         return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
     def late(self, t: Tensors) -> LateColumns | None:
-        """What the operators take from `t` and put right in place, once for each filling: rows that were planned ahead
+        """What the operators take from `t` and put right in place, once for each filling: optimistic rows
         are behind by the drafts that they turned out to miss. None where there are none."""
         if "late" not in t:
             return None

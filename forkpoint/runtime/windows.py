@@ -45,9 +45,9 @@ class Windows:
         """A value of each row, one more for each of its positions after the first: so do outputs count on."""
         return ranges(values, self.sizes)
 
-    def confirm(self, accept: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
+    def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
         """What the operator says of these windows. Nothing is waited for."""
-        return accept(token_ids, finite, columns)
+        return operator(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
         """Whether each position counts `[P]`, where so many of each row do; all on the device."""
@@ -60,7 +60,7 @@ class Windows:
         """The positions that count, where so many of each row do."""
         return ranges(self.starts, counts)
 
-    def ahead(self, positions: list[int]) -> npt.NDArray[np.int64]:
+    def drafts_before(self, positions: list[int]) -> npt.NDArray[np.int64]:
         """For those positions the drafts before them in their rows `[2, N]`: index into `positions`, id."""
         first = np.repeat(self.starts, self.sizes)
         pairs = [(i, self.drafts[p]) for i, at in enumerate(positions) for p in range(first[at], at)]

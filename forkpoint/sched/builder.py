@@ -10,15 +10,15 @@ import numpy as np
 
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Checkpoint
-from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, ReplacedPrefix, StepPlan, StepRows, TokenMasks
+from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """What one row is to compute; it starts where the plans before have taken it."""
 
-    entry: Entry
+    scheduled: ScheduledRequest
     tokens: IntArray
     decodes: bool  # through the decode kernels: what follows its first token are drafts
     masks: Sequence[IntArray] = ()  # of each position that is sampled, under a grammar
@@ -35,52 +35,58 @@ class PlanBuilder:
         self.step = step
         self.budget = budget
         self._manager = manager
-        self._added: list[Entry] = []
-        self._replaced: dict[Entry, None] = {}
-        self._steady: list[Entry] = []
+        self._added: list[ScheduledRequest] = []
+        self._replaced: dict[ScheduledRequest, None] = {}
+        self._steady: list[ScheduledRequest] = []
         self._decodes: list[_Work] = []
         self._prefills: list[_Work] = []
 
     @property
-    def num_planned(self) -> int:
-        """Rows whose tokens the budget is without."""
+    def num_rows(self) -> int:
+        """Rows whose tokens were taken off the budget already."""
         return len(self._steady) + len(self._decodes) + len(self._prefills)
 
-    def add_row(self, entry: Entry) -> None:
-        self._added.append(entry)
+    def add_row(self, scheduled: ScheduledRequest) -> None:
+        self._added.append(scheduled)
 
-    def replace_prefix(self, entry: Entry) -> None:
-        """The row's table is to be told anew, up to the blocks that it has been told."""
-        self._replaced[entry] = None
+    def replace_prefix(self, scheduled: ScheduledRequest) -> None:
+        """Resend the row's block table, up to the blocks that the worker already has."""
+        self._replaced[scheduled] = None
 
-    def add_steady(self, entries: list[Entry]) -> None:
+    def add_steady(self, requests: list[ScheduledRequest]) -> None:
         """Decode steps in mid-block of rows that have decoded before: nothing is allocated, read = write slot."""
-        self._steady += entries
-        self.budget -= len(entries)
+        self._steady += requests
+        self.budget -= len(requests)
 
-    def add_decode(self, entry: Entry, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()) -> None:
+    def add_decode(
+        self, scheduled: ScheduledRequest, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()
+    ) -> None:
         """The next token through the decode kernels: known if an earlier run of the request sampled it. `drafts` may
         follow it; under a grammar `masks` has what may come after each of them."""
-        start, request = entry.lease.num_planned, entry.request
-        tokens = request.token_ids(start, start + 1) if start < entry.num_known else np.full(1, LAST_SAMPLED, np.int32)
+        start, request = scheduled.lease.num_planned, scheduled.request
+        tokens = (
+            request.token_ids(start, start + 1)
+            if start < scheduled.num_tokens_at_admission
+            else np.full(1, LAST_SAMPLED, np.int32)
+        )
         tokens = tokens if drafts is None else np.concatenate([tokens, drafts])
-        self._add(entry, tokens, masks, decodes=True)
+        self._add(scheduled, tokens, masks, decodes=True)
 
-    def add_prefill(self, entry: Entry, end: int) -> None:
+    def add_prefill(self, scheduled: ScheduledRequest, end: int) -> None:
         """Known tokens up to `end` through the prefill kernels."""
-        self._add(entry, entry.request.token_ids(entry.lease.num_planned, end), (), decodes=False)
+        self._add(scheduled, scheduled.request.token_ids(scheduled.lease.num_planned, end), (), decodes=False)
 
-    def _add(self, entry: Entry, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
-        mask = entry.request.grammar.mask if entry.request.grammar is not None else None
-        entry.planned_step = self.step
-        work = _Work(entry, tokens, decodes, (mask, *masks) if mask is not None else ())
+    def _add(self, scheduled: ScheduledRequest, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
+        mask = scheduled.request.grammar.mask if scheduled.request.grammar is not None else None
+        scheduled.last_step = self.step
+        work = _Work(scheduled, tokens, decodes, (mask, *masks) if mask is not None else ())
         (self._decodes if decodes else self._prefills).append(work)
         self.budget -= len(tokens)
 
     def finish(self, removed: tuple[int, ...]) -> IssuedStep:
         """The plan, in the record to settle it by. The leases' planned tokens advance past it."""
-        added = tuple(self._make_row(entry) for entry in self._added)
-        replaced = tuple(ReplacedPrefix(entry.row, _told_blocks(entry)) for entry in self._replaced)
+        added = tuple(self._make_row(scheduled) for scheduled in self._added)
+        replaced = tuple(ReplacedPrefix(scheduled.row, _sent_blocks(scheduled)) for scheduled in self._replaced)
         readers: list[Checkpoint] = []
         masks: list[tuple[int, IntArray]] = []
         rows = self._make_rows(readers, masks)
@@ -97,22 +103,22 @@ class PlanBuilder:
             rows.row[rows.samples],
             TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([m for _, m in masks])) if masks else None,
         )
-        entries = [*self._steady, *(work.entry for work in itertools.chain(self._decodes, self._prefills))]
-        everybody = len(plan.sampled_rows) == len(entries)
-        sampled = entries if everybody else list(itertools.compress(entries, rows.samples.tolist()))
-        return IssuedStep(plan, entries, sampled, readers, made)
+        requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
+        everybody = len(plan.sampled_rows) == len(requests)
+        sampled = requests if everybody else list(itertools.compress(requests, rows.samples.tolist()))
+        return IssuedStep(plan, requests, sampled, readers, made)
 
-    def _make_row(self, entry: Entry) -> AddedRow:
-        request = entry.request
+    def _make_row(self, scheduled: ScheduledRequest) -> AddedRow:
+        request = scheduled.request
         return AddedRow(
-            row=entry.row,
+            row=scheduled.row,
             request_id=request.id,
             token_ids=request.all_token_ids(),
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             seed=request.seed,
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
-            block_ids=_told_blocks(entry),
+            block_ids=_sent_blocks(scheduled),
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
@@ -125,10 +131,10 @@ class PlanBuilder:
         count = num_steady + len(works)
         columns = np.zeros((8, count + 1), np.int32)
         row, start, num_tokens, num_drafts, read_slot, write_slot = columns[:6, :count]
-        samples, ahead = np.ones(count, np.bool_), np.zeros(count, np.bool_)
+        samples, optimistic = np.ones(count, np.bool_), np.zeros(count, np.bool_)
         if num_steady:
-            leases = [entry.lease for entry in self._steady]
-            row[:num_steady] = [entry.row for entry in self._steady]
+            leases = [scheduled.lease for scheduled in self._steady]
+            row[:num_steady] = [scheduled.row for scheduled in self._steady]
             start[:num_steady] = [lease.num_planned for lease in leases]
             read_slot[:num_steady] = write_slot[:num_steady] = [lease.slot for lease in leases]
             num_tokens[:num_steady] = 1
@@ -137,23 +143,23 @@ class PlanBuilder:
         blocks: list[int] = []
         saves: list[tuple[int, int]] = []
         for i, work in enumerate(works, num_steady):
-            entry, lease, num_own = work.entry, work.entry.lease, len(work.tokens)
+            scheduled, lease, num_own = work.scheduled, work.scheduled.lease, len(work.tokens)
             begin = lease.num_planned
             end = begin + num_own
             read = self._manager.read_slot(lease)
-            columns[:6, i] = (entry.row, begin, num_own, work.num_drafts, read, lease.slot)
-            blocks += lease.block_ids(lease.num_told_blocks, lease.num_blocks)
-            saves += [(save.num_tokens, save.slot) for save in lease.pending]
+            columns[:6, i] = (scheduled.row, begin, num_own, work.num_drafts, read, lease.slot)
+            blocks += lease.block_ids(lease.num_sent_blocks, lease.num_blocks)
+            saves += [(save.num_tokens, save.slot) for save in lease.saves]
             columns[6:, i + 1] = (len(blocks), len(saves))
-            samples[i], ahead[i] = end >= entry.num_known, begin > entry.request.num_tokens
+            samples[i], optimistic[i] = end >= scheduled.num_tokens_at_admission, begin > scheduled.request.num_tokens
             if samples[i]:
-                assert work.masks or entry.request.grammar is None, "a request whose output is whole was planned"
+                assert work.masks or scheduled.request.grammar is None, "a request whose output is whole was planned"
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
             reading = self._manager.advance(lease, end, work.decodes)
             if reading is not None:
                 readers.append(reading)
-            if not work.decodes or (lease.pending and not lease.in_reach):
+            if not work.decodes or (lease.saves and not lease.in_reach):
                 self._manager.filing.publish(lease, begin if work.decodes else end)
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         return StepRows(
@@ -170,9 +176,9 @@ class PlanBuilder:
             columns[7],
             positions,
             slots,
-            ahead,
+            optimistic,
         )
 
 
-def _told_blocks(entry: Entry) -> IntArray:
-    return np.asarray(entry.lease.block_ids(0, entry.lease.num_told_blocks), np.int32)
+def _sent_blocks(scheduled: ScheduledRequest) -> IntArray:
+    return np.asarray(scheduled.lease.block_ids(0, scheduled.lease.num_sent_blocks), np.int32)

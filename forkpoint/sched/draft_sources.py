@@ -44,15 +44,15 @@ class _History:
     def __init__(self, request: Request) -> None:
         self._ids = np.empty(request.num_tokens + FIRST_ROOM, np.int32)
         self._ids[: request.num_prompt_tokens] = request.prompt_token_ids
-        self._num_prompt, self._num_known = request.num_prompt_tokens, request.num_prompt_tokens
+        self._num_prompt, self._length = request.num_prompt_tokens, request.num_prompt_tokens
 
     def of(self, request: Request) -> IntArray:
-        fresh = request.output_token_ids[self._num_known - self._num_prompt :]
-        end = self._num_known + len(fresh)
+        fresh = request.output_token_ids[self._length - self._num_prompt :]
+        end = self._length + len(fresh)
         if end > len(self._ids):
             self._ids = np.resize(self._ids, 2 * end)
-        self._ids[self._num_known : end] = fresh
-        self._num_known = end
+        self._ids[self._length : end] = fresh
+        self._length = end
         return self._ids[:end]
 
 

@@ -15,7 +15,7 @@ class Drafter:
         in flight samples), or TO_DRAFT for those that the runner is to make; None or empty: none."""
         return None
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         """Whether the request's next step is as well planned before what its last one sampled is known."""
         return False
 

@@ -10,9 +10,9 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import StructuredOutputError
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import IntArray, StepResult
 from forkpoint.sched.request import Grammar, Request
+from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 from forkpoint.sched.stats import DraftStats
 
 MOST_HELD = 1 / 4  # of the rows that decode, if the others are to go ahead
@@ -25,29 +25,33 @@ class DraftPlanner:
         self._drafter, self._cache, self._clock = drafter, cache, clock
         self._num_drafts = self._num_tokens = 0
         self._accepted: Counter[int] = Counter()  # by position
-        self._settled_s = 0.0  # when the last result was known
+        self._last_result_s = 0.0  # when the last result was known
 
-    def ahead(self, running: Iterable[Entry]) -> set[Entry] | None:
+    def early_rows(self, running: Iterable[ScheduledRequest]) -> set[ScheduledRequest] | None:
         """The rows that can be planned before the result of their step in flight is known; None: too many cannot, or
         would have better drafts later, and all are better planned together once it is."""
-        decoding = [entry for entry in running if entry.prefill_end <= entry.lease.num_planned < entry.last]
-        found, may_be_held = set[Entry](), int(MOST_HELD * len(decoding))
-        for entry in decoding:
-            if entry.lease.num_planned < entry.request.num_tokens:
+        decoding = [
+            scheduled
+            for scheduled in running
+            if scheduled.prefill_end <= scheduled.lease.num_planned < scheduled.num_to_compute
+        ]
+        found, may_be_held = set[ScheduledRequest](), int(MOST_HELD * len(decoding))
+        for scheduled in decoding:
+            if scheduled.lease.num_planned < scheduled.request.num_tokens:
                 continue
-            can = self._can_go_ahead(entry)
+            can = self._may_plan_early(scheduled)
             if can:
-                found.add(entry)
-            if not can or not self._drafter.goes_ahead(entry.request, entry.lease):
+                found.add(scheduled)
+            if not can or not self._drafter.plans_early(scheduled.request, scheduled.lease):
                 may_be_held -= 1
             if may_be_held < 0:
                 return None
         return found
 
-    def _can_go_ahead(self, entry: Entry) -> bool:
+    def _may_plan_early(self, scheduled: ScheduledRequest) -> bool:
         """Where drafts are in flight it is not known where the row's next step starts. What is sampled must not depend
         on that; in deterministic mode all of them are in one block."""
-        request, end = entry.request, entry.lease.num_planned
+        request, end = scheduled.request, scheduled.lease.num_planned
         if request.grammar is not None:
             return False
         if end > request.num_tokens:
@@ -56,53 +60,58 @@ class DraftPlanner:
             return not (placed or crosses)
         return True
 
-    def plan(self, builder: PlanBuilder, entry: Entry, num_running: int) -> tuple[IntArray | None, Sequence[IntArray]]:
+    def plan(
+        self, builder: PlanBuilder, scheduled: ScheduledRequest, num_running: int
+    ) -> tuple[IntArray | None, Sequence[IntArray]]:
         """Guesses of what follows the row's newest token, for which there are blocks, and what its grammar allows
         after each; None: none. They leave budget for every other row and for a chunk of a prompt, and do not come as
         far as the block after the next. What is planned ahead in deterministic mode stays in its block: how keys are
         split follows from their number, and that is not known."""
-        request, start = entry.request, entry.lease.num_planned
+        request, start = scheduled.request, scheduled.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
-        spare = builder.budget - (num_running - builder.num_planned) - BLOCK_SIZE
-        most = min(spare, entry.last - start - 1, BLOCK_SIZE - 1)
+        spare = builder.budget - (num_running - builder.num_rows) - BLOCK_SIZE
+        most = min(spare, scheduled.num_to_compute - start - 1, BLOCK_SIZE - 1)
         if start > request.num_tokens and self._cache.deterministic:
             most = min(most, BLOCK_SIZE - 1 - start % BLOCK_SIZE)
         if most <= 0:
             return None, ()
-        drafts = self._drafter.draft(request, entry.lease, most)
+        drafts = self._drafter.draft(request, scheduled.lease, most)
         if drafts is None or not len(drafts):
             return None, ()
         masks: Sequence[IntArray] = ()
         if request.grammar is not None:
             masks = _masks_after(request.grammar, drafts.tolist())
             drafts = drafts[: len(masks)]
-        if not self._cache.ensure_blocks(entry.lease, start + 1 + len(drafts)):
-            drafts = drafts[: entry.lease.num_blocks * BLOCK_SIZE - start - 1]
+        if not self._cache.ensure_blocks(scheduled.lease, start + 1 + len(drafts)):
+            drafts = drafts[: scheduled.lease.num_blocks * BLOCK_SIZE - start - 1]
         return (drafts, masks[: len(drafts)]) if len(drafts) else (None, ())
 
     def begin(self, issued: IssuedStep) -> None:
         """A step has been planned."""
         issued.started_s = self._clock()
 
-    def settle(self, issued: IssuedStep, result: StepResult) -> None:
+    def count_accepted(self, issued: IssuedStep, result: StepResult) -> None:
         """The result of a step is known: count what was accepted of its drafts, and how long it took."""
         rows, counts = issued.plan.rows, result.counts
         assert counts is not None or not rows.num_drafts.any(), f"result {result.step} says nothing of its drafts"
         if counts is not None:
             drafts = rows.num_drafts[rows.samples].tolist()
-            for entry, num_drafts, num_accepted in zip(issued.sampled, drafts, (counts - 1).tolist(), strict=True):
+            for scheduled, num_drafts, num_accepted in zip(issued.sampled, drafts, (counts - 1).tolist(), strict=True):
                 if num_drafts:
-                    entry.request.num_draft_tokens += num_drafts
-                    entry.request.num_accepted_tokens += num_accepted
+                    scheduled.request.num_draft_tokens += num_drafts
+                    scheduled.request.num_accepted_tokens += num_accepted
                     self._num_drafts += 1
                     self._num_tokens += num_drafts
                     self._accepted.update(range(num_accepted))
-                    self._drafter.judged(entry.request, num_drafts, num_accepted)
-        now, began_s = self._clock(), max(issued.started_s, self._settled_s)  # it may have waited for the one before
+                    self._drafter.judged(scheduled.request, num_drafts, num_accepted)
+        now, began_s = (
+            self._clock(),
+            max(issued.started_s, self._last_result_s),
+        )  # it may have waited for the one before
         elapsed_s = now - began_s if issued.plan.num_decodes == len(rows) else None
         self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
-        self._settled_s = now
+        self._last_result_s = now
 
     def forget(self, request: Request) -> None:
         self._drafter.forget(request)

@@ -56,9 +56,8 @@ class StepRows:
     tokens in `save_slots[j]`. These positions are confirmed when the plan is made: in `(start, end]` and before any
     draft, or in `(start of the row's last step, start]` where that step confirmed several tokens. `new_blocks` are
     appended to the row's block table first. `samples`: the logits of the last token, and of the one before each draft,
-    are sampled. A row that is `ahead` was planned before the result of its last step was known: its `start` supposes
-    that all drafts of that step were right, and the runner takes off those that were not. If it then starts before a
-    position to be saved, what goes to that slot is of no account.
+    are sampled. An `optimistic` row was planned as if every draft in flight were accepted: the runner subtracts the
+    rejected ones from its `start`. If the row then starts before a position to be saved, that slot's contents are void.
     """
 
     row: IntArray  # [N], as all that follow unless said
@@ -74,7 +73,7 @@ class StepRows:
     save_ptr: IntArray  # [N + 1]
     save_positions: IntArray
     save_slots: IntArray
-    ahead: BoolArray  # [N]
+    optimistic: BoolArray  # [N]
 
     def __len__(self) -> int:
         return len(self.row)
@@ -159,7 +158,7 @@ class StepResult:
     replayed: bool = False  # a recorded graph served it
 
 
-class PendingStep(Protocol):
+class SubmittedStep(Protocol):
     """A submitted step."""
 
     def result(self) -> StepResult:
@@ -169,6 +168,6 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """Executes plans in the order of submission; a later plan sees all effects of an earlier one."""
 
-    def submit(self, plan: StepPlan) -> PendingStep: ...
+    def submit(self, plan: StepPlan) -> SubmittedStep: ...
 
     def close(self) -> None: ...

@@ -9,31 +9,31 @@ from collections.abc import Sequence
 from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
-from forkpoint.sched.entry import Entry
 from forkpoint.sched.interest import PrefixInterest
+from forkpoint.sched.scheduled_request import ScheduledRequest
 
 
 class WaitingQueue:
-    """Entries by (priority, arrival), for others to read in `entries`. Knows how many of their prompts contain a
+    """Entries by (priority, arrival), for others to read in `requests`. Knows how many of their prompts contain a
     block."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.requests: list[ScheduledRequest] = []
         self._interest = PrefixInterest()
 
-    def add(self, entry: Entry) -> None:
-        bisect.insort(self.entries, entry, key=lambda e: e.order)
-        self._interest.add(self._reusable_hashes(entry))
+    def add(self, scheduled: ScheduledRequest) -> None:
+        bisect.insort(self.requests, scheduled, key=lambda e: e.order)
+        self._interest.add(self._reusable_hashes(scheduled))
 
-    def remove(self, entry: Entry) -> None:
-        index = bisect.bisect_left(self.entries, entry.order, key=lambda e: e.order)
-        assert self.entries[index] is entry
-        del self.entries[index]
-        self._interest.remove(self._reusable_hashes(entry))
+    def remove(self, scheduled: ScheduledRequest) -> None:
+        index = bisect.bisect_left(self.requests, scheduled.order, key=lambda e: e.order)
+        assert self.requests[index] is scheduled
+        del self.requests[index]
+        self._interest.remove(self._reusable_hashes(scheduled))
 
-    def is_more_urgent(self, entry: Entry) -> bool:
-        """Whether a request of smaller priority value than `entry`'s is waiting."""
-        return bool(self.entries) and self.entries[0].order[0] < entry.order[0]
+    def is_more_urgent(self, scheduled: ScheduledRequest) -> bool:
+        """Whether a request of smaller priority value than `scheduled`'s is waiting."""
+        return bool(self.requests) and self.requests[0].order[0] < scheduled.order[0]
 
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
         """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
@@ -48,6 +48,6 @@ class WaitingQueue:
             before = here
         return frozenset(junctions)
 
-    def _reusable_hashes(self, entry: Entry) -> list[BlockHash]:
-        usable = CacheLayout.usable_prefix(entry.request.num_tokens)
-        return entry.lease.chain.hashes[: usable // BLOCK_SIZE]
+    def _reusable_hashes(self, scheduled: ScheduledRequest) -> list[BlockHash]:
+        usable = CacheLayout.usable_prefix(scheduled.request.num_tokens)
+        return scheduled.lease.chain.hashes[: usable // BLOCK_SIZE]

@@ -22,11 +22,11 @@ from forkpoint.sched.admission import Admission
 from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
-from forkpoint.sched.entry import Entry, IssuedStep
 from forkpoint.sched.plan import NO_ROW, StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.running import RunningSet
+from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 from forkpoint.sched.stats import DraftStats, SchedulerStats
 
 
@@ -61,8 +61,8 @@ class Scheduler:
         interval = layout.capture_interval(cache.checkpoint_interval)
         self._drafting = DraftPlanner(drafter, self.cache, clock) if drafter is not None else None
         self._admission = Admission(self.cache, self._waiting, self._running, capture, interval, clock)
-        self._entries: dict[str, Entry] = {}
-        self._suspects: deque[Entry] = deque()  # of failed steps, each to be tried alone
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._suspects: deque[ScheduledRequest] = deque()  # of failed steps, each to be tried alone
         self._steps = itertools.count()
         self._arrivals = itertools.count()
         self._num_steps = 0
@@ -75,24 +75,26 @@ class Scheduler:
         """Queue a request. Raises QueueFullError, or RequestTooLargeError if the arena can never hold it."""
         if self.is_full:
             raise QueueFullError(
-                f"{len(self._waiting.entries)} requests are waiting, the limit is "
+                f"{len(self._waiting.requests)} requests are waiting, the limit is "
                 f"max_queue_len={self.config.max_queue_len}; try again later"
             )
         self.check(request)
         request.max_tokens = self._longest_answer(request)
         lease = self.cache.new_lease(request.id, request.params.cache_salt, request.prompt_token_ids)
-        entry = Entry(request, lease, (request.priority, next(self._arrivals)), waits=self._drafting is not None)
-        self._wait(entry)
-        self._entries[request.id] = entry
+        scheduled = ScheduledRequest(
+            request, lease, (request.priority, next(self._arrivals)), waits_for_output=self._drafting is not None
+        )
+        self._wait(scheduled)
+        self._requests[request.id] = scheduled
 
-    def _wait(self, entry: Entry) -> None:
-        """Queue an entry. If others come before it, what it would resume from is to be there still after them."""
-        request = entry.request
-        if self._running.entries or self._waiting.entries:
-            hit = self.cache.lookup(entry.lease, request.num_tokens, not request.wants_prompt_logprobs)
-            entry.expected = hit.checkpoint
-            self.cache.expect(entry.expected, 1)
-        self._waiting.add(entry)
+    def _wait(self, scheduled: ScheduledRequest) -> None:
+        """Queue an scheduled. If others come before it, what it would resume from is to be there still after them."""
+        request = scheduled.request
+        if self._running.requests or self._waiting.requests:
+            hit = self.cache.lookup(scheduled.lease, request.num_tokens, not request.wants_prompt_logprobs)
+            scheduled.expected = hit.checkpoint
+            self.cache.expect(scheduled.expected, 1)
+        self._waiting.add(scheduled)
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request at its end, which comes
@@ -117,10 +119,10 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether `add` would refuse any request now."""
-        return len(self._waiting.entries) >= self.config.max_queue_len
+        return len(self._waiting.requests) >= self.config.max_queue_len
 
     def has_unfinished(self) -> bool:
-        return bool(self._entries or self._running.leaving or self._issued)
+        return bool(self._requests or self._running.leaving or self._issued)
 
     def reset_prefix_cache(self) -> bool:
         """Nothing cached so far is found again."""
@@ -129,8 +131,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
-            num_running=len(self._running.entries),
-            num_waiting=len(self._waiting.entries),
+            num_running=len(self._running.requests),
+            num_waiting=len(self._waiting.requests),
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_pages_held=self.cache.num_pages_held,
@@ -143,17 +145,17 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming what is off where pages, blocks, slots or checkpoints do not add up."""
-        holding = itertools.chain(self._running.entries, self._running.leaving)
-        check_integrity(self.cache, [entry.lease for entry in holding])
+        holding = itertools.chain(self._running.requests, self._running.leaving)
+        check_integrity(self.cache, [scheduled.lease for scheduled in holding])
 
     # --- planning
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
-        suspect, ahead = self._next_suspect() if self._suspects else None, set[Entry]()
+        suspect, ahead = self._next_suspect() if self._suspects else None, set[ScheduledRequest]()
         if self._drafting is not None and self._issued and suspect is None:
-            found = self._drafting.ahead(self._running.entries)
+            found = self._drafting.early_rows(self._running.requests)
             if found is None:
                 return None
             ahead = found
@@ -168,7 +170,7 @@ class Scheduler:
                 builder = PlanBuilder(step, budget, self.cache)
                 self._plan_alone(builder, suspect)
         if builder.budget == budget:
-            assert self._issued or not (len(self._running.entries) or len(self._waiting.entries)), (
+            assert self._issued or not (len(self._running.requests) or len(self._waiting.requests)), (
                 "nothing can run, yet requests wait"
             )
             return None
@@ -179,168 +181,172 @@ class Scheduler:
         self._num_steps += 1
         return issued.plan
 
-    def _plan_all(self, builder: PlanBuilder, ahead: Collection[Entry]) -> None:
-        for entry in self._plan_decodes(builder, list(self._running.entries), ahead):
-            if self._waiting.is_more_urgent(entry) and not self._preempted_now:
-                self._admission.admit_waiting(builder, more_urgent_than=entry)
-            if not entry.leaving and entry.row != NO_ROW:  # a decode may have preempted it
-                self._plan_prefill(builder, entry)
-        if self._waiting.entries and not self._preempted_now:
+    def _plan_all(self, builder: PlanBuilder, ahead: Collection[ScheduledRequest]) -> None:
+        for scheduled in self._plan_decodes(builder, list(self._running.requests), ahead):
+            if self._waiting.is_more_urgent(scheduled) and not self._preempted_now:
+                self._admission.admit_waiting(builder, more_urgent_than=scheduled)
+            if not scheduled.leaving and scheduled.row != NO_ROW:  # a decode may have preempted it
+                self._plan_prefill(builder, scheduled)
+        if self._waiting.requests and not self._preempted_now:
             self._admission.admit_waiting(builder)
 
-    def _next_suspect(self) -> Entry | None:
+    def _next_suspect(self) -> ScheduledRequest | None:
         """The first request of a failed step of which not all that the step had come to has been planned alone."""
         while self._suspects:
-            entry = self._suspects[0]
-            if not entry.ended and entry.lease.num_planned < entry.suspect_until:
-                return entry
+            scheduled = self._suspects[0]
+            if not scheduled.ended and scheduled.lease.num_planned < scheduled.suspect_until:
+                return scheduled
             self._suspects.popleft()
         return None
 
-    def _plan_alone(self, builder: PlanBuilder, suspect: Entry) -> None:
+    def _plan_alone(self, builder: PlanBuilder, suspect: ScheduledRequest) -> None:
         if suspect.row == NO_ROW:
             self._admission.admit_waiting(builder, only=suspect)
         elif not suspect.leaving:
-            for entry in self._plan_decodes(builder, [suspect]):
-                self._plan_prefill(builder, entry)
+            for scheduled in self._plan_decodes(builder, [suspect]):
+                self._plan_prefill(builder, scheduled)
 
     def _plan_decodes(
-        self, builder: PlanBuilder, running: Iterable[Entry], ahead: Collection[Entry] = ()
-    ) -> list[Entry]:
+        self, builder: PlanBuilder, running: Iterable[ScheduledRequest], ahead: Collection[ScheduledRequest] = ()
+    ) -> list[ScheduledRequest]:
         """Plan every row that decodes; returns those that are still in prefill. Of rows that wait for a result those
         that may go `ahead` of it do not."""
         step = builder.step
-        in_prefill: list[Entry] = []
-        steady: list[Entry] = []
-        for entry in running:
-            lease = entry.lease
+        in_prefill: list[ScheduledRequest] = []
+        steady: list[ScheduledRequest] = []
+        for scheduled in running:
+            lease = scheduled.lease
             start = lease.num_planned
-            if start < entry.prefill_end:
-                in_prefill.append(entry)
-            elif self._preempted_now and (entry.leaving or entry.row == NO_ROW):
+            if start < scheduled.prefill_end:
+                in_prefill.append(scheduled)
+            elif self._preempted_now and (scheduled.leaving or scheduled.row == NO_ROW):
                 continue
-            elif start >= entry.last:
+            elif start >= scheduled.num_to_compute:
                 continue  # its last token is in flight
-            elif entry.waits:
-                if start < entry.request.num_tokens or entry in ahead:  # else it depends on a token in flight
-                    self._plan_decode(builder, entry)
-            elif start % BLOCK_SIZE and start > entry.num_known and not lease.has_duplicates:
-                entry.planned_step = step
-                steady.append(entry)
+            elif scheduled.waits_for_output:
+                if start < scheduled.request.num_tokens or scheduled in ahead:  # else it depends on a token in flight
+                    self._plan_decode(builder, scheduled)
+            elif start % BLOCK_SIZE and start > scheduled.num_tokens_at_admission and not lease.has_duplicates:
+                scheduled.last_step = step
+                steady.append(scheduled)
             else:
-                self._plan_decode(builder, entry)
+                self._plan_decode(builder, scheduled)
         builder.add_steady(steady)
         return in_prefill
 
-    def _plan_decode(self, builder: PlanBuilder, entry: Entry) -> None:
+    def _plan_decode(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         """A decode step that may come to a block boundary, replay a known token or have drafts."""
-        lease = entry.lease
+        lease = scheduled.lease
         start = lease.num_planned
         if lease.in_reach:
-            self.cache.extend(lease, entry.tokens_beyond_chain(start))
-            self.cache.settle(lease)
-        self._drop_duplicates(builder, entry)
+            self.cache.extend(lease, scheduled.tokens_beyond_chain(start))
+            self.cache.resolve_boundary(lease)
+        self._drop_duplicates(builder, scheduled)
         # The block before the checkpoint: a checkpoint that its own request reads could not give way to it.
         while not self.cache.ensure_blocks(lease, start + 1):
-            if not self._make_room(entry, builder, may_preempt_itself=True):
+            if not self._make_room(scheduled, builder, may_preempt_itself=True):
                 return
-        num_running = len(self._running.entries)
-        drafts, masks = self._drafting.plan(builder, entry, num_running) if self._drafting is not None else (None, ())
-        if start % BLOCK_SIZE < lease.num_last:
-            if not self.cache.cross_boundary(lease, entry.tokens_beyond_chain(start)):
+        num_running = len(self._running.requests)
+        drafts, masks = (
+            self._drafting.plan(builder, scheduled, num_running) if self._drafting is not None else (None, ())
+        )
+        if start % BLOCK_SIZE < lease.num_last_step:
+            if not self.cache.cross_boundary(lease, scheduled.tokens_beyond_chain(start)):
                 return
-            self._drop_duplicates(builder, entry)
-        builder.add_decode(entry, drafts, masks)
+            self._drop_duplicates(builder, scheduled)
+        builder.add_decode(scheduled, drafts, masks)
 
-    def _drop_duplicates(self, builder: PlanBuilder, entry: Entry) -> None:
-        if entry.lease.has_duplicates:
-            self.cache.drop_duplicates(entry.lease)
-            builder.replace_prefix(entry)
+    def _drop_duplicates(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
+        if scheduled.lease.has_duplicates:
+            self.cache.drop_duplicates(scheduled.lease)
+            builder.replace_prefix(scheduled)
 
-    def _plan_prefill(self, builder: PlanBuilder, entry: Entry) -> None:
-        self._drop_duplicates(builder, entry)
-        self._try_jump(builder, entry)
-        start = entry.lease.num_planned
-        end = self._admission.chunk_end(start, entry.prefill_end, builder.budget)
+    def _plan_prefill(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
+        self._drop_duplicates(builder, scheduled)
+        self._try_jump(builder, scheduled)
+        start = scheduled.lease.num_planned
+        end = self._admission.chunk_end(start, scheduled.prefill_end, builder.budget)
         if end <= start:
             return
-        while not self.cache.ensure_blocks(entry.lease, end):
-            if not self._make_room(entry, builder, may_preempt_itself=False):
-                end = min(end, entry.lease.num_blocks * BLOCK_SIZE)
+        while not self.cache.ensure_blocks(scheduled.lease, end):
+            if not self._make_room(scheduled, builder, may_preempt_itself=False):
+                end = min(end, scheduled.lease.num_blocks * BLOCK_SIZE)
                 break
         if start < end:
-            self._admission.add_chunk(builder, entry, start, end)
+            self._admission.add_chunk(builder, scheduled, start, end)
 
-    def _try_jump(self, builder: PlanBuilder, entry: Entry) -> None:
+    def _try_jump(self, builder: PlanBuilder, scheduled: ScheduledRequest) -> None:
         """If another request has meanwhile cached more of this prompt, go on from there."""
-        lease, request = entry.lease, entry.request
-        if lease.frozen or request.wants_prompt_logprobs or not self.cache.continues(lease):
+        lease, request = scheduled.lease, scheduled.request
+        if lease.detached or request.wants_prompt_logprobs or not self.cache.continues(lease):
             return
-        hit = self.cache.lookup(lease, entry.prefill_end)
+        hit = self.cache.lookup(lease, scheduled.prefill_end)
         start = lease.num_planned
         if hit.num_tokens > start:
             self.cache.jump(lease, hit)
-            builder.replace_prefix(entry)
-            entry.record_hit(hit, gained=hit.num_tokens - start)
+            builder.replace_prefix(scheduled)
+            scheduled.record_hit(hit, gained=hit.num_tokens - start)
 
-    def _make_room(self, entry: Entry, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
-        """Preempt the last request in order that this step has not planned yet; False: `entry` must wait."""
+    def _make_room(self, scheduled: ScheduledRequest, builder: PlanBuilder, may_preempt_itself: bool) -> bool:
+        """Preempt the last request in order that this step has not planned yet; False: `scheduled` must wait."""
         if self._running.leaving:
             return False  # their pages come back with the results in flight
         victim = self._running.last_unplanned(builder.step)
-        if victim is None or victim.order < entry.order:
+        if victim is None or victim.order < scheduled.order:
             return False
-        if victim is entry:
-            if may_preempt_itself and len(self._running.entries) > 1:
-                self._preempt(entry)
+        if victim is scheduled:
+            if may_preempt_itself and len(self._running.requests) > 1:
+                self._preempt(scheduled)
             return False
         self._preempt(victim)
         return not self._running.leaving
 
     # --- leaving
 
-    def _preempt(self, entry: Entry) -> None:
+    def _preempt(self, scheduled: ScheduledRequest) -> None:
         self._preempted_now = True
         self._num_preemptions += 1
-        entry.request.num_preemptions += 1
-        self._leave(entry)
+        scheduled.request.num_preemptions += 1
+        self._leave(scheduled)
 
     def _preempt_all(self) -> None:
-        for entry in list(self._running.entries):
-            self._preempt(entry)
+        for scheduled in list(self._running.requests):
+            self._preempt(scheduled)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once, wherever it is, and return it; None if it is not known (or ended already)."""
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
+        scheduled = self._requests.pop(request_id, None)
+        if scheduled is None:
             return None
-        entry.ended = True
+        scheduled.ended = True
         if self._drafting is not None:
-            self._drafting.forget(entry.request)
-        if entry.row == NO_ROW:
-            self._waiting.remove(entry)
-            self.cache.expect(entry.expected, -1)
-            self.cache.forget_private(entry.lease, entry.request.num_prompt_tokens)
-        elif not entry.leaving:
-            self._leave(entry)
-        return entry.request
+            self._drafting.forget(scheduled.request)
+        if scheduled.row == NO_ROW:
+            self._waiting.remove(scheduled)
+            self.cache.expect(scheduled.expected, -1)
+            self.cache.forget_private(scheduled.lease, scheduled.request.num_prompt_tokens)
+        elif not scheduled.leaving:
+            self._leave(scheduled)
+        return scheduled.request
 
-    def _leave(self, entry: Entry) -> None:
-        if self._running.leave(entry):
-            self._settle_leaving(entry)
+    def _leave(self, scheduled: ScheduledRequest) -> None:
+        if self._running.leave(scheduled):
+            self._release(scheduled)
 
-    def _settle_leaving(self, entry: Entry) -> None:
-        """No plan in flight carries the entry any more: give back what it holds."""
-        self._running.vacate(entry)
-        request, lease = entry.request, entry.lease
-        self.cache.extend(lease, entry.tokens_beyond_chain(request.num_tokens))
+    def _release(self, scheduled: ScheduledRequest) -> None:
+        """No plan in flight carries the scheduled any more: give back what it holds."""
+        self._running.vacate(scheduled)
+        request, lease = scheduled.request, scheduled.lease
+        self.cache.extend(lease, scheduled.tokens_beyond_chain(request.num_tokens))
         is_known = lease.num_planned <= request.num_tokens  # not, where it ended before the last tokens computed
-        entry.lease = self.cache.release(lease, donate=is_known, awaits_tool=entry.ended and request.awaits_tool)
-        if entry.ended:
+        scheduled.lease = self.cache.release(
+            lease, donate=is_known, awaits_tool=scheduled.ended and request.awaits_tool
+        )
+        if scheduled.ended:
             self.cache.forget_private(lease, request.num_prompt_tokens)
             return
-        entry.junctions = frozenset()
-        self._wait(entry)
+        scheduled.junctions = frozenset()
+        self._wait(scheduled)
 
     # --- results
 
@@ -352,20 +358,20 @@ class Scheduler:
             self.cache.done_reading(checkpoint)
         sampled, ends = self._confirm(issued, result)
         if self._drafting is not None:
-            self._drafting.settle(issued, result)
+            self._drafting.count_accepted(issued, result)
         updates = self._take_prompt_logprobs(issued, result) if result.prompt_logprobs else []
         if result.failed_rows:
             failed = set(result.failed_rows)
-            broken = [entry for entry in issued.entries if entry.row in failed and not entry.ended]
-            updates += [self._fail_entry(entry) for entry in broken]
+            broken = [scheduled for scheduled in issued.requests if scheduled.row in failed and not scheduled.ended]
+            updates += [self._fail_entry(scheduled) for scheduled in broken]
         logprobs = {row: iter(found) for row, found in result.logprobs.items()}
-        for entry, token, end in zip(sampled, result.token_ids.tolist(), ends, strict=True):
-            entry.lease.num_confirmed = end
-            request, outputs = entry.request, entry.request.output_token_ids
-            if entry.ended:
+        for scheduled, token, end in zip(sampled, result.token_ids.tolist(), ends, strict=True):
+            scheduled.lease.num_confirmed = end
+            request, outputs = scheduled.request, scheduled.request.output_token_ids
+            if scheduled.ended:
                 continue
             outputs.append(token)
-            found = next(logprobs[entry.row]) if logprobs and entry.row in logprobs else None
+            found = next(logprobs[scheduled.row]) if logprobs and scheduled.row in logprobs else None
             if len(outputs) >= request.max_tokens or token in request.stop_token_ids or request.grammar is not None:
                 ending = follow(request, token)
                 if ending is not None:
@@ -374,76 +380,76 @@ class Scheduler:
                     continue
             updates.append(RequestUpdate(request, token, found))
         if self._running.leaving:
-            self._settle_all_leaving()
+            self._release_ready()
         return updates
 
-    def _confirm(self, issued: IssuedStep, result: StepResult) -> tuple[list[Entry], list[int]]:
+    def _confirm(self, issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:
         """Count what the step confirmed of rows that were not sampled, and take back what it did not. Returns, for each
-        token sampled, its entry and how many tokens of that are confirmed."""
-        rows, entries, sampled = issued.plan.rows, issued.entries, issued.sampled
+        token sampled, its scheduled and how many tokens of that are confirmed."""
+        rows, requests, sampled = issued.plan.rows, issued.requests, issued.sampled
         ends = rows.start + rows.num_tokens
-        if len(sampled) < len(entries):
+        if len(sampled) < len(requests):
             for i in np.flatnonzero(~rows.samples).tolist():
-                self.cache.confirm(entries[i].lease, int(ends[i]))
+                self.cache.confirm(requests[i].lease, int(ends[i]))
         if self._drafting is not None:
-            for i in np.flatnonzero(rows.ahead).tolist():
-                ends[i] = entries[i].lease.num_confirmed + rows.num_tokens[i]
+            for i in np.flatnonzero(rows.optimistic).tolist():
+                ends[i] = requests[i].lease.num_confirmed + rows.num_tokens[i]
         ends, counts = ends[rows.samples], result.counts
         if counts is None:
             return sampled, ends.tolist()
         rejected = 1 + rows.num_drafts[rows.samples] - counts
-        for entry, num_rejected in zip(sampled, rejected.tolist(), strict=True):
+        for scheduled, num_rejected in zip(sampled, rejected.tolist(), strict=True):
             if num_rejected:
-                self.cache.reject(entry.lease, num_rejected, entry.planned_step == result.step)
-        confirmed = [entry for entry, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
+                self.cache.reject(scheduled.lease, num_rejected, scheduled.last_step == result.step)
+        confirmed = [scheduled for scheduled, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
         return confirmed, np.repeat(ends - rejected, counts).tolist()
 
-    def _settle_all_leaving(self) -> None:
-        for entry in self._running.take_ready():
-            self._settle_leaving(entry)
+    def _release_ready(self) -> None:
+        for scheduled in self._running.take_ready():
+            self._release(scheduled)
 
     def _take_prompt_logprobs(self, issued: IssuedStep, result: StepResult) -> list[RequestUpdate]:
         updates = []
-        for entry in issued.entries:
-            news = result.prompt_logprobs.get(entry.row)
-            if news is None or entry.ended or not entry.request.wants_prompt_logprobs:
+        for scheduled in issued.requests:
+            news = result.prompt_logprobs.get(scheduled.row)
+            if news is None or scheduled.ended or not scheduled.request.wants_prompt_logprobs:
                 continue
-            entry.request.prompt_logprobs_done = news[-1][0] == entry.request.num_prompt_tokens - 1
-            updates.append(RequestUpdate(entry.request, prompt_logprobs=news))
+            scheduled.request.prompt_logprobs_done = news[-1][0] == scheduled.request.num_prompt_tokens - 1
+            updates.append(RequestUpdate(scheduled.request, prompt_logprobs=news))
         return updates
 
-    def _fail_entry(self, entry: Entry) -> RequestUpdate:
+    def _fail_entry(self, scheduled: ScheduledRequest) -> RequestUpdate:
         """The model produced garbage for this request: end it, and let nobody reuse what it computed."""
-        made, entry.lease.frozen = list(entry.lease.made), True
-        self.abort(entry.request.id)
+        made, scheduled.lease.detached = list(scheduled.lease.filed), True
+        self.abort(scheduled.request.id)
         self.cache.condemn(made)
-        text = f"request {entry.request.id}: the model produced non-finite logits; check the weights and the dtype"
-        return RequestUpdate(entry.request, finish_reason=FinishReason.ERROR, error=NonFiniteLogitsError(text))
+        text = f"request {scheduled.request.id}: the model produced non-finite logits; check the weights and the dtype"
+        return RequestUpdate(scheduled.request, finish_reason=FinishReason.ERROR, error=NonFiniteLogitsError(text))
 
     def fail(self, step: int, error: Exception) -> list[RequestUpdate]:
         """Step `step`, the oldest issued one, raised `error`. It and all later ones are undone: what they were to
         compute is condemned, and all requests wait to run again. A request that was alone in the step ends with the
         error; several are tried one at a time, as far as the step had come, so that none ends for another's fault."""
         assert self._issued and self._issued[0].plan.step == step
-        in_step, updates = list(self._issued[0].entries), []
+        in_step, updates = list(self._issued[0].requests), []
         made = self.cache.filing.drain()
         while self._issued:
             issued = self._issued.popleft()
             for checkpoint in issued.readers:
                 self.cache.done_reading(checkpoint)
-            made += issued.made
-            for entry in issued.entries:
-                entry.lease.frozen = True
-        alive = [entry for entry in in_step if not entry.ended]
+            made += issued.filed
+            for scheduled in issued.requests:
+                scheduled.lease.detached = True
+        alive = [scheduled for scheduled in in_step if not scheduled.ended]
         if len(in_step) == 1:
             updates = [RequestUpdate(e.request, finish_reason=FinishReason.ERROR, error=error) for e in alive]
-            for entry in alive:
-                self.abort(entry.request.id)
+            for scheduled in alive:
+                self.abort(scheduled.request.id)
         else:
-            for entry in alive:
-                entry.suspect_until = entry.lease.num_planned
+            for scheduled in alive:
+                scheduled.suspect_until = scheduled.lease.num_planned
             self._suspects = deque(sorted({*self._suspects, *alive}, key=lambda e: e.order))
         self._preempt_all()
-        self._settle_all_leaving()
+        self._release_ready()
         self.cache.condemn(made)
         return updates

@@ -49,7 +49,7 @@ class Speculator(Drafter):
         self._given[request.id] = NONE if drafts is None else drafts
         return drafts
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         """Where drafts do not pay, the model has some, nothing that is known matches, or what matches says what follows
         the step in flight and is likely right in what it says of that step."""
         if self._by_model or not self._length.tries(request.id):

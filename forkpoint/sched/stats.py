@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forkpoint.cache.events import CacheStats
+from forkpoint.cache.counters import CacheStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import msgspec
 from forkpoint.config import EngineConfig
 from forkpoint.errors import EngineStoppedError, ForkpointError, StepFailedError
 from forkpoint.obs.logs import LOGGER, set_up_logging
-from forkpoint.sched.plan import PendingStep, StepPlan, StepResult
+from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep
 from forkpoint.worker.child import begin_child, how_it_ended, start_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 from forkpoint.worker.worker import Worker, WorkerFacts
@@ -35,7 +35,7 @@ APART_S = 3.0  # that ranks may be apart in failing; then those that have not an
 MEETING = "ranks"  # the file where ranks meet
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True):
+class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
     """A step's result, or why there is none; `refused`: the plan contradicts what the worker has.
 
     Of ranks other than the first the result is left out. `digest` is of the sampled ids.
@@ -85,7 +85,7 @@ class RemoteRunner:
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self._ranks = ranks
-        self._encode, self._decode = encoder(), decoder(Answer)
+        self._encode, self._decode = encoder(), decoder(StepAnswer)
         self._why: str | None = None  # the ranks were ended
         self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # at the latest when this process ends
 
@@ -98,27 +98,27 @@ class RemoteRunner:
                 assert isinstance(socket, Connection)
                 rank = waiting.pop(socket)
                 try:
-                    told = socket.recv()
+                    message = socket.recv()
                 except (EOFError, OSError):
                     raise self._gone(rank) from None
-                if isinstance(told, Failure):
+                if isinstance(message, Failure):
                     _end(self._ranks, kill=len(self._ranks) > 1)  # the others wait for this one
-                    raise told.error()
-                assert isinstance(told, WorkerFacts)
-                facts = told if rank is self._ranks[0] else facts
+                    raise message.error()
+                assert isinstance(message, WorkerFacts)
+                facts = message if rank is self._ranks[0] else facts
         assert facts is not None
         return facts
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         """Send a plan. Raises EngineStoppedError where a rank is gone."""
         self._send(self._encode(plan))
         return _RemoteStep(self, plan.step)
 
-    def answer(self) -> Answer:
+    def answer(self) -> StepAnswer:
         """The first rank's, to the oldest plan that was not asked for. Raises EngineStoppedError where a rank is gone,
         or the ranks are no longer in step."""
         self._send(b"")
-        answers: dict[str, Answer] = {}
+        answers: dict[str, StepAnswer] = {}
         waiting: dict[Connection, RankProcess] = {rank.socket: rank for rank in self._ranks}
         until: float | None = None
         while waiting:
@@ -130,7 +130,7 @@ class RemoteRunner:
                 assert isinstance(socket, Connection)
                 rank = waiting.pop(socket)
                 try:
-                    answer: Answer = self._decode(socket.recv_bytes())
+                    answer: StepAnswer = self._decode(socket.recv_bytes())
                 except (EOFError, OSError):
                     raise self._gone(rank) from None
                 answers[rank.name] = answer
@@ -222,7 +222,7 @@ def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Co
 
 def _run_plans(worker: Worker, socket: Connection, rank: int) -> None:
     encode, decode = encoder(), decoder(StepPlan)
-    steps: deque[PendingStep | Answer] = deque()
+    steps: deque[SubmittedStep | StepAnswer] = deque()
     while True:
         data = socket.recv_bytes()
         if not data:
@@ -231,15 +231,15 @@ def _run_plans(worker: Worker, socket: Connection, rank: int) -> None:
         try:
             steps.append(worker.runner.submit(decode(data)))
         except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
-            steps.append(Answer(failure=str(error), refused=True))
+            steps.append(StepAnswer(failure=str(error), refused=True))
 
 
-def _answer(step: PendingStep | Answer, rank: int) -> Answer:
-    if isinstance(step, Answer):
+def _answer(step: SubmittedStep | StepAnswer, rank: int) -> StepAnswer:
+    if isinstance(step, StepAnswer):
         return step
     try:
         result = step.result()
     except Exception as error:
         LOGGER.debug("a step failed", exc_info=error)
-        return Answer(failure=f"{type(error).__name__}: {error}")
-    return Answer(None if rank else result, zlib.crc32(result.token_ids.tobytes()))
+        return StepAnswer(failure=f"{type(error).__name__}: {error}")
+    return StepAnswer(None if rank else result, zlib.crc32(result.token_ids.tobytes()))

@@ -21,7 +21,7 @@ class WeightsProgress:
         self._show_bar = show_bar
         self._clock = clock
         self._bar: tqdm | None = None
-        self._started_s = self._told_s = clock()
+        self._started_s = self._logged_s = clock()
 
     def __enter__(self) -> WeightsProgress:
         return self
@@ -35,13 +35,13 @@ class WeightsProgress:
             self._begin(total_bytes)
         elif self._bar is not None:
             self._bar.update(read_bytes - self._bar.n)
-        elif self._clock() - self._told_s >= LINES_APART_S and read_bytes < total_bytes:
-            self._told_s = self._clock()
-            rest_s = (self._told_s - self._started_s) * (total_bytes / read_bytes - 1)
+        elif self._clock() - self._logged_s >= LINES_APART_S and read_bytes < total_bytes:
+            self._logged_s = self._clock()
+            rest_s = (self._logged_s - self._started_s) * (total_bytes / read_bytes - 1)
             LOGGER.info("weights: %.0f %% read, about %.0f s left", 100 * read_bytes / total_bytes, rest_s)
 
     def _begin(self, total_bytes: int) -> None:
-        self._started_s = self._told_s = self._clock()
+        self._started_s = self._logged_s = self._clock()
         LOGGER.info("weights: reading %s", _size(total_bytes))
         if self._show_bar:
             self._bar = tqdm(

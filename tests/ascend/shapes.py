@@ -240,7 +240,7 @@ def _drafts(s: Shape, ops: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
             f"recurrence_record {most}",
             lambda r=record, n=lines: ops.recurrence_record(RecurrenceInputs(x, a, beta), params, states, r, n),
         )
-        yield f"recurrence_settle {most}", lambda r=record, n=lines: ops.recurrence_settle(states, r, n)
+        yield f"recurrence_flush {most}", lambda r=record, n=lines: ops.recurrence_flush(states, r, n)
 
 
 def _scanned_drafts(s: Shape, ops: Any, index: VerifyIndex) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -276,5 +276,5 @@ def test_drafts_count_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     for rates, counts in (((1.0, 1.0, 0.0), [3, 1, 2, 3]), ((), [1, 1, 1, 1]), ((1.0,) * 5, [4, 1, 2, 4])):
         monkeypatch.setattr(SyntheticWindows, "rates", rates)
         windows = SyntheticWindows(sizes, starts, drafts)
-        told = windows.confirm(torch_table().accept, found, torch.ones(11) > 0, columns)
+        told = windows.accept(torch_table().accept, found, torch.ones(11) > 0, columns)
         assert told[:11].tolist() == found.tolist() and told[11:].tolist() == counts

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from forkpoint.cache.eviction import EntryFacts, LRUPolicy, RecomputeCost
 from forkpoint.cache.eviction_queue import LEAST_COMPACTED, EvictionQueue
 from forkpoint.cache.hashing import BlockHash
-from forkpoint.cache.learnt import LearntPolicy, Turn
+from forkpoint.cache.learnt import ConversationTurn, LearntPolicy
 from forkpoint.cache.policies import EVICTION
-from forkpoint.cache.tree import Entry, Origin
+from forkpoint.cache.tree import Evictable, Origin
 
 BASE = EntryFacts(
     kind=Origin.PROMPT_END,
@@ -44,8 +44,8 @@ def test_lru_looks_at_the_last_use() -> None:
         {"saved": 2000.0},
         {"num_bytes": 1 << 19},
         {"num_expected": 1},
-        {"note": Turn(number=3)},
-        {"note": Turn(awaits_tool=True)},
+        {"note": ConversationTurn(number=3)},
+        {"note": ConversationTurn(awaits_tool=True)},
     ],
     ids=str,
 )
@@ -79,7 +79,7 @@ def test_recompute_cost_counts_attention() -> None:
 
 
 @dataclass(eq=False)
-class Item(Entry):
+class Item(Evictable):
     """Its key is `key` until its due time and `later` from then on."""
 
     key: float

@@ -7,7 +7,7 @@ import pytest
 from forkpoint.cache.arena import Arena
 from forkpoint.cache.eviction import RecomputeCost
 from forkpoint.cache.hashing import HashChain
-from forkpoint.cache.lease import PendingSave
+from forkpoint.cache.lease import StateSave
 from forkpoint.cache.policies import EVICTION
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import Checkpoint, Node, Origin
@@ -23,14 +23,14 @@ def store() -> PrefixStore:
 def add_block(store: PrefixStore) -> Node:
     chain = HashChain("")
     chain.extend(tokens(1, 64))
-    owner = PendingSave(64, Origin.PROMPT_END)
+    owner = StateSave(64, Origin.PROMPT_END)
     blocks = store.take_blocks(owner, 1)
     (node,) = store.add_blocks(store.tree.root(chain.root), chain.hashes, chain.blocks, blocks)
     return node
 
 
 def save(store: PrefixStore, node: Node, decoded: bool, num_readers: int = 0) -> Checkpoint | None:
-    owner = PendingSave(64, Origin.PROMPT_END)
+    owner = StateSave(64, Origin.PROMPT_END)
     slot = store.take_slot(owner)
     assert slot is not None
     return store.add_checkpoint(node, slot, Origin.PROMPT_END, decoded, num_readers=num_readers)

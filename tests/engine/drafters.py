@@ -44,7 +44,7 @@ class RandomDrafter(Drafter):
             return np.full(count, TO_DRAFT, np.int32)
         return np.asarray([self._random.randrange(self._vocab_size) for _ in range(count)], np.int32)
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return self._ahead.random() < AHEAD
 
     def _draft_ahead(self, most: int) -> IntArray:
@@ -78,5 +78,5 @@ class KnownDrafter(Drafter):
         draw, other = self._random.random, self._random.randrange
         return np.asarray([token if draw() < self._chance else other(self._vocab_size) for token in right], np.int32)
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return self._ahead

@@ -32,7 +32,7 @@ from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.runtime.runner import Loaded, ModelRunner, StepOutputs
 from forkpoint.runtime.sampler import Sampler
 from forkpoint.sched.drafter import Drafter
-from forkpoint.sched.plan import PendingStep, StepPlan, StepResult, TokenMasks
+from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep, TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 from tests.checkpoints import add_mtp, write_checkpoint
@@ -192,8 +192,8 @@ class ModelBank:
 class RanksStep:
     """A step that several ranks have run."""
 
-    first: PendingStep
-    others: Sequence[PendingStep]
+    first: SubmittedStep
+    others: Sequence[SubmittedStep]
 
     def result(self) -> StepResult:
         found = self.first.result()
@@ -247,7 +247,7 @@ class Probe:
     def _note(self, row: int, num_outputs: int, logits: Tensor) -> None:
         self.logits[self.rows[row], num_outputs] = logits.float().clone()
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         self.plan = plan
         for added in plan.added:
             self.rows[added.row] = added.request_id
@@ -260,7 +260,7 @@ class Probe:
         self.after_step(plan)
         return pending
 
-    def _submit(self, plan: StepPlan) -> PendingStep:
+    def _submit(self, plan: StepPlan) -> SubmittedStep:
         if self.threads is None:
             return self.inner.submit(plan)
         others = [self.threads.submit(runner.submit, plan) for runner in self.others]
@@ -277,7 +277,7 @@ def watch_logits(runner: ModelRunner, note: Callable[[int, int, Tensor], None]) 
     def noting(plan: StepPlan, outputs: StepOutputs, sampling: Any, plain: bool, windows: Any) -> Any:
         logits = runner._model.head.whole(outputs.own)
         rows, ends = plan.sampled_rows, plan.rows.start + plan.rows.num_tokens - plan.rows.num_drafts
-        if runner._records is not None:  # rows that were planned ahead start where the last step's drafts ended
+        if runner._records is not None:  # optimistic rows start where the last step's drafts ended
             ends = ends - runner._records.missed.numpy()[runner._records.late(plan.rows)]
         before = ends[plan.rows.samples] - runner.batch.num_prompt_tokens[rows]
         if windows is not None:
@@ -306,7 +306,7 @@ class RealEngine:
     def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> str:
         request_id = self.engine.add_request(self.engine.inputs.prompt(prompt), params, priority=priority)
         names = [sequence_id(request_id, index) for index in range(params.n)]
-        self.requests[request_id] = [self.sched._entries[name].request for name in names]
+        self.requests[request_id] = [self.sched._requests[name].request for name in names]
         return request_id
 
     def abort(self, request_id: str) -> None:

@@ -133,7 +133,7 @@ def test_preempt_then_hit(make: Make) -> None:
         name = bench.run.add(bench.ids(size, size), params)
         while len(bench.run.requests[name][0].output_token_ids) < outputs:
             bench.run.step()
-        (entry,) = bench.run.sched._running.entries
+        (entry,) = bench.run.sched._running.requests
         bench.run.sched._preempt(entry)
         bench.run.run()
         (request,) = bench.run.requests[name]

@@ -10,7 +10,7 @@ from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.engine.core import EngineCore
 from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.params import FinishReason, SamplingParams
-from forkpoint.sched.plan import PendingStep, StepPlan
+from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 from tests.cache.shapes import layout_of, state
@@ -28,7 +28,7 @@ class RecordingRunner(HashRunner):
     events: list[tuple[str, int]] = field(default_factory=list)
     refuse: bool = False
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan) -> SubmittedStep:
         if self.refuse:
             raise ValueError("row 3 is not in the batch")
         self.events.append(("submit", plan.step))

@@ -221,7 +221,7 @@ def test_preemption(bench: Bench, async_scheduling: bool) -> None:
     for count in range(1, 400):
         if not serving.step():
             break
-        running = serving.sched._running.entries
+        running = serving.sched._running.requests
         if count % 7 == 0 and len(running) > 1:
             serving.sched._preempt(running[count % len(running)])
             pushed += 1

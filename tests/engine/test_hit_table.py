@@ -52,7 +52,7 @@ def test_preempted_after_600_decoded_tokens(model: LoadedModel) -> None:
     request = rig.add("long", ids(1, 5000), 700)
     while len(request.output_token_ids) < 600:
         rig.step()
-    rig.sched._preempt(rig.sched._entries["long"])
+    rig.sched._preempt(rig.sched._requests["long"])
     rig.run()
     assert request.num_preemptions == 1 and request.resume_cache is not None
     assert request.resume_cache.num_cached_tokens >= 5568

@@ -23,7 +23,7 @@ from forkpoint.ops.select import torch_table
 from forkpoint.platforms.cpu import CpuPlatform
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
-from forkpoint.sched.plan import PendingStep, StepPlan
+from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.worker import build
 from forkpoint.worker.memory import SAMPLER_BYTES_PER_LOGIT, SLACK_BYTES, bytes_beside_arena, graph_bytes
 from forkpoint.worker.trial import compile_ahead, full_step_pages, run_full_step
@@ -88,7 +88,7 @@ def test_a_full_step_is_one_step_of_the_whole_budget(
     steps: list[StepPlan] = []
     submit = ModelRunner.submit
 
-    def noting(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+    def noting(runner: ModelRunner, plan: StepPlan) -> SubmittedStep:
         steps.append(plan)
         return submit(runner, plan)
 
@@ -105,7 +105,7 @@ def test_kernels_are_tried_on_long_prompts_sampled_in_every_way(
     steps: list[StepPlan] = []
     submit, sampled = ModelRunner.submit, []
 
-    def noting(runner: ModelRunner, plan: StepPlan) -> PendingStep:
+    def noting(runner: ModelRunner, plan: StepPlan) -> SubmittedStep:
         steps.append(plan)
         sampled.extend(added.params for added in plan.added)
         return submit(runner, plan)

@@ -51,7 +51,7 @@ class Always(Drafter):
 class GoingAhead(Always):
     """Nor do they wait for anything."""
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return True
 
 
@@ -164,7 +164,7 @@ def test_a_device_goes_ahead_of_its_results(
         names = [run.add(*pair) for pair in zip(prompts, params, strict=True)]
         run.run()
         found.append([run.outputs[name].outputs[0] for name in names])
-        drafts, rows = run.sched.stats().drafts, np.concatenate([plan.rows.ahead for plan in plans])
+        drafts, rows = run.sched.stats().drafts, np.concatenate([plan.rows.optimistic for plan in plans])
         turns = [[*ids, *answer.token_ids] for ids, answer in zip(prompts, found[0], strict=True)]
         if run.sched._drafting is not None:
             run.sched._drafting._drafter = Drafter()

@@ -35,7 +35,7 @@ PARAMS = [
 MIXTURE = {"route", "prepare_experts", "experts"}
 OTHER_LAYERS = {"scan_prefill", "scan_decode", "latent_write", "linear_heads", "prepare_linear_heads"}
 OF_DRAFTS = {"conv_verify", "conv_fold", "recurrence_verify", "recurrence_fold", "scan_verify", "scan_fold"}
-RECORDED = {"recurrence_record", "recurrence_settle"}  # where states are written every few tokens
+RECORDED = {"recurrence_record", "recurrence_flush"}  # where states are written every few tokens
 
 
 class AwayPlatform(CpuPlatform):

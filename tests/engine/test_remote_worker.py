@@ -38,7 +38,7 @@ def start(folder: Path, backend: str, **options: Any) -> LLM:
     return LLM(str(folder), **{**sizes, **chosen, **options})
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "steps planned ahead"])
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "steps planned early"])
 def both(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[list[LLM]]:
     engines = [start(tiny_model, backend, async_scheduling=request.param) for backend in ("uni", "mp")]
     assert isinstance(engines[1]._engine.core._runner, RemoteRunner)

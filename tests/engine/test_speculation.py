@@ -45,7 +45,7 @@ def serve(
     if ahead is not None:
 
         def note(plan: StepPlan) -> None:
-            ahead.update(run.probe.rows[row] for row in plan.rows.row[plan.rows.ahead].tolist())
+            ahead.update(run.probe.rows[row] for row in plan.rows.row[plan.rows.optimistic].tolist())
 
         run.probe.before_step = note
     for i, chosen in enumerate(KINDS.values()):

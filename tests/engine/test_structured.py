@@ -114,7 +114,7 @@ def test_preemption_changes_nothing(
     while run.engine.has_unfinished():
         for _ in range(7):
             run.step()
-        running = run.sched._running.entries
+        running = run.sched._running.requests
         if running and run.sched.stats().num_preemptions < 20:
             run.sched._preempt(running[len(running) // 2])
     for kind, name in names.items():

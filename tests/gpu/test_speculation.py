@@ -103,7 +103,7 @@ def test_the_shipped_models_own_drafts_go_ahead_of_results() -> None:
             for expected in want:
                 check(llm.generate(prompts, params, use_tqdm=False), expected)
             metrics = llm.get_metrics()
-        ahead = np.concatenate([plan.rows.ahead for plan in plans])
+        ahead = np.concatenate([plan.rows.optimistic for plan in plans])
         assert metrics["num_accepted_tokens"] > 400 and ahead.sum() > 60
 
 
@@ -118,7 +118,7 @@ def test_states_at_boundaries_in_reach_serve_the_next_turn() -> None:
                 answers = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
                 texts = [[*text, *answer.outputs[0].token_ids, 5] for text, answer in zip(texts, answers, strict=True)]
             found.append(([answer.num_cached_tokens for answer in answers], texts))
-    saves = [plan.rows.ahead & (np.diff(plan.rows.save_ptr) > 0) for plan in plans]
+    saves = [plan.rows.optimistic & (np.diff(plan.rows.save_ptr) > 0) for plan in plans]
     assert found[0] == found[1] and np.concatenate(saves).sum() > 8
 
 

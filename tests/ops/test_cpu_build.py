@@ -50,7 +50,7 @@ def test_every_operator_is_named_and_redirects() -> None:
         table = cpp_table(module, torch_table(deterministic), tiles=False)
         assert set(table.backends) == set(operator_names())
         by_torch = {name for name, backend in table.backends.items() if not backend.startswith("cpp")}
-        recorded, sampling = {"recurrence_record", "recurrence_settle"}, {"apply_penalties", "apply_bitmasks"}
+        recorded, sampling = {"recurrence_record", "recurrence_flush"}, {"apply_penalties", "apply_bitmasks"}
         assert by_torch == {"route", "greedy", "sample_rows", *recorded, *sampling}
         assert table.deterministic is deterministic
         assert table.redirects

@@ -152,7 +152,7 @@ def _run(table: str, shape: Recurrence, decay: str, most: int, interval: int, al
     for row, at in enumerate(run.at):  # they leave at a write
         run.at[row] = max(run.written[row], at // interval * interval)
     kept, found = run.index([0] * 3)
-    ops.recurrence_settle(pool, kept, records)
+    ops.recurrence_flush(pool, kept, records)
     compare(found)
     assert not any(record[2].isfinite().any() for record in records), "a line of no row"
 
@@ -207,7 +207,7 @@ def test_what_is_folded_keeps_the_bits_of_its_updates(table: str) -> None:
     columns = (rows, rows, ints([0] * (num_rows + 1)), rows, none, none + interval, none, none - 1)
     index = RecordIndex(interval, *(column.to(device) for column in columns))
     pool = pool.to(device)
-    ops.recurrence_settle(pool, index, [x.to(device) for x in (updates, keys, scales, decays)])
+    ops.recurrence_flush(pool, index, [x.to(device) for x in (updates, keys, scales, decays)])
     torch.testing.assert_close(pool.cpu().double(), want, rtol=3e-6, atol=3e-6)
 
 

@@ -36,7 +36,7 @@ def told(columns: Any) -> list[Any]:
 def step(
     rng: np.random.Generator, drafts: bool, has_kv: bool, most: int, padding: int
 ) -> tuple[IdColumns, LateColumns]:
-    """Some rows, with drafts or without, planned ahead or not, and `padding` tokens behind them; a prompt's behind."""
+    """Some rows, with drafts or without, optimistic or not, and `padding` tokens behind them; a prompt's behind."""
     row = rng.permutation(ROWS)[:4]
     sizes = rng.integers(1, 2 + MOST, len(row)) if most == 1 else np.ones(4, int)
     owner, count = np.repeat(row, sizes), int(sizes.sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 from forkpoint.runtime.graphs import ShapeTable
 from forkpoint.runtime.runner import ModelRunner
 from forkpoint.runtime.step_inputs import StepShape
-from forkpoint.sched.plan import TO_DRAFT, PendingStep, StepResult
+from forkpoint.sched.plan import TO_DRAFT, StepResult, SubmittedStep
 from tests.ops.triton_cases import ON_GPU, triton_ops
 from tests.plans import Row, plan_of
 from tests.runtime.driver import Driver, tiny_hybrid, tokens
@@ -93,7 +93,7 @@ class Replays:
         for value, old in zip([*self.floats, *self.ids, *self.books], self.saved, strict=True):
             value[...] = old
 
-    def submit(self, windows: tuple[int, ...], chunks: tuple[int, ...]) -> PendingStep:
+    def submit(self, windows: tuple[int, ...], chunks: tuple[int, ...]) -> SubmittedStep:
         """Of each kind the last rows, so that their numbers are not their places."""
         plan, known = list[Row](), self.runner.batch.rows
         for row, size in enumerate(windows, 2 - len(windows)):
@@ -129,7 +129,7 @@ def test_recording_writes_nothing_that_is_of_a_row(replays: Replays) -> None:
 
 
 def test_a_step_does_the_same_again_from_what_it_found(replays: Replays) -> None:
-    """Though positions are put right in the graph's own inputs, for rows planned ahead."""
+    """Though positions are put right in the graph's own inputs, for optimistic rows."""
     (want, left), (got, found) = (replays.after(BESIDE, (1, 2), (2, 2)) for _ in range(2))
     assert got.token_ids.tolist() == want.token_ids.tolist()
     assert all(torch.equal(x, other) for x, other in zip(found, left, strict=True))

@@ -11,7 +11,7 @@ from forkpoint.cache.layout import CacheLayout, KVSpec
 from forkpoint.cache.tree import Checkpoint, Node
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
 from forkpoint.params import SamplingParams
-from forkpoint.sched.plan import PendingStep, StepPlan
+from forkpoint.sched.plan import StepPlan, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 from tests.cache.shapes import layout_of, state
@@ -54,7 +54,7 @@ class Harness:
     updates: dict[str, list[RequestUpdate]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)  # tokens that entered the model, by request
-    in_flight: list[tuple[StepPlan, PendingStep]] = field(default_factory=list)
+    in_flight: list[tuple[StepPlan, SubmittedStep]] = field(default_factory=list)
     largest_gap: int = 0
     sampling: dict[int, list[str]] = field(default_factory=dict)  # the requests that a step in flight samples
     fail_next: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.cache.learnt import Turn, class_of
+from forkpoint.cache.learnt import ConversationTurn, class_of
 from forkpoint.cache.tree import Checkpoint, Origin
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
 
@@ -35,7 +35,7 @@ def test_a_state_near_the_end_is_worth_a_share_of_its_conversation(name: str) ->
         harness.ask("turn 1", prompt, 9, tool_call_token_ids=calls)
         store = harness.sched.cache.store
         near_end = near_end_of(harness.checkpoints(prompt))
-        assert near_end.note == Turn(0, awaits_tool=opening is not None)
+        assert near_end.note == ConversationTurn(0, awaits_tool=opening is not None)
         worth[opening] = store.key_of(near_end)
     assert worth[5] > 2 * worth[None] > 0
 
@@ -62,7 +62,7 @@ def test_a_conversation_that_comes_back_edited_keeps_its_turns(name: str) -> Non
     near_end = near_end_of(harness.checkpoints(prompt))
     turn_2 = turn_2_of(harness, prompt, keep=near_end.num_tokens + 10)
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == near_end.num_tokens
-    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].note == Turn(1)
+    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].note == ConversationTurn(1)
     assert near_end.superseded
 
 
@@ -76,7 +76,7 @@ def test_declared_states_stay_as_long_as_their_conversation(name: str) -> None:
     assert declared.last_used == used
     harness.ask("turn 2", turn_2_of(harness, prompt), 4)
     assert declared.origin is Origin.BREAKPOINT and declared.last_used == harness.sched.cache.arena.turnover
-    assert declared.note == Turn(1)
+    assert declared.note == ConversationTurn(1)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -85,10 +85,10 @@ def test_a_turn_too_short_for_a_block_counts(name: str) -> None:
     harness, prompt = Harness(layout=LAYOUTS[name]), tokens(1, 3010)
     harness.ask("turn 1", prompt)
     [end] = [c for c in harness.checkpoints(prompt).values() if c.num_tokens == 3008]
-    assert end.note == Turn(0)
+    assert end.note == ConversationTurn(0)
     turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 5)])
     calls = frozenset(harness.runner.expected(turn_2.tolist(), 1))
     harness.ask("turn 2", turn_2, tool_call_token_ids=calls)
     assert not end.superseded
-    assert end.note == Turn(1, awaits_tool=True)
+    assert end.note == ConversationTurn(1, awaits_tool=True)
     assert class_of(end).kind is Origin.TOOL_CALL

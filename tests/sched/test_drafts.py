@@ -64,7 +64,7 @@ class GoingAhead(Drafting):
     def draft(self, request: Request, lease: Lease, most: int) -> np.ndarray:
         return np.full(min(most, 3), TO_DRAFT, np.int32)
 
-    def goes_ahead(self, request: Request, lease: Lease) -> bool:
+    def plans_early(self, request: Request, lease: Lease) -> bool:
         return True
 
 
@@ -79,7 +79,7 @@ class Noted(GoingAhead):
     def _note(self, plan: StepPlan) -> None:
         super()._note(plan)
         rows = plan.rows
-        for i in np.flatnonzero(rows.ahead).tolist():
+        for i in np.flatnonzero(rows.optimistic).tolist():
             least = self.requests[self.rows[int(rows.row[i])]].num_tokens
             self.in_a_block.append(least // BLOCK_SIZE == int(rows.start[i] + rows.num_tokens[i] - 1) // BLOCK_SIZE)
 

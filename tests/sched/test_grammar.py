@@ -1,4 +1,4 @@
-"""Requests whose next ids depend on the ones before: they are not planned ahead, and nobody else does."""
+"""Requests whose next ids depend on the ones before: they are not planned early, and nobody else waits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_preempted_requests_resume_under_their_grammar(async_scheduling: bool, d
     for round_ in range(12):
         for _ in range(11):
             harness.step()
-        running = harness.sched._running.entries
+        running = harness.sched._running.requests
         harness.sched._preempt(running[round_ % len(running)])
     harness.run()
     for i in range(3):
@@ -90,7 +90,7 @@ def test_failed_steps_leave_a_grammar_where_its_outputs_are() -> None:
     for _ in range(6):
         harness.step()
     # Of two steps in flight the earlier one fails, and the request with a grammar is only in the later one.
-    in_last = harness.sched._entries["bound"].planned_step == harness.sched._num_steps - 1
+    in_last = harness.sched._requests["bound"].last_step == harness.sched._num_steps - 1
     harness.runner.fail_steps.add(harness.sched._num_steps + (0 if in_last else 1))
     harness.run()
     assert harness.updates["victim"][-1].finish_reason is FinishReason.ERROR

@@ -117,7 +117,7 @@ def preempted(harness: Harness) -> int:
     request = harness.add("long", tokens(1, 5000), 700, priority=1)
     while len(request.output_token_ids) < 600:
         harness.step()
-    entry = harness.sched._entries["long"]
+    entry = harness.sched._requests["long"]
     harness.sched._preempt(entry)
     harness.run()
     harness.check_output("long")

@@ -145,11 +145,11 @@ def test_what_is_often_wrong_waits_for_results(monkeypatch: pytest.MonkeyPatch) 
     for goes in (False, True):
         speculator = Speculator(lookups, 3, by_model=goes)
         right = speculator.draft(request, lease, 3)
-        assert speculator.goes_ahead(request, lease)
+        assert speculator.plans_early(request, lease)
         assert right is not None and right.tolist() == harness.runner.expected(request.prompt_token_ids.tolist(), 4)[1:]
         for _ in range(9):
             speculator.judged(request, 3, 0)
-        assert speculator.goes_ahead(request, lease) is goes
+        assert speculator.plans_early(request, lease) is goes
         drafts = speculator.draft(request, lease, 3)
         assert drafts is not None and drafts.tolist() == [TO_DRAFT] * 3 * goes
 

@@ -131,7 +131,7 @@ class Serving(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10**6))
     def abort(self, pick: int) -> None:
-        live = sorted(self.harness.sched._entries)
+        live = sorted(self.harness.sched._requests)
         if live:
             name = live[pick % len(live)]
             self.spoiled.add(name)
@@ -140,14 +140,14 @@ class Serving(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 10**6))
     def preempt(self, pick: int) -> None:
-        running = self.harness.sched._running.entries
+        running = self.harness.sched._running.requests
         if running and not self.harness.in_flight:
             self.harness.sched._preempt(running[pick % len(running)])
 
     @rule(pick=st.integers(0, 10**6))
     def poison(self, pick: int) -> None:
         """The model will produce NaN for a request."""
-        live = sorted(self.harness.sched._entries)
+        live = sorted(self.harness.sched._requests)
         if live:
             name = live[pick % len(live)]
             self.spoiled.add(name)
@@ -156,7 +156,7 @@ class Serving(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 10**6), beyond=st.integers(0, 300))
     def poison_steps(self, pick: int, beyond: int) -> None:
         """Every step that computes more of a request's tokens than so many raises."""
-        live = sorted(self.harness.sched._entries)
+        live = sorted(self.harness.sched._requests)
         if live:
             name = live[pick % len(live)]
             self.spoiled.add(name)

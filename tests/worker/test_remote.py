@@ -15,7 +15,7 @@ from forkpoint.errors import EngineStoppedError, StepFailedError
 from forkpoint.sched.plan import StepPlan, StepResult
 from forkpoint.worker import remote
 from forkpoint.worker.codec import encoder
-from forkpoint.worker.remote import Answer, RankProcess, RemoteRunner
+from forkpoint.worker.remote import RankProcess, RemoteRunner, StepAnswer
 
 RESULT = StepResult(0, np.asarray([5], np.int32))
 Ranks = tuple[RemoteRunner, list[Connection]]
@@ -32,7 +32,7 @@ def ranks() -> Iterator[Ranks]:
     runner.close()
 
 
-def say(ranks: list[Connection], *answers: Answer) -> None:
+def say(ranks: list[Connection], *answers: StepAnswer) -> None:
     for socket, answer in zip(ranks, answers, strict=False):
         socket.send_bytes(encoder()(answer))
 
@@ -40,21 +40,21 @@ def say(ranks: list[Connection], *answers: Answer) -> None:
 def test_the_first_rank_answers(ranks: Ranks) -> None:
     runner, others = ranks
     step = runner.submit(StepPlan(0))
-    say(others, Answer(RESULT, 7), Answer(None, 7))
+    say(others, StepAnswer(RESULT, 7), StepAnswer(None, 7))
     assert step.result().token_ids.tolist() == [5]
 
 
 def test_a_step_that_fails_everywhere_is_a_failed_step(ranks: Ranks) -> None:
     runner, others = ranks
     step = runner.submit(StepPlan(0))
-    say(others, Answer(failure="no room"), Answer(failure="no room"))
+    say(others, StepAnswer(failure="no room"), StepAnswer(failure="no room"))
     with pytest.raises(StepFailedError, match="no room"):
         step.result()
 
 
 def test_other_tokens_end_all(ranks: Ranks) -> None:
     runner, others = ranks
-    say(others, Answer(RESULT, 7), Answer(None, 8))
+    say(others, StepAnswer(RESULT, 7), StepAnswer(None, 8))
     with pytest.raises(EngineStoppedError, match="rank 1 sampled other tokens than rank 0"):
         runner.answer()
 
@@ -63,9 +63,9 @@ def test_other_tokens_end_all(ranks: Ranks) -> None:
 def test_a_rank_that_fails_alone_ends_all(ranks: Ranks, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "APART_S", 0.1)
     runner, others = ranks
-    say(others[1:], Answer(failure="no room"))
+    say(others[1:], StepAnswer(failure="no room"))
     if not waits:
-        say(others[:1], Answer(RESULT, 7))
+        say(others[:1], StepAnswer(RESULT, 7))
     with pytest.raises(EngineStoppedError, match="rank 1 failed where others did not: no room"):
         runner.answer()
     with pytest.raises(EngineStoppedError, match="rank 1 failed"):

@@ -83,7 +83,7 @@ def recurrence_record(
     return found if out is None else out.copy_(found)
 
 
-def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
+def recurrence_flush(pool: Tensor, index: RecordIndex, records: Records) -> None:
     """Fold the records that are due into the states, as recurrence_record does before its tokens."""
     _taken_on(pool, index, records)
 

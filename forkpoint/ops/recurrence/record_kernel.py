@@ -143,7 +143,7 @@ def conv_record(
     return _launch(inputs, params, pool, index, records, result(inputs, params, pool, out), convolution)
 
 
-def recurrence_settle(pool: Tensor, index: RecordIndex, records: Records) -> None:
+def recurrence_flush(pool: Tensor, index: RecordIndex, records: Records) -> None:
     """Fold the records that are due into the states, as recurrence_record does before its tokens."""
     inputs, params = no_tokens(pool, records)
     _launch(inputs, params, pool, index, records, inputs.mixed)

@@ -21,15 +21,15 @@ class Verified(NamedTuple):
 
     windows: Windows
     counts: Tensor
-    confirm: Callable[[IntArray], None]
+    apply_counts: Callable[[IntArray], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on; `known` is its result as far as the host has it. `answers[i]` was sampled for
+    """A step that the device works on; `partial` is its result as far as the host has it. `answers[i]` was sampled for
     `rows[i]`, NOT_FINITE where logits were not. Of a step with drafts they are those of all positions."""
 
-    known: StepResult
+    partial: StepResult
     done: Mark
     rows: IntArray
     answers: Tensor | None = None
@@ -40,13 +40,13 @@ class RunningStep:
     def result(self) -> StepResult:
         self.done.synchronize()
         prompts = {row: tuple(each for tile in tiles for each in tile.fetch().items()) for row, tiles in self.prompts}
-        known = replace(self.known, prompt_logprobs=prompts)
+        result = replace(self.partial, prompt_logprobs=prompts)
         if self.answers is None:
-            return known
+            return result
         token_ids, rows, counts, kept = self.answers.numpy().astype(np.int32), self.rows, None, None
         if self.verified is not None:
             counts = self.verified.counts.numpy().astype(np.int32)
-            self.verified.confirm(counts)
+            self.verified.apply_counts(counts)
             kept = self.verified.windows.kept(counts)
             token_ids, rows = token_ids[kept], np.repeat(rows, counts)
         logprobs = dict[int, tuple[TokenLogprobs, ...]]()
@@ -56,7 +56,7 @@ class RunningStep:
                 if position in scores:
                     logprobs[row] = (*logprobs.get(row, ()), scores[position])
         failed = tuple(rows[token_ids == NOT_FINITE].tolist())
-        return replace(known, token_ids=token_ids, counts=counts, failed_rows=failed, logprobs=logprobs)
+        return replace(result, token_ids=token_ids, counts=counts, failed_rows=failed, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from forkpoint.sched.request import Request
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class ScheduledRequest:
     """Written by the Scheduler and its parts: admission, running set.
 
-    How many of its tokens are planned, and how many are confirmed, stands in its lease. `[0, prefill_end)` go through
-    the prefill kernels, the others through the decode kernels; `num_known` tokens were known when the row was added,
-    later ones were sampled by this run. The token at `last`, and any beyond, is never computed: it is the last output.
-    A row that `waits` is planned only once its last output is known.
+    The lease counts its planned and its confirmed tokens. Tokens `[0, prefill_end)` go through the prefill kernels, the
+    others through the decode kernels. Tokens from `num_tokens_at_admission` on were sampled in this run.
+    `num_to_compute` tokens are ever computed: all but the last output. A row that `waits_for_output` is planned only
+    once its last output is known, or early if the DraftPlanner allows it.
     """
 
     request: Request
@@ -27,10 +27,10 @@ class Entry:
     order: tuple[int, int]  # (priority, arrival number): smaller runs first, larger is preempted first
     row: int = NO_ROW
     prefill_end: int = 0
-    num_known: int = 0
-    last: int = 0
-    waits: bool = False
-    planned_step: int = -1  # the last step that carries this row
+    num_tokens_at_admission: int = 0
+    num_to_compute: int = 0
+    waits_for_output: bool = False
+    last_step: int = -1  # the last step that carries this row
     leaving: bool = False  # it is planned no more, and keeps its row while a step that carries it is in flight
     ended: bool = False  # its request has; else it leaves in order to run again
     junctions: frozenset[int] = frozenset()
@@ -38,7 +38,7 @@ class Entry:
     suspect_until: int = 0  # tokens that it had come to in a step that failed; so far it is to be tried alone
 
     def __post_init__(self) -> None:
-        self.last = self.request.num_prompt_tokens + self.request.max_tokens - 1
+        self.num_to_compute = self.request.num_prompt_tokens + self.request.max_tokens - 1
 
     def tokens_beyond_chain(self, end: int) -> IntArray:
         """The known tokens up to position `end` that the lease's hash chain does not have yet."""
@@ -50,7 +50,7 @@ class Entry:
         first_run = request.num_preemptions == 0
         before = (request.cache if first_run else request.resume_cache) or CacheReport()
         cached = hit.num_tokens if gained is None else before.num_cached_tokens + gained
-        report = CacheReport(self.num_known, cached, hit.kv_num_tokens, hit.miss)
+        report = CacheReport(self.num_tokens_at_admission, cached, hit.kv_num_tokens, hit.miss)
         if first_run:
             request.cache = report
         else:
@@ -59,13 +59,13 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class IssuedStep:
-    """What has to be settled when a step's result arrives, or undone when it fails. `entries` are those of the plan's
-    rows, `sampled` those of which it samples, `made` is what it and the plans before it computed of what was filed
+    """What has to be settled when a step's result arrives, or undone when it fails. `requests` are those of the plan's
+    rows, `sampled` those of which it samples, `filed` is what it and the plans before it computed of what was filed
     since."""
 
     plan: StepPlan
-    entries: list[Entry]
-    sampled: list[Entry]
+    requests: list[ScheduledRequest]
+    sampled: list[ScheduledRequest]
     readers: list[Checkpoint]
-    made: list[Node | Checkpoint]
+    filed: list[Node | Checkpoint]
     started_s: float = 0.0  # when its planning had ended, where somebody drafts
