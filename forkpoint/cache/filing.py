@@ -1,4 +1,4 @@
-"""What the plan under construction stores and files: states that are worth a slot, and blocks, in the tree."""
+"""Filing: the plan under construction takes slots for states, and enters blocks and states in the tree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from forkpoint.config import BLOCK_SIZE
 
 
 class Filing:
-    """Takes slots for the states that are worth one, which leases carry until the plan is issued; then files blocks and
-    saves under their histories.
+    """Takes slots for states that are worth one, and files blocks and saves under their histories.
+
+    A lease carries its saves until the plan is committed.
 
     Others read `filed`, what was filed since the last plan was issued, and `reusable_next`: the boundaries, in tokens,
     that the plan under construction makes reusable for the next one.
@@ -28,9 +29,10 @@ class Filing:
         self.reusable_next: dict[BlockHash, int] = {}
 
     def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
-        """A chunk `[start, end)` is planned: take slots for the candidates that are worth it.
+        """Take slots for the candidates of the chunk `[start, end)` that are worth one.
 
-        No room means no checkpoint, counted. Without states every full block is reusable by itself.
+        A candidate without room gets no checkpoint and is counted. In a layout without states every full block is
+        reusable by itself.
         """
         if lease.detached:
             return
@@ -65,15 +67,14 @@ class Filing:
         self.reusable_next[block_hash] = candidate.num_tokens
 
     def take_slot(self, lease: Lease, save: StateSave, block_hash: BlockHash, owner: Lease | StateSave) -> int | None:
-        """A slot for `owner`, if the state to be saved is worth more than what would give way for it."""
+        """Return a slot for `owner` if the state to be saved is worth more than what eviction would take for it."""
         pending = (other for other in lease.saves if other.num_tokens < save.num_tokens)
         above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
         key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
         return self._store.take_slot(owner, below=key)
 
-    def reusable_soon(self, lease: Lease, limit: int) -> int:
-        """How many tokens of this lease's history, at most `limit`, the plan under construction makes
-        reusable for the next one."""
+    def longest_reusable_next(self, lease: Lease, limit: int) -> int:
+        """Return how many tokens of the lease's history, at most `limit`, this plan makes reusable for the next one."""
         hashes = lease.chain.hashes
         fits = (
             num_tokens
@@ -83,10 +84,7 @@ class Filing:
         return max(fits, default=0)
 
     def publish(self, lease: Lease, num_tokens: int) -> None:
-        """File the blocks up to `num_tokens` tokens, and the pending saves, in the tree.
-
-        To be called when the plan that computes them is issued.
-        """
+        """File the blocks up to `num_tokens` tokens, and the saves there, in the tree. Other saves are given back."""
         saves = {save.num_tokens // BLOCK_SIZE: save for save in lease.saves}
         lease.saves.clear()
         old = node = lease.node
@@ -104,9 +102,9 @@ class Filing:
             self._store.arena.give_slot(save.slot)
 
     def _file_blocks(self, lease: Lease, node: Node, last: int) -> Node:
-        """Go down from `node` on the lease's history to depth `last`, and file the blocks that are new.
+        """Follow the lease's history from `node` down to depth `last`, file new blocks, and return the deepest node.
 
-        Returns the deepest node; the lease is frozen if the rest cannot be filed.
+        The lease is detached if the rest cannot be filed.
         """
         node = self._follow(lease, node, last)
         start = end = node.depth
@@ -125,7 +123,7 @@ class Filing:
         return nodes[-1]
 
     def _follow(self, lease: Lease, node: Node, last: int) -> Node:
-        """Go down from `node` on the lease's history, to depth `last` or as far as the tree has it."""
+        """Follow the lease's history from `node`, to depth `last` or as far as the tree has it."""
         hashes, find = lease.chain.hashes, self._store.tree.find
         while not lease.detached and node.depth < last and (present := find(hashes[node.depth])) is not None:
             lease.has_duplicates = lease.has_duplicates or node.depth in lease.own_blocks
@@ -140,8 +138,10 @@ class Filing:
         self.filed += items
 
     def keep(self, lease: Lease, node: Node, save: StateSave, num_readers: int = 0) -> Checkpoint | None:
-        """The state saved becomes a checkpoint of the lease's making, unless one that is there stays; the end of a turn
-        supersedes the one that the turn went on from."""
+        """Make the saved state the checkpoint of `node`, and return it; None if the present checkpoint stays.
+
+        The end of a turn supersedes the checkpoint that the turn went on from.
+        """
         checkpoint = self._store.add_checkpoint(node, save.slot, save.origin, lease.decoded, lease.note, num_readers)
         if checkpoint is None:
             return None
@@ -155,7 +155,7 @@ class Filing:
         return checkpoint
 
     def drain(self) -> list[Node | Checkpoint]:
-        """The plan is complete. What was filed since the last call: it is computed by this plan, or by earlier ones."""
+        """Return what was filed since the last call. This plan, which is complete, or an earlier one computes it."""
         filed, self.filed = self.filed, []
         self.reusable_next.clear()
         return filed

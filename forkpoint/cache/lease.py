@@ -13,7 +13,7 @@ from forkpoint.cache.tree import Checkpoint, Node, Origin
 
 @dataclass(slots=True, eq=False)
 class StateSave:
-    """A slot taken for a state that a plan under construction will store; it becomes a checkpoint at issue."""
+    """A slot taken for a state that the plan under construction stores. It becomes a checkpoint when it is filed."""
 
     num_tokens: int
     origin: Origin
@@ -26,43 +26,77 @@ class StateSave:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A request's share. Written by CacheManager and its part, Filing; the scheduler confirms what
-    was sampled and freezes what failed.
+    """A request's share of the cache. CacheManager and Filing write it; the scheduler calls its methods.
 
-    The request's block table has `num_blocks` blocks: those of the nodes down to `node` except where `own_blocks` has
-    one, and `own_blocks` beyond. `node` is the deepest node of the request's own history, pinned.
+    The request's block table has `num_blocks` blocks: `own_blocks` by their index in the table, and for every other
+    index the block of the node on the way down to `node`. `node` is the deepest node of the request's own history; it
+    is pinned.
 
-    The plans issued so far compute `num_planned` tokens; of these, results have confirmed `num_confirmed`. Where a
-    step confirmed fewer than were planned, the planned ones beyond are as if they had never been. The state after
-    `num_planned` tokens is in `read_from` (a checkpoint, not to be written) or else in `slot`. Where the last plan may
-    have passed a block boundary (`in_reach`), `saves` has what it saves there if it does.
+    The plans issued so far compute `num_planned` tokens; results have confirmed `num_confirmed` of them. The state
+    after `num_planned` tokens is in the checkpoint `read_from`, which must not be written, or otherwise in `slot`.
+    `saves` are the states that the next plan stores. Where a boundary is in reach (`in_reach`), its save counts only if
+    the row comes to it.
     """
 
     owner: str
     chain: HashChain
     node: Node | None = None
     num_blocks: int = 0
-    num_sent_blocks: int = 0  # of those, blocks that the row has before the next plan's new ones
+    num_sent_blocks: int = 0  # blocks that the worker already has; the next plan sends the rest
     own_blocks: dict[int, int] = field(default_factory=dict)  # index in the table -> block
     slot: int = NO_SLOT
     read_from: Checkpoint | None = None
     num_planned: int = 0
     num_confirmed: int = 0
-    num_last_step: int = 1  # tokens of the last step of a row that decodes, without drafts known not to count
+    num_last_step: int = 1  # tokens of the row's last decode step, minus rejected drafts
     in_reach: bool = False
-    decoded: bool = False  # decode kernels had a part in the state
+    decoded: bool = False  # decode kernels computed a part of the state
     saves: list[StateSave] = field(default_factory=list)
     hit: Checkpoint | None = None
     note: object = None  # the eviction policy's
-    num_survived_tokens: int = 0  # where the conversation had lost its end: how far its keys and values reached
-    decode_checkpoint: Checkpoint | None = None
-    touched: list[Checkpoint] = field(default_factory=list)  # hit or made by this request
-    filed: list[Node | Checkpoint] = field(default_factory=list)  # filed by this request
-    has_duplicates: bool = False  # some of `own_blocks` are above `node`: the tree has them too
-    detached: bool = False  # files nothing any more
+    num_survived_tokens: int = 0  # how far keys and values reached where the conversation had lost its end
+    decode_checkpoint: Checkpoint | None = None  # the newest one at a boundary that the row decoded past
+    touched: list[Checkpoint] = field(default_factory=list)  # that this request hit or saved
+    filed: list[Node | Checkpoint] = field(default_factory=list)  # by this request
+    has_duplicates: bool = False  # the tree has some of `own_blocks` too
+    detached: bool = False  # files nothing more
+
+    @property
+    def read_slot(self) -> int:
+        """The slot with the state that the next step starts from; NO_SLOT for the zero state."""
+        if self.read_from is not None:
+            return self.read_from.slot
+        if self.num_planned:
+            return self.slot
+        return NO_SLOT
+
+    def advance(self, end: int, decodes: bool) -> Checkpoint | None:
+        """Count the tokens up to `end` as planned.
+
+        Returns the checkpoint that the plan reads, if any. Call `CacheManager.done_reading` with it once the step's
+        result is there.
+        """
+        reading, self.read_from = self.read_from, None
+        self.num_last_step = 1
+        if decodes:
+            self.num_last_step = end - self.num_planned
+            self.decoded = True
+        self.num_planned = end
+        self.num_sent_blocks = self.num_blocks
+        return reading
+
+    def confirm(self, end: int) -> None:
+        """Count the tokens up to `end` as confirmed. The lease may have jumped further since that step was planned."""
+        self.num_confirmed = max(self.num_confirmed, end)
+
+    def reject(self, num_rejected: int, in_last_step: bool) -> None:
+        """Take rejected drafts off the planned tokens; `in_last_step` says whether the row's last step had them."""
+        self.num_planned -= num_rejected
+        if in_last_step:
+            self.num_last_step -= num_rejected
 
     def rebind(self, move: Move) -> None:
-        """Compaction moved a block that this lease owns, or the running slot."""
+        """Follow compaction, which moved a block that this lease owns or the running slot."""
         if move.kind is MoveKind.SLOT:
             assert self.slot == move.src
             self.slot = move.dst
@@ -71,11 +105,11 @@ class Lease:
         self.own_blocks[index] = move.dst
 
     def pop_blocks(self, indices: Iterable[int]) -> list[int]:
-        """Take these of its own blocks from the lease."""
+        """Remove these of its own blocks, given by index, from the lease and return their ids."""
         return [self.own_blocks.pop(index) for index in indices]
 
     def block_ids(self, start: int, end: int) -> list[int]:
-        """The ids of blocks `[start, end)` of the row's table."""
+        """Return the ids of blocks `[start, end)` of the request's table."""
         ids = [NO_BLOCK] * (end - start)
         node = self.node
         while node is not None and node.depth > start:
@@ -86,3 +120,9 @@ class Lease:
             if start <= index < end:
                 ids[index - start] = block
         return ids
+
+
+def advance_steady(leases: Iterable[Lease]) -> None:
+    """Plan one more token of each lease, in a step that decodes in mid-block with its running slot."""
+    for lease in leases:
+        lease.num_planned += 1

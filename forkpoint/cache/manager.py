@@ -1,4 +1,4 @@
-"""The cache as the scheduler sees it: look up, lease, save, publish, release."""
+"""The cache as the scheduler sees it: look up, lease, save, commit, release."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from forkpoint.cache.arena import Arena, Move
+from forkpoint.cache.capture import Candidate
+from forkpoint.cache.counters import CacheStats
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.filing import Filing
 from forkpoint.cache.hashing import HashChain, TokenIds
@@ -20,9 +22,9 @@ from forkpoint.config import BLOCK_SIZE, CacheConfig
 
 
 class CacheManager:
-    """Owns tree, arena accounting and leases. Every method leaves all of them consistent.
+    """Keeps the tree, the arena's accounting and the leases consistent: they are after every method.
 
-    `cost` weighs entries for eviction; `policy` overrides the one that `config` names.
+    The scheduler calls this class and the methods of Lease, nothing behind them.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class CacheManager:
         cost: RecomputeCost | None = None,
         policy: EvictionPolicy | None = None,
     ) -> None:
+        """`cost` weighs entries for eviction; `policy` replaces the one that `config` names."""
         self.layout = layout
         self.deterministic = deterministic
         self.enabled = config.enable_prefix_caching and (config.checkpoints or not layout.has_states)
@@ -42,67 +45,88 @@ class CacheManager:
         policy = policy or EVICTION.find(config.eviction_policy)()
         self.store = PrefixStore(layout, self.arena, policy, cost or RecomputeCost(), config.num_ghosts)
         self.filing = Filing(self.store)
-        self.num_slots_held = 0  # that requests write, and those of checkpoints with readers
+        self.num_slots_held = 0  # running slots, and slots of checkpoints with readers
 
     def watch_restorable(self) -> Restorable:
-        """Keep account of what lookups find from now on; to be called while the cache is empty."""
+        """Start to track what lookups can find. Call it while the cache is empty."""
         self.store.restorable = Restorable(has_private=self.deterministic)
         return self.store.restorable
 
     # --- before a request runs
 
     def new_lease(self, owner: str, salt: str, token_ids: TokenIds) -> Lease:
-        """A lease for a prompt that holds nothing yet. In deterministic mode blocks with later tokens (those made by
-        decode kernels) can be found by `owner` alone."""
+        """Return a lease for a prompt, which holds nothing yet.
+
+        In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute.
+        """
         chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None)
         if self.enabled:
             chain.extend(token_ids)
         return Lease(owner, chain, detached=not self.enabled)
 
     def lookup(self, lease: Lease, length: int, read: bool = True) -> PrefixHit:
-        """The longest reusable prefix of the first `length` tokens. Changes nothing."""
+        """Return the longest reusable prefix of the first `length` tokens. Changes nothing."""
         if not self.enabled or not read:
             return NOTHING
         return find_prefix(lease.chain, length, self.store)
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the arena, page 0 included."""
+        return self.arena.num_pages
+
+    @property
+    def fallback_step(self) -> int:
+        """Tokens between two fallbacks inside a prompt; 0 means there are none."""
+        return self.layout.fallback_step(self.arena.num_pages)
+
+    def reset(self) -> None:
+        """Let nothing cached so far be found again."""
+        self.store.reset()
+
+    def stats(self) -> CacheStats:
+        """Return gauges and counters as they are now."""
+        return self.store.stats()
+
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether an otherwise empty arena holds a request of that final length."""
+        """Return whether an otherwise empty arena holds a request of that final length."""
         return self.layout.num_pages_for(num_tokens, 1) <= self.arena.num_pages - 1
 
     def may_hit(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether a lookup could find the first `num_tokens` tokens, a multiple of the grid, reusable."""
+        """Return whether a lookup could find the first `num_tokens` tokens, a multiple of 64, reusable."""
         index, hashes = num_tokens // BLOCK_SIZE - 1, lease.chain.hashes
         node = self.store.tree.find(hashes[index]) if 0 <= index < len(hashes) else None
         return num_tokens == 0 or (node is not None and (node.checkpoint is not None or not self.layout.has_states))
 
     def expect(self, checkpoint: Checkpoint | None, change: int) -> None:
-        """`change` waiting requests more are known to resume from `checkpoint`."""
+        """Count `change` more waiting requests that would resume from `checkpoint`."""
         if checkpoint is not None and not checkpoint.dropped:
             checkpoint.num_expected += change
             self.store.refile(checkpoint)
 
-    # --- what requests hold; what is merely cached is not among it, since it gives way
+    # --- what requests hold; cached entries that eviction can take do not count
 
     @property
     def num_blocks_held(self) -> int:
-        """Of the tree's blocks the pinned ones are held. (Of no account in a layout without keys and values.)"""
+        """Blocks of leases, and pinned blocks of the tree. Meaningless in a layout without keys and values."""
         return self.arena.blocks.num_used - self.store.tree.num_nodes + self.store.tree.num_pinned
 
     @property
     def num_pages_held(self) -> int:
-        """Pages that what is held takes, densely packed."""
+        """Pages that the held blocks and slots take, densely packed."""
         return self.layout.num_pages_of(self.num_blocks_held, self.num_slots_held)
 
     def has_room(self, hit: PrefixHit, num_tokens: int, spare_blocks: int) -> bool:
-        """Whether a request that hits `hit` could grow to `num_tokens` without preempting another one."""
+        """Return whether a request that starts from `hit` could grow to `num_tokens` without preempting another."""
         num_shared = sum(node.pins > 0 for node in hit.path)
         slots = 1 + (hit.checkpoint is not None and hit.checkpoint.num_readers == 0)
         return self._fits(num_tokens, spare_blocks - num_shared, slots)
 
     def may_have_room(self, lease: Lease, num_tokens: int, spare_blocks: int) -> bool:
-        """False only where `has_room` would be False whatever a lookup finds: cheaper than the lookup.
+        """Return False only if `has_room` would be False whatever a lookup finds. Cheaper than the lookup.
 
-        A hit spares room only by blocks that other requests hold, and those can be counted by hash."""
+        A hit saves room only by blocks that other requests hold, and those can be counted by hash.
+        """
         nodes = (self.store.tree.find(block_hash) for block_hash in lease.chain.hashes)
         shared = itertools.takewhile(lambda node: node is not None and node.pins > 0, nodes)
         return self._fits(num_tokens, spare_blocks - sum(1 for _ in shared), 1)
@@ -114,14 +138,14 @@ class CacheManager:
     # --- while it runs
 
     def attach(self, lease: Lease, hit: PrefixHit) -> None:
-        """Give the lease the hit's blocks and the checkpoint to read first."""
+        """Give the lease the blocks of the hit, and the checkpoint to read first."""
         assert lease.node is None and lease.num_blocks == 0
         lease.node = hit.path[-1] if hit.path else self.store.tree.root(lease.chain.root)
         self.store.tree.pin(lease.node)
         self._start_from(lease, hit)
 
     def continues(self, lease: Lease) -> bool:
-        """Whether the tree has the block after the lease's deepest node: others went further."""
+        """Return whether the tree has the block after the lease's deepest node: another request went further."""
         assert lease.node is not None
         depth, hashes = lease.node.depth, lease.chain.hashes
         return depth < len(hashes) and self.store.tree.find(hashes[depth]) is not None
@@ -129,7 +153,7 @@ class CacheManager:
     def jump(self, lease: Lease, hit: PrefixHit) -> None:
         """Move a lease in prefill onto a longer prefix that has been cached meanwhile.
 
-        The blocks computed so far are given back; the running slot is kept for what follows.
+        It gives back the blocks that it computed itself, and keeps its running slot.
         """
         old = lease.node
         assert old is not None and not lease.detached
@@ -156,8 +180,10 @@ class CacheManager:
         lease.note = self.store.resume(hit.checkpoint, lease.note)
 
     def _note_history(self, lease: Lease, path: Sequence[Node]) -> None:
-        """The history of these nodes goes on: states inside its prompts may be of use still, those at and near the
-        ends of earlier turns hardly."""
+        """Note that a conversation goes on past these nodes.
+
+        States inside its prompts may still be useful. Those at and near the ends of earlier turns hardly are.
+        """
         for node in path:
             checkpoint = node.checkpoint
             if checkpoint is None:
@@ -168,7 +194,7 @@ class CacheManager:
                 self.store.supersede(checkpoint)
 
     def ensure_blocks(self, lease: Lease, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens; False if the arena cannot give them (what it gave is kept)."""
+        """Get blocks for `num_tokens` tokens. False: the arena has too few; the lease keeps what it got."""
         start, end = lease.num_blocks, self.layout.num_blocks_for(num_tokens)
         if start < end:
             blocks = self.store.take_blocks(lease, end - start)
@@ -177,14 +203,16 @@ class CacheManager:
         return lease.num_blocks >= end
 
     def drop_duplicates(self, lease: Lease) -> None:
-        """Give back blocks of the lease whose contents another request has filed meanwhile; the row's table
-        has to name the tree's blocks from the plan under construction on."""
+        """Give back the lease's blocks that the tree has too, because another request filed them first.
+
+        The plan under construction has to send the row's block table again.
+        """
         assert lease.node is not None
         self.arena.give_blocks(lease.pop_blocks([i for i in lease.own_blocks if i < lease.node.depth]))
         lease.has_duplicates = False
 
     def ensure_slot(self, lease: Lease) -> bool:
-        """A running slot; True at once for a layout without states."""
+        """Get a running slot. True if the lease has one, or needs none since the layout has no states."""
         if lease.slot != NO_SLOT or not self.layout.has_states:
             return True
         slot = self.store.take_slot(lease)
@@ -195,7 +223,7 @@ class CacheManager:
         return True
 
     def extend(self, lease: Lease, token_ids: TokenIds) -> None:
-        """The lease's history goes on with `token_ids`."""
+        """Append `token_ids` to the lease's history."""
         if self.enabled:
             lease.chain.extend(token_ids)
 
@@ -236,8 +264,7 @@ class CacheManager:
         return True
 
     def resolve_boundary(self, lease: Lease) -> None:
-        """It is known whether the last plan passed the boundary that was in reach: file what it did there, or give it
-        back."""
+        """File what the last plan stored at the boundary in reach if the row came to it, or else give the slot back."""
         previous = lease.decode_checkpoint
         self.filing.publish(lease, lease.num_planned - lease.num_last_step)
         lease.in_reach = False
@@ -245,8 +272,10 @@ class CacheManager:
             self.store.drop_checkpoint(previous)
 
     def _fresh_slot(self, lease: Lease, save: StateSave, owner: Lease | StateSave) -> int | None:
-        """The slot of the request's previous decode checkpoint if nobody used that and another follows for certain,
-        else a new one."""
+        """Return a slot for the next decode checkpoint.
+
+        The request's previous one gives up its slot, unless somebody uses it or the next one is not certain.
+        """
         previous, node = lease.decode_checkpoint, lease.node
         assert node is not None
         if previous is not None and not lease.in_reach and _is_spare(previous):
@@ -254,50 +283,37 @@ class CacheManager:
             self.store.drop_checkpoint(previous, keep_slot=True)
             self.arena.slots.transfer([slot], [owner])
             return slot
-        return self.filing.take_slot(lease, save, node.hash, owner)  # the hash of a block in reach is not known yet
+        return self.filing.take_slot(lease, save, node.hash, owner)  # a block in reach has no hash yet
 
     # --- plans
 
-    def read_slot(self, lease: Lease) -> int:
-        """The slot with the state that the lease's next step starts from."""
-        if lease.read_from is not None:
-            return lease.read_from.slot
-        return lease.slot if lease.num_planned else NO_SLOT
+    def plan_saves(self, lease: Lease, start: int, end: int, candidates: Iterable[Candidate]) -> None:
+        """Take slots for those states of the chunk `[start, end)` that are worth one."""
+        self.filing.plan_saves(lease, start, end, candidates)
 
-    def advance(self, lease: Lease, end: int, decodes: bool) -> Checkpoint | None:
-        """A plan takes the lease to `end` tokens. Returns the checkpoint that it reads, if any; call `done_reading`
-        with it once the step's result is known."""
-        reading, lease.read_from = lease.read_from, None
-        lease.num_last_step = end - lease.num_planned if decodes else 1
-        lease.num_planned = end
-        lease.num_sent_blocks = lease.num_blocks
-        lease.decoded = lease.decoded or decodes
-        return reading
+    def reusable_next(self, lease: Lease, limit: int) -> int:
+        """Return how many tokens of the lease's history, at most `limit`, the next plan could reuse from this one."""
+        return self.filing.longest_reusable_next(lease, limit)
 
-    def advance_steady(self, leases: Iterable[Lease]) -> None:
-        """The same for decode steps of leases in mid-block that read and write their running slot."""
-        for lease in leases:
-            lease.num_planned += 1
+    def commit(self, computed: Iterable[tuple[Lease, int]]) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
+        """Finish the plan under construction: file the blocks and saves of these leases up to these tokens.
 
-    def confirm(self, lease: Lease, end: int) -> None:
-        """The result is known of a step that took the lease to so many tokens; it may have jumped further since."""
-        lease.num_confirmed = max(lease.num_confirmed, end)
-
-    def reject(self, lease: Lease, num_rejected: int, of_last: bool) -> None:
-        """A result did not confirm `num_rejected` tokens that were planned; `of_last`: by the row's last step."""
-        lease.num_planned -= num_rejected
-        lease.num_last_step -= num_rejected * of_last
-
-    def finish_plan(self) -> tuple[tuple[Move, ...], list[Node | Checkpoint]]:
-        """The plan under construction is complete; returns the moves that it has to carry, and what was filed since
-        the last one."""
+        Returns the moves that the plan has to carry, and all that was filed since the last plan.
+        """
+        for lease, num_tokens in computed:
+            self.filing.publish(lease, num_tokens)
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        made = self.filing.drain() if self.filing.filed or self.filing.reusable_next else []
-        return moves, made
+        return moves, self.drain_filed()
+
+    def drain_filed(self) -> list[Node | Checkpoint]:
+        """Return what was filed since the last plan."""
+        if self.filing.filed or self.filing.reusable_next:
+            return self.filing.drain()
+        return []
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
-        """One reader of a checkpoint's slot is done."""
+        """Count one reader of the checkpoint less."""
         assert checkpoint.num_readers > 0
         checkpoint.num_readers -= 1
         if not checkpoint.num_readers:
@@ -312,10 +328,11 @@ class CacheManager:
     # --- afterwards
 
     def release(self, lease: Lease, donate: bool = False, awaits_tool: bool = False) -> Lease:
-        """Give everything back. What the tree holds stays; with `donate` the running state, if at a block boundary
-        that has no checkpoint yet, stays too. `awaits_tool`: the request ended in a tool call.
+        """Give everything back, and return a lease of the same history for the request's next run.
 
-        Returns a lease of the same history that holds nothing, for the request's next run."""
+        The tree keeps what was filed. With `donate` it also keeps the running state, if that stands at a block boundary
+        without a checkpoint. `awaits_tool`: the request ended in a tool call.
+        """
         if lease.in_reach:
             self.resolve_boundary(lease)
         for save in lease.saves:
@@ -349,20 +366,20 @@ class CacheManager:
         return True
 
     def forget_private(self, lease: Lease, num_public_tokens: int) -> None:
-        """Drop what only this lease's owner can find (deterministic mode: decode-made entries); released."""
+        """Condemn what only the owner of this released lease can find: blocks that decode kernels computed."""
         if not self.deterministic:
             return
         self.condemn(i for i in lease.filed if isinstance(i, Node) and i.depth * BLOCK_SIZE > num_public_tokens)
 
     def condemn(self, items: Iterable[Node | Checkpoint]) -> None:
-        """These checkpoints, and these nodes with all below them, were never computed or hold garbage."""
+        """Remove checkpoints, and nodes with all below them, that were never computed or hold garbage."""
         for item in items:
             if item.dropped:
                 continue
             if isinstance(item, Node):
                 self.store.condemn(item)
             elif item.num_readers:
-                self.store.condemn(item.node)  # a step in flight reads it; it goes with its node
+                self.store.condemn(item.node)  # a step in flight reads it, so it goes later, with its node
             else:
                 self.store.drop_checkpoint(item)
 
@@ -371,9 +388,9 @@ class CacheManager:
             self.arena.give_blocks(lease.pop_blocks(list(lease.own_blocks)))
 
     def count_query(self, lease: Lease, num_tokens: int, hit: PrefixHit) -> frozenset[int]:
-        """Record one prompt of `num_tokens` tokens that asked, and what it got or would have got.
+        """Count a prompt of `num_tokens` tokens and its hit.
 
-        Returns the junctions that it showed; where a conversation had lost its end and goes on there is none.
+        Returns the junctions that the lookup saw. A conversation that goes on after it lost its end shows none there.
         """
         counters = self.store.counters
         counters.query_tokens += num_tokens
@@ -390,5 +407,5 @@ class CacheManager:
 
 
 def _is_spare(checkpoint: Checkpoint) -> bool:
-    """Whether nobody has used it or is about to."""
+    """Return whether nobody has used the checkpoint, or is about to."""
     return not (checkpoint.dropped or checkpoint.num_readers or checkpoint.num_hits or checkpoint.num_expected)

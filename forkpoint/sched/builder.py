@@ -1,4 +1,4 @@
-"""A plan under construction. It holds requests, not ids: ids are read off at the end, after all moves."""
+"""A plan under construction. It refers to requests, not to ids: compaction may move blocks and slots until its end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forkpoint.cache.lease import Lease, advance_steady
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.tree import Checkpoint
 from forkpoint.sched.plan import LAST_SAMPLED, AddedRow, IntArray, ReplacedPrefix, StepPlan, StepRows, TokenMasks
@@ -16,12 +17,12 @@ from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one row is to compute; it starts where the plans before have taken it."""
+    """The tokens that one row computes, from the end of its planned tokens on."""
 
     scheduled: ScheduledRequest
     tokens: IntArray
-    decodes: bool  # through the decode kernels: what follows its first token are drafts
-    masks: Sequence[IntArray] = ()  # of each position that is sampled, under a grammar
+    decodes: bool  # through the decode kernels: the tokens after the first are drafts
+    masks: Sequence[IntArray] = ()  # under a grammar: one for each position that is sampled
 
     @property
     def num_drafts(self) -> int:
@@ -29,9 +30,10 @@ class _Work:
 
 
 class PlanBuilder:
-    """Collects one step's work, then turns it into a StepPlan and publishes what the plan computes."""
+    """Collects the work of one step, then turns it into a StepPlan."""
 
     def __init__(self, step: int, budget: int, manager: CacheManager) -> None:
+        """`budget` is the number of tokens that the step may compute."""
         self.step = step
         self.budget = budget
         self._manager = manager
@@ -43,7 +45,7 @@ class PlanBuilder:
 
     @property
     def num_rows(self) -> int:
-        """Rows whose tokens were taken off the budget already."""
+        """The number of rows whose tokens are already deducted from the budget."""
         return len(self._steady) + len(self._decodes) + len(self._prefills)
 
     def add_row(self, scheduled: ScheduledRequest) -> None:
@@ -54,43 +56,51 @@ class PlanBuilder:
         self._replaced[scheduled] = None
 
     def add_steady(self, requests: list[ScheduledRequest]) -> None:
-        """Decode steps in mid-block of rows that have decoded before: nothing is allocated, read = write slot."""
+        """Add decode steps that need nothing from the cache: in mid-block, each row reads and writes its own slot."""
         self._steady += requests
         self.budget -= len(requests)
 
     def add_decode(
         self, scheduled: ScheduledRequest, drafts: IntArray | None = None, masks: Sequence[IntArray] = ()
     ) -> None:
-        """The next token through the decode kernels: known if an earlier run of the request sampled it. `drafts` may
-        follow it; under a grammar `masks` has what may come after each of them."""
+        """Add the row's next token through the decode kernels, with `drafts` after it.
+
+        An earlier run of the request may have sampled that token already. `masks`: what a grammar allows after each
+        draft.
+        """
         start, request = scheduled.lease.num_planned, scheduled.request
-        tokens = (
-            request.token_ids(start, start + 1)
-            if start < scheduled.num_tokens_at_admission
-            else np.full(1, LAST_SAMPLED, np.int32)
-        )
-        tokens = tokens if drafts is None else np.concatenate([tokens, drafts])
+        if start < scheduled.num_tokens_at_admission:
+            tokens = request.token_ids(start, start + 1)
+        else:
+            tokens = np.full(1, LAST_SAMPLED, np.int32)
+        if drafts is not None:
+            tokens = np.concatenate([tokens, drafts])
         self._add(scheduled, tokens, masks, decodes=True)
 
     def add_prefill(self, scheduled: ScheduledRequest, end: int) -> None:
-        """Known tokens up to `end` through the prefill kernels."""
+        """Add the row's next tokens, up to `end`, through the prefill kernels."""
         self._add(scheduled, scheduled.request.token_ids(scheduled.lease.num_planned, end), (), decodes=False)
 
     def _add(self, scheduled: ScheduledRequest, tokens: IntArray, masks: Sequence[IntArray], *, decodes: bool) -> None:
-        mask = scheduled.request.grammar.mask if scheduled.request.grammar is not None else None
+        grammar = scheduled.request.grammar
+        if grammar is None or grammar.mask is None:
+            masks = ()
+        else:
+            masks = (grammar.mask, *masks)
         scheduled.last_step = self.step
-        work = _Work(scheduled, tokens, decodes, (mask, *masks) if mask is not None else ())
-        (self._decodes if decodes else self._prefills).append(work)
+        works = self._decodes if decodes else self._prefills
+        works.append(_Work(scheduled, tokens, decodes, masks))
         self.budget -= len(tokens)
 
     def finish(self, removed: tuple[int, ...]) -> IssuedStep:
-        """The plan, in the record to settle it by. The leases' planned tokens advance past it."""
+        """Return the plan in its record. The leases' planned tokens advance past it, and what it computes is filed."""
         added = tuple(self._make_row(scheduled) for scheduled in self._added)
         replaced = tuple(ReplacedPrefix(scheduled.row, _sent_blocks(scheduled)) for scheduled in self._replaced)
         readers: list[Checkpoint] = []
         masks: list[tuple[int, IntArray]] = []
-        rows = self._make_rows(readers, masks)
-        moves, made = self._manager.finish_plan()
+        computed: list[tuple[Lease, int]] = []
+        rows = self._make_rows(readers, masks, computed)
+        moves, filed = self._manager.commit(computed)
         plan = StepPlan(
             self.step,
             removed,
@@ -101,12 +111,13 @@ class PlanBuilder:
             len(self._steady) + len(self._decodes),
             len(rows.tokens),
             rows.row[rows.samples],
-            TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([m for _, m in masks])) if masks else None,
+            _token_masks(masks),
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
-        everybody = len(plan.sampled_rows) == len(requests)
-        sampled = requests if everybody else list(itertools.compress(requests, rows.samples.tolist()))
-        return IssuedStep(plan, requests, sampled, readers, made)
+        sampled = requests
+        if len(plan.sampled_rows) < len(requests):
+            sampled = list(itertools.compress(requests, rows.samples.tolist()))
+        return IssuedStep(plan, requests, sampled, readers, filed)
 
     def _make_row(self, scheduled: ScheduledRequest) -> AddedRow:
         request = scheduled.request
@@ -122,10 +133,18 @@ class PlanBuilder:
             wants_prompt_logprobs=request.wants_prompt_logprobs,
         )
 
-    def _make_rows(self, readers: list[Checkpoint], masks: list[tuple[int, IntArray]]) -> StepRows:
-        """All rows, those of one token in mid-block first; fills in the checkpoints that they read, and `masks` by
-        index among the sampled positions. The leases advance past the rows' tokens; what these complete, drafts apart,
-        is published. The loops over steady rows are this plain because there are hundreds of them."""
+    def _make_rows(
+        self,
+        readers: list[Checkpoint],
+        masks: list[tuple[int, IntArray]],
+        computed: list[tuple[Lease, int]],
+    ) -> StepRows:
+        """Make the rows, the steady ones first, and advance their leases.
+
+        Fills in the checkpoints that the rows read, the masks by the index of their sampled position, and the leases
+        with the number of tokens that can be filed: drafts apart, and only where a block or a state may be complete.
+        The loops over steady rows are this plain because there are hundreds of them.
+        """
         num_steady, works = len(self._steady), self._decodes + self._prefills
         num_positions = num_steady
         count = num_steady + len(works)
@@ -138,7 +157,7 @@ class PlanBuilder:
             start[:num_steady] = [lease.num_planned for lease in leases]
             read_slot[:num_steady] = write_slot[:num_steady] = [lease.slot for lease in leases]
             num_tokens[:num_steady] = 1
-            self._manager.advance_steady(leases)
+            advance_steady(leases)
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
         blocks: list[int] = []
         saves: list[tuple[int, int]] = []
@@ -146,21 +165,23 @@ class PlanBuilder:
             scheduled, lease, num_own = work.scheduled, work.scheduled.lease, len(work.tokens)
             begin = lease.num_planned
             end = begin + num_own
-            read = self._manager.read_slot(lease)
-            columns[:6, i] = (scheduled.row, begin, num_own, work.num_drafts, read, lease.slot)
+            columns[:6, i] = (scheduled.row, begin, num_own, work.num_drafts, lease.read_slot, lease.slot)
             blocks += lease.block_ids(lease.num_sent_blocks, lease.num_blocks)
             saves += [(save.num_tokens, save.slot) for save in lease.saves]
             columns[6:, i + 1] = (len(blocks), len(saves))
-            samples[i], optimistic[i] = end >= scheduled.num_tokens_at_admission, begin > scheduled.request.num_tokens
+            samples[i] = end >= scheduled.num_tokens_at_admission
+            optimistic[i] = begin > scheduled.request.num_tokens
             if samples[i]:
                 assert work.masks or scheduled.request.grammar is None, "a request whose output is whole was planned"
                 masks += enumerate(work.masks, num_positions)
                 num_positions += 1 + work.num_drafts
-            reading = self._manager.advance(lease, end, work.decodes)
+            reading = lease.advance(end, work.decodes)
             if reading is not None:
                 readers.append(reading)
-            if not work.decodes or (lease.saves and not lease.in_reach):
-                self._manager.filing.publish(lease, begin if work.decodes else end)
+            if not work.decodes:
+                computed.append((lease, end))
+            elif lease.saves and not lease.in_reach:
+                computed.append((lease, begin))
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         return StepRows(
             row,
@@ -182,3 +203,9 @@ class PlanBuilder:
 
 def _sent_blocks(scheduled: ScheduledRequest) -> IntArray:
     return np.asarray(scheduled.lease.block_ids(0, scheduled.lease.num_sent_blocks), np.int32)
+
+
+def _token_masks(masks: list[tuple[int, IntArray]]) -> TokenMasks | None:
+    if not masks:
+        return None
+    return TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([mask for _, mask in masks]))

@@ -1,4 +1,4 @@
-"""The waiting queue, which is also an oracle: it knows which prefixes will be asked for next."""
+"""The waiting queue. It also knows which prefixes will be asked for next."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from forkpoint.sched.scheduled_request import ScheduledRequest
 
 
 class WaitingQueue:
-    """Entries by (priority, arrival), for others to read in `requests`. Knows how many of their prompts contain a
-    block."""
+    """Waiting requests by (priority, arrival), for others to read in `requests`; counts the prompts with each block."""
 
     def __init__(self) -> None:
         self.requests: list[ScheduledRequest] = []
         self._interest = PrefixInterest()
 
     def add(self, scheduled: ScheduledRequest) -> None:
-        bisect.insort(self.requests, scheduled, key=lambda e: e.order)
+        bisect.insort(self.requests, scheduled, key=lambda each: each.order)
         self._interest.add(self._reusable_hashes(scheduled))
 
     def remove(self, scheduled: ScheduledRequest) -> None:
-        index = bisect.bisect_left(self.requests, scheduled.order, key=lambda e: e.order)
+        index = bisect.bisect_left(self.requests, scheduled.order, key=lambda each: each.order)
         assert self.requests[index] is scheduled
         del self.requests[index]
         self._interest.remove(self._reusable_hashes(scheduled))
 
     def is_more_urgent(self, scheduled: ScheduledRequest) -> bool:
-        """Whether a request of smaller priority value than `scheduled`'s is waiting."""
+        """Return whether a request of a smaller priority value than `scheduled` is waiting."""
         return bool(self.requests) and self.requests[0].order[0] < scheduled.order[0]
 
     def junctions(self, hashes: Sequence[BlockHash], start: int, end: int) -> frozenset[int]:
-        """Positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
+        """Return the positions in `(start, end]` of the history `hashes` at which a waiting prompt parts from it."""
         junctions: list[int] = []
         before = 0
         counts = itertools.chain(self._interest.counts(hashes), [0])

@@ -1,4 +1,4 @@
-"""The rows of the batch: who has one, who is on the way out, which rows the runner has yet to clear."""
+"""The rows of the batch: who has one, who is leaving, and which rows the runner has yet to clear."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 
 
 class RunningSet:
-    """Entries that have a row. An scheduled whose steps are in flight keeps its row until they end; `issued` are the
-    steps in flight.
+    """Requests that have a row. A request with steps in flight keeps its row until they end.
 
-    To be read by others: `requests`, those that may be planned, in order; `leaving`, those that leave once the steps in
-    flight have ended; `free_rows`; `removed_rows`, those freed since the last `drain_removed`.
+    Others read `requests`, which may be planned, in order; `leaving`, which leave once their steps in flight have
+    ended; `free_rows`; and `removed_rows`, freed since the last `drain_removed`.
     """
 
     def __init__(self, num_rows: int, issued: Sequence[IssuedStep]) -> None:
+        """`issued` are the steps in flight, oldest first; the scheduler keeps them up to date."""
         self.requests: list[ScheduledRequest] = []
         self.leaving: list[ScheduledRequest] = []
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.removed_rows: list[int] = []
         self._issued = issued
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
     def start(self, scheduled: ScheduledRequest) -> None:
-        """Give a waiting scheduled a row."""
+        """Give a waiting request a row."""
         scheduled.row = self.free_rows.pop()
-        bisect.insort(self.requests, scheduled, key=lambda e: e.order)
+        bisect.insort(self.requests, scheduled, key=lambda each: each.order)
 
     def leave(self, scheduled: ScheduledRequest) -> bool:
-        """Plan the scheduled no more. True if nothing of it is in flight, so that it can `vacate` now."""
+        """Stop planning the request. Return True if none of its steps is in flight, so that it can `vacate` now."""
         self.requests.remove(scheduled)
         scheduled.leaving = True
         if self._in_flight(scheduled):
@@ -42,23 +46,23 @@ class RunningSet:
         return bool(self._issued) and scheduled.last_step >= self._issued[0].plan.step
 
     def take_ready(self) -> list[ScheduledRequest]:
-        """Leaving requests of which nothing is in flight any more; each has to `vacate`."""
-        ready = [scheduled for scheduled in self.leaving if not self._in_flight(scheduled)]
-        self.leaving = [scheduled for scheduled in self.leaving if self._in_flight(scheduled)]
+        """Return the leaving requests without a step in flight; each of them has to `vacate`."""
+        ready = [each for each in self.leaving if not self._in_flight(each)]
+        self.leaving = [each for each in self.leaving if self._in_flight(each)]
         return ready
 
     def vacate(self, scheduled: ScheduledRequest) -> None:
-        """Free the scheduled's row."""
+        """Free the request's row."""
         scheduled.leaving = False
         self.removed_rows.append(scheduled.row)
         self.free_rows.append(scheduled.row)
         scheduled.row = NO_ROW
 
     def drain_removed(self) -> tuple[int, ...]:
-        """Rows freed since the last call; the next plan must name them."""
+        """Return the rows freed since the last call; the next plan must name them."""
         removed, self.removed_rows = tuple(self.removed_rows), []
         return removed
 
     def last_unplanned(self, step: int) -> ScheduledRequest | None:
-        """The last scheduled in order that step `step` has not planned: the one to preempt first."""
-        return next((scheduled for scheduled in reversed(self.requests) if scheduled.last_step != step), None)
+        """Return the last request in order that step `step` has not planned: the one to preempt first."""
+        return next((each for each in reversed(self.requests) if each.last_step != step), None)

@@ -1,4 +1,4 @@
-"""A request inside the scheduler: where it is, what it holds, what is in flight."""
+"""A request inside the scheduler: its place, what it holds, and what is in flight."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ from forkpoint.sched.request import Request
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """Written by the Scheduler and its parts: admission, running set.
+    """A waiting or running request. Written by the Scheduler and its parts: Admission, RunningSet, Retries.
 
     The lease counts its planned and its confirmed tokens. Tokens `[0, prefill_end)` go through the prefill kernels, the
-    others through the decode kernels. Tokens from `num_tokens_at_admission` on were sampled in this run.
-    `num_to_compute` tokens are ever computed: all but the last output. A row that `waits_for_output` is planned only
-    once its last output is known, or early if the DraftPlanner allows it.
+    others through the decode kernels. Tokens from `num_tokens_at_admission` on were sampled in this run. Only
+    `num_to_compute` tokens are ever computed: all but the last output. A row that `waits_for_output` is planned once
+    its last output is known, or early if the DraftPlanner allows it.
     """
 
     request: Request
     lease: Lease
-    order: tuple[int, int]  # (priority, arrival number): smaller runs first, larger is preempted first
+    order: tuple[int, int]  # (priority, arrival number): the smaller runs first, the larger is preempted first
     row: int = NO_ROW
     prefill_end: int = 0
     num_tokens_at_admission: int = 0
     num_to_compute: int = 0
     waits_for_output: bool = False
-    last_step: int = -1  # the last step that carries this row
-    leaving: bool = False  # it is planned no more, and keeps its row while a step that carries it is in flight
-    ended: bool = False  # its request has; else it leaves in order to run again
+    last_step: int = -1  # the newest step that has this row
+    leaving: bool = False  # no longer planned; it keeps its row while a step with that row is in flight
+    ended: bool = False  # its request has ended; otherwise it leaves in order to run again
     junctions: frozenset[int] = frozenset()
-    expected: Checkpoint | None = None  # where this waiting request is known to resume
-    suspect_until: int = 0  # tokens that it had come to in a step that failed; so far it is to be tried alone
+    expected: Checkpoint | None = None  # the checkpoint that this waiting request would resume from
+    suspect_until: int = 0  # tokens; up to there Retries plans it alone
 
     def __post_init__(self) -> None:
         self.num_to_compute = self.request.num_prompt_tokens + self.request.max_tokens - 1
 
     def tokens_beyond_chain(self, end: int) -> IntArray:
-        """The known tokens up to position `end` that the lease's hash chain does not have yet."""
+        """Return the tokens up to position `end` that the lease's hash chain does not have yet."""
         return self.request.token_ids(self.lease.chain.num_tokens, end)
 
     def record_hit(self, hit: PrefixHit, gained: int | None = None) -> None:
-        """Report a hit on the request; `gained`: tokens that a run under way did not have to compute."""
+        """Report a hit on the request. `gained` is the number of tokens that a hit in mid-run spared."""
         request = self.request
         first_run = request.num_preemptions == 0
         before = (request.cache if first_run else request.resume_cache) or CacheReport()
-        cached = hit.num_tokens if gained is None else before.num_cached_tokens + gained
-        report = CacheReport(self.num_tokens_at_admission, cached, hit.kv_num_tokens, hit.miss)
+        num_cached = hit.num_tokens
+        if gained is not None:
+            num_cached = before.num_cached_tokens + gained
+        report = CacheReport(self.num_tokens_at_admission, num_cached, hit.kv_num_tokens, hit.miss)
         if first_run:
             request.cache = report
         else:
@@ -59,13 +61,15 @@ class ScheduledRequest:
 
 @dataclass(slots=True, eq=False)
 class IssuedStep:
-    """What has to be settled when a step's result arrives, or undone when it fails. `requests` are those of the plan's
-    rows, `sampled` those of which it samples, `filed` is what it and the plans before it computed of what was filed
-    since."""
+    """A step in flight: what to do when its result arrives, or to undo when it fails.
+
+    `requests` are those of the plan's rows, `sampled` those whose rows sample. `readers` are the checkpoints that its
+    rows read. `filed` entered the tree since the plan before: this plan, or an earlier one, computes it.
+    """
 
     plan: StepPlan
     requests: list[ScheduledRequest]
     sampled: list[ScheduledRequest]
     readers: list[Checkpoint]
     filed: list[Node | Checkpoint]
-    started_s: float = 0.0  # when its planning had ended, where somebody drafts
+    started_s: float = 0.0  # when its planning had ended, by the DraftPlanner's clock

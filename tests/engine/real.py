@@ -31,6 +31,7 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.runtime.runner import Loaded, ModelRunner, StepOutputs
 from forkpoint.runtime.sampler import Sampler
+from forkpoint.runtime.step_inputs import sampled_tokens
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.plan import StepPlan, StepResult, SubmittedStep, TokenMasks
 from forkpoint.sched.request import Request
@@ -232,14 +233,15 @@ class Probe:
             self._break_hidden(runner)
 
     def _break_hidden(self, runner: ModelRunner) -> None:
-        """Have the runner's model answer NaN for the tokens of the sequence that is to fail."""
+        """Have the runner's model answer NaN where the sequence that is to fail samples."""
         forward = runner._forward
 
         def broken(*given: Any) -> Tensor:
             hidden, plan = forward(*given), self.plan
             if self.failing and not self.failing_after and plan is not None:
-                names = [self.rows[row] for row in plan.rows.row.tolist()]
-                hidden[np.repeat([name == self.failing for name in names], plan.rows.num_tokens)] = torch.nan
+                rows = np.repeat(plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples])
+                fails = [self.rows[row] == self.failing for row in rows.tolist()]
+                hidden[sampled_tokens(plan.rows)[fails]] = torch.nan
             return hidden
 
         runner._forward = broken  # type: ignore[method-assign]

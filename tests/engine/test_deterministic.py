@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.cache.layout import CacheLayout
+from forkpoint.cache.lease import Lease
 from forkpoint.config import CacheConfig, SchedulerConfig
 from forkpoint.errors import ConfigError
 from forkpoint.models.decoder import Model
@@ -252,8 +253,8 @@ def test_the_check_can_fail(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> No
     if not serving.layout.has_states:
         pytest.skip("a model without states")
     serving.ask("first", PROMPTS[0], 2)
-    read: Callable[[Any], int] = serving.sched.cache.read_slot
-    monkeypatch.setattr(serving.sched.cache, "read_slot", lambda lease: -1 if lease.read_from else read(lease))
+    read: Callable[[Lease], int] = Lease.read_slot.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Lease, "read_slot", property(lambda lease: -1 if lease.read_from else read(lease)))
     serving.ask("second", PROMPTS[0], 2)
     with pytest.raises(AssertionError):
         bench.check(serving, "second")

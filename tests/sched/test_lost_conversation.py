@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forkpoint.cache.learnt import Turn, class_of
+from forkpoint.cache.learnt import ConversationTurn, class_of
 from forkpoint.cache.tree import Origin
 from forkpoint.config import CacheConfig
 from tests.sched.harness import HYBRIDS, LAYOUTS, Harness, tokens
@@ -45,7 +45,7 @@ def test_going_on_shows_no_junction(name: str) -> None:
     assert request.cache.num_cached_tokens == 0
     assert harness.sched.stats().cache.checkpoints_saved.get("junction", 0) == before
     end = harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64]
-    assert end.note == Turn(1), "the turn that was lost counts"
+    assert end.note == ConversationTurn(1), "the turn that was lost counts"
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -67,17 +67,17 @@ def test_what_is_left_stands_in_for_the_end(name: str) -> None:
     store, prompt = harness.sched.cache.store, tokens(1, LENGTH)
     harness.ask("turn 1", prompt, 4)
     end, near_end = (harness.checkpoints(prompt)[position] for position in (2944, 2880))
-    assert near_end.origin is Origin.NEAR_END and near_end.note == Turn()
+    assert near_end.origin is Origin.NEAR_END and near_end.note == ConversationTurn()
     harness.ask("unrelated", tokens(5000, LENGTH), 4)
     while not end.dropped:
         assert store.evict_least()
-    assert not near_end.dropped and near_end.note == Turn(stands_in_for=class_of(end))
+    assert not near_end.dropped and near_end.note == ConversationTurn(stands_in_for=class_of(end))
     worth = store.key_of(near_end)
     turn_2 = np.concatenate([prompt, np.asarray(harness.output("turn 1"), np.int32), tokens(2, 300)])
     assert harness.ask("turn 2", turn_2).cache.num_cached_tokens == 2880
-    assert near_end.note == Turn(), "the conversation went on"
+    assert near_end.note == ConversationTurn(), "the conversation went on"
     assert store.key_of(near_end) < worth / 2
-    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].note == Turn(1)
+    assert harness.checkpoints(turn_2)[(len(turn_2) - 1) // 64 * 64].note == ConversationTurn(1)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

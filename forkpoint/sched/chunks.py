@@ -1,0 +1,57 @@
+"""Prefill in chunks: where a chunk ends, and which states it saves."""
+
+from __future__ import annotations
+
+from forkpoint.cache.capture import CaptureContext, CapturePolicy
+from forkpoint.cache.manager import CacheManager
+from forkpoint.config import BLOCK_SIZE
+from forkpoint.sched.builder import PlanBuilder
+from forkpoint.sched.queue import WaitingQueue
+from forkpoint.sched.request import Request
+from forkpoint.sched.scheduled_request import ScheduledRequest
+
+
+class Chunks:
+    """Cuts prompts into chunks that fit a step's budget of tokens, and plans the states that they save."""
+
+    def __init__(self, cache: CacheManager, waiting: WaitingQueue, capture: CapturePolicy, interval: int) -> None:
+        """`interval` is the distance in tokens between periodic states; 0 means there are none."""
+        self._cache = cache
+        self._waiting = waiting
+        self._capture = capture
+        self._interval = interval
+
+    def prefill_end(self, request: Request) -> int:
+        """Return how many tokens go through the prefill kernels.
+
+        Outputs of an earlier run are among them, except in deterministic mode, which replays them through the decode
+        kernels.
+        """
+        if self._cache.deterministic:
+            return request.num_prompt_tokens
+        return request.num_tokens
+
+    def end(self, start: int, prefill_end: int, budget: int) -> int:
+        """Return where a chunk from `start` ends: at the end of the prefill, or else on a block boundary."""
+        end = min(prefill_end, start + budget)
+        if end == prefill_end:
+            return end
+        return end // BLOCK_SIZE * BLOCK_SIZE
+
+    def add(self, builder: PlanBuilder, scheduled: ScheduledRequest, start: int, end: int) -> None:
+        """Plan the chunk `[start, end)` of a running request, which has blocks for it, and the states that it saves."""
+        lease = scheduled.lease
+        context = CaptureContext(
+            start=start,
+            end=end,
+            prompt_end=scheduled.prefill_end,
+            grid=BLOCK_SIZE,
+            breakpoints=scheduled.request.breakpoints,
+            junctions=scheduled.junctions,
+            waiting_junctions=self._waiting.junctions(lease.chain.hashes, start, end),
+            fallback_step=self._cache.fallback_step,
+            num_survived_tokens=lease.num_survived_tokens,
+            interval=self._interval,
+        )
+        self._cache.plan_saves(lease, start, end, self._capture.candidates(context))
+        builder.add_prefill(scheduled, end)

@@ -1,0 +1,35 @@
+"""Requests of failed steps: each runs alone until it has passed the point of failure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from forkpoint.sched.scheduled_request import ScheduledRequest
+
+
+class Retries:
+    """The requests that may have made a step fail, in the order in which they are tried.
+
+    A step with several requests failed. Each of them is planned in steps of its own until it has computed as many
+    tokens as the failed step would have taken it to. If its step fails again, the fault is its own.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: deque[ScheduledRequest] = deque()
+
+    def add(self, requests: Iterable[ScheduledRequest]) -> None:
+        """Try these requests alone, each as far as it is planned now."""
+        fresh = list(requests)
+        for scheduled in fresh:
+            scheduled.suspect_until = scheduled.lease.num_planned
+        self._suspects = deque(sorted({*self._suspects, *fresh}, key=lambda each: each.order))
+
+    def next(self) -> ScheduledRequest | None:
+        """Return the request to plan alone; None if every request has passed its point of failure."""
+        while self._suspects:
+            scheduled = self._suspects[0]
+            if not scheduled.ended and scheduled.lease.num_planned < scheduled.suspect_until:
+                return scheduled
+            self._suspects.popleft()
+        return None
