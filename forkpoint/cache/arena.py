@@ -1,6 +1,6 @@
-"""Accounting of the one arena: pages that hold blocks or slots, their owners, and compaction.
+"""The arena's accounting: pages that hold blocks or slots, their owners, and compaction.
 
-The bytes themselves belong to `runtime.buffers`; here are only ids. Page 0 is reserved for padded rows.
+Only ids are kept here; `runtime.buffers` has the bytes. Page 0 is reserved for padded rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MoveKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Compaction: the contents of `src` go to `dst`, and every table that names `src` names `dst` from then on."""
+    """One copy of a compaction, from unit `src` to `dst`. Every table that names `src` has to name `dst` afterwards."""
 
     kind: MoveKind
     src: int
@@ -31,13 +31,13 @@ class Move:
 
 
 class UnitOwner(Protocol):
-    """Whoever holds a block or a slot; told when compaction moves it."""
+    """The holder of a block or a slot. The arena calls `rebind` when compaction moves that unit."""
 
     def rebind(self, move: Move) -> None: ...
 
 
 class UnitPool:
-    """Units of one kind (blocks, or slots) cut from pages. Knows which page has how many free units."""
+    """Units of one kind, blocks or slots, cut from pages; indexed by how many free units a page has."""
 
     def __init__(self, kind: MoveKind, per_page: int, stride_bytes: int) -> None:
         self.kind = kind
@@ -60,7 +60,7 @@ class UnitPool:
         self.num_free_in_partial += self.per_page
 
     def take(self, owner: UnitOwner, count: int) -> list[int]:
-        """Up to `count` units, from the fullest partly used pages; fewer if these have no more."""
+        """Take up to `count` units from the fullest partly used pages; fewer if they have no more."""
         units: list[int] = []
         while self._nonempty and len(units) < count:
             units += self._pop(count - len(units))
@@ -68,13 +68,13 @@ class UnitPool:
         return units
 
     def transfer(self, units: Sequence[int], owners: Iterable[UnitOwner]) -> None:
-        """The units stay in use, each under another owner."""
+        """Give units in use to other owners."""
         num_used = self.num_used
         self.owners.update(zip(units, owners, strict=True))
         assert self.num_used == num_used, f"a {self.kind.value} that nobody held"
 
     def give(self, units: Sequence[int]) -> list[int]:
-        """Free units; returns the pages that are now wholly free (and no longer this pool's)."""
+        """Free units. Returns the pages that are now wholly free; they no longer belong to the pool."""
         emptied = []
         for page, group in itertools.groupby(units, lambda unit: unit // self.per_page):
             free = self._free.setdefault(page, [])
@@ -114,11 +114,11 @@ class UnitPool:
         return page, moves
 
     def free_units(self) -> dict[int, list[int]]:
-        """Page -> its free units, for partly used pages."""
+        """Return the free units of each partly used page, by page."""
         return {page: list(units) for page, units in self._free.items() if units}
 
     def _pop(self, most: int) -> list[int]:
-        """Up to `most` free units of the fullest partly used page."""
+        """Take up to `most` free units of the fullest partly used page."""
         page = next(iter(self._by_free[_lowest_bit(self._nonempty)]))
         free = self._free[page]
         self._unfile(page, len(free))
@@ -144,28 +144,28 @@ class UnitPool:
 
 
 class Arena:
-    """`num_pages` pages, page 0 reserved. Any mix of blocks and slots fits at any time.
+    """`num_pages` pages, of which page 0 is reserved. Each of the others holds blocks or slots, as needed.
 
-    A new unit goes to the fullest partly used page of its kind, else to a free page, else, if the other
-    kind's free units add up to a page, compaction frees one (at most one page's bytes move). When even that
-    fails the caller has to evict.
+    A new unit comes from the fullest partly used page of its kind, or else from a free page. If there is none, and the
+    other kind's free units add up to a page, compaction frees one, which moves at most one page's bytes. If there is
+    still no room, the caller has to evict.
     """
 
     def __init__(self, layout: CacheLayout, num_pages: int) -> None:
         if num_pages < 2:
             raise ConfigError(f"an arena needs 2 pages or more (page 0 is reserved), not {num_pages}")
         self.num_pages = num_pages
-        # Of a kind that the layout does not have no unit is ever taken.
+        # A layout without blocks, or without slots, never takes a unit of that kind.
         self.blocks = UnitPool(MoveKind.BLOCK, layout.blocks_per_page or 1, layout.block_stride_bytes)
         self.slots = UnitPool(MoveKind.SLOT, layout.slots_per_page or 1, layout.slot_stride_bytes)
         self._free_pages = list(range(num_pages - 1, 0, -1))
         self.moves: list[Move] = []
-        self._given_bytes = 0  # ever
+        self._given_bytes = 0  # since the start
         self._num_bytes = layout.page_bytes * num_pages
 
     @property
     def turnover(self) -> float:
-        """Bytes ever handed out, in arenas: the cache's clock."""
+        """The cache's clock: bytes handed out since the start, in arenas."""
         return self._given_bytes / self._num_bytes
 
     @property
@@ -173,7 +173,7 @@ class Arena:
         return len(self._free_pages)
 
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
-        """Up to `count` blocks; fewer if there is no room for more."""
+        """Take up to `count` blocks; fewer if there is no room for more."""
         return self._take(self.blocks, self.slots, owner, count)
 
     def take_slot(self, owner: UnitOwner, compact: bool = True) -> int | None:
@@ -186,17 +186,17 @@ class Arena:
         self._free_pages += self.slots.give([slot])
 
     def reissue_blocks(self, blocks: Sequence[int], owner: UnitOwner) -> None:
-        """As if these blocks were given back and taken again at once, where there is no other room."""
+        """Give blocks in use to another owner; the clock counts them as handed out."""
         self.blocks.transfer(blocks, [owner] * len(blocks))
         self._given_bytes += len(blocks) * self.blocks.stride_bytes
 
     @property
     def num_blocks_until_slot(self) -> int:
-        """How many more blocks have to be free before `take_slot` finds room in a full arena."""
+        """How many more blocks have to become free before `take_slot` finds room in a full arena."""
         return self.blocks.per_page - self.blocks.num_free_in_partial
 
     def drain_moves(self) -> tuple[Move, ...]:
-        """Moves since the last call, in order; the next plan must carry them."""
+        """Return the moves since the last call, in order; the next plan must carry them."""
         moves, self.moves = tuple(self.moves), []
         return moves
 
@@ -218,7 +218,7 @@ class Arena:
         return True
 
     def check_integrity(self) -> None:
-        """Free, block and slot pages are disjoint and together all pages; no unit is both free and owned."""
+        """Raise AssertionError unless each page is free, of blocks or of slots, and each unit is free or owned."""
         seen: dict[int, str] = {0: "reserved"} | dict.fromkeys(self._free_pages, "free")
         assert len(seen) == 1 + len(self._free_pages), "a page is twice on the free list"
         for name, pool in (("blocks", self.blocks), ("slots", self.slots)):

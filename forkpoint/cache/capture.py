@@ -1,4 +1,4 @@
-"""Which states of a chunk are worth a slot. Pure decisions; the manager finds the room."""
+"""Capture policies: which states of a chunk are worth a slot. They only decide; the cache finds the room."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from forkpoint.cache.tree import Origin
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What is known when tokens `[start, end)` of a request are about to be computed. All counts are of tokens.
+    """What a policy sees before tokens `[start, end)` of a request are computed. All numbers count tokens.
 
-    `prompt_end` is the number of tokens that are known beforehand and prefilled; at `junctions` cached (or lately
-    evicted) histories part from this one, at `waiting_junctions` waiting prompts do; `breakpoints` were declared by
-    the caller. `fallback_step` is how many tokens of keys and values a conversation may lose at once; where this one
-    had lost its end, `num_survived_tokens` were left. Periodic states lie `interval` apart (0: none).
+    `prompt_end` is where prefill ends. At `junctions` cached or lately evicted histories part from this one, at
+    `waiting_junctions` waiting prompts do. The caller declared the `breakpoints`. `fallback_step` is how many tokens of
+    keys and values a conversation may lose at once. If this one had lost its end, `num_survived_tokens` were left.
+    Periodic states lie `interval` apart; 0 means there are none.
     """
 
     start: int
@@ -32,7 +32,7 @@ class CaptureContext:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A position on the grid in `(start, end]`, and why. Without `displaces` it takes free room only."""
+    """A position on the grid in `(start, end]`, and why it is worth a state. `displaces`: it may evict others."""
 
     num_tokens: int
     origin: Origin
@@ -40,15 +40,18 @@ class Candidate:
 
 
 class CapturePolicy:
-    """Names the positions worth a state, the most valuable first; the cache rounds them down to the grid, and takes of
-    each position in the chunk the first one. It is made without arguments, and keeps nothing between chunks."""
+    """Names the positions that are worth a state, the most valuable first.
+
+    The cache rounds them down to the grid; the first reason for a position counts. A policy is made without arguments
+    and keeps nothing between chunks.
+    """
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
-        """Why, and after how many tokens; positions outside `(start, end]` do no harm."""
+        """Yield reasons, each with its positions. Positions outside `(start, end]` are ignored."""
         raise NotImplementedError
 
     def candidates(self, context: CaptureContext) -> list[Candidate]:
-        """The positions in the chunk, each once."""
+        """Return the positions in the chunk, each once."""
         chosen: dict[int, Candidate] = {}
         for origin, positions in self.positions(context):
             for position in positions:
@@ -58,26 +61,26 @@ class CapturePolicy:
         return list(chosen.values())
 
     def displaces(self, origin: Origin) -> bool:
-        """Whether a state of that kind may take the room of others that are worth less."""
+        """Return whether a state of that origin may evict others that are worth less."""
         return True
 
 
 class PromptEndCapture(CapturePolicy):
-    """The ends of prompts alone."""
+    """Keeps only the ends of prompts."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         yield Origin.PROMPT_END, (context.prompt_end, context.prompt_end - 1)
 
 
 class DenseCapture(CapturePolicy):
-    """Every boundary."""
+    """Keeps every boundary."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         yield Origin.INTERVAL, _every(context.grid, context, context.end)
 
 
 class DefaultCapture(PromptEndCapture):
-    """All that `Origin` lists; periodic states take free room only."""
+    """Keeps all origins that a chunk can have; periodic states take free room only."""
 
     def positions(self, context: CaptureContext) -> Iterable[tuple[Origin, Iterable[int]]]:
         grid, end = context.grid, context.end
@@ -87,8 +90,8 @@ class DefaultCapture(PromptEndCapture):
         yield Origin.NEAR_END, ((context.prompt_end - 1) // grid * grid - grid,)
         if context.fallback_step:
             step = -(-context.fallback_step // grid) * grid
-            last = min(end, context.prompt_end - step // 2)  # not where the prompt's end is nearly as good
-            if context.num_survived_tokens >= step:  # there will be room for about as much the next time
+            last = min(end, context.prompt_end - step // 2)  # closer to it, the prompt's end is nearly as good
+            if context.num_survived_tokens >= step:  # the next time about as much will survive
                 last = min(last, context.num_survived_tokens)
                 yield Origin.FALLBACK, (context.num_survived_tokens,)
             yield Origin.FALLBACK, _every(step, context, last)
@@ -100,5 +103,5 @@ class DefaultCapture(PromptEndCapture):
 
 
 def _every(step: int, context: CaptureContext, last: int) -> range:
-    """Multiples of `step` after the chunk's start, up to `last`."""
+    """Return the multiples of `step` after the chunk's start, up to `last`."""
     return range(context.start // step * step + step, last + 1, step)

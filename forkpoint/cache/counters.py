@@ -8,23 +8,27 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Written by the cache alone; read them through `PrefixStore.stats`. By reason, and by `Origin`, where there are
-    several."""
+    """What the cache counts since the start. It alone writes them; read them through `CacheManager.stats`.
 
-    query_tokens: int = 0  # prompt tokens that asked
-    hit_tokens: int = 0  # of those, tokens that were reused
-    lost_tokens: dict[str, int] = field(default_factory=Counter)  # reusable tokens that were not, by reason
+    Counters with several entries are by miss reason or by `Origin`.
+    """
+
+    query_tokens: int = 0  # tokens of all prompts that were looked up
+    hit_tokens: int = 0  # those of them that were reused
+    lost_tokens: dict[str, int] = field(
+        default_factory=Counter
+    )  # tokens that were cached once and not reused, by reason
     checkpoints_saved: dict[str, int] = field(default_factory=Counter)
     checkpoints_evicted: dict[str, int] = field(default_factory=Counter)
     checkpoint_hits: dict[str, int] = field(default_factory=Counter)
-    checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # wanted, but there was no room
+    checkpoints_skipped: dict[str, int] = field(default_factory=Counter)  # worth a slot, but there was no room
     blocks_evicted: int = 0
     moves: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class CacheStats(CacheCounters):
-    """A reading of the cache: what was counted since the start, and gauges now."""
+    """A reading of the cache: the counters, and gauges as they are now."""
 
     num_pages: int
     num_free_pages: int

@@ -1,4 +1,4 @@
-"""What a policy knows of cached entries, and what it is told. `cache/learnt.py` has the default one."""
+"""Eviction policies: what they know of an entry, and the calls they get. The default is in `cache/learnt.py`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from forkpoint.cache.tree import Checkpoint, Origin
 
 @dataclass(frozen=True, slots=True)
 class RecomputeCost:
-    """Time to compute tokens `[start, end)` of a prompt, up to a factor.
+    """The time to compute tokens `[start, end)` of a prompt, in any unit.
 
-    `per_token` covers the matrix products, `per_pair` one query attending to one key.
+    `per_token` is for the matrix products, `per_pair` for one query that attends to one key.
     """
 
     per_token: float = 1.0
@@ -29,13 +29,13 @@ class RecomputeCost:
 class EntryFacts(NamedTuple):
     """What a policy may know of a cached entry, or of a state that might be saved.
 
-    `saved` is what a hit here spares: the cost (`RecomputeCost`; in the engine floating-point operations) of computing
-    the tokens after the nearest checkpoint above, of kind `above`. `num_bytes` go with the entry: its slot, and if it
-    is not `inside` a history that goes on below, the `kv_bytes` of keys and values since that checkpoint too. Times are
-    in arenas of new data: `last_used` is a reading of the cache's clock (bytes ever handed out / bytes of the arena),
-    `age` the time since. `uses` are hits so far; `num_expected` waiting requests are known to resume here. An entry is
-    `superseded` if its conversation has gone on from a later state. `block_hash` names it: all tokens up to its end.
-    `note` is the policy's own.
+    `saved` is the cost (`RecomputeCost`; floating-point operations in the engine) that a hit here spares: computing the
+    tokens since the nearest checkpoint above, whose kind is `above`. Evicting the entry frees `num_bytes`: its slot,
+    and also the `kv_bytes` of keys and values since that checkpoint unless the history goes on below it (`inside`).
+    Times count in arenas of new data: `last_used` is a reading of the cache's clock (bytes handed out since the start /
+    bytes of the arena), `age` the time since then. `uses` counts the hits so far, `num_expected` the waiting requests
+    that would resume here. A `superseded` entry belongs to a conversation that has gone on from a later state.
+    `block_hash` names all tokens up to the entry's end. `note` is the policy's own.
     """
 
     kind: Origin
@@ -54,35 +54,39 @@ class EntryFacts(NamedTuple):
 
 
 class EvictionPolicy:
-    """Orders entries: the smallest key goes first. Only `key` has to be written.
+    """Orders entries: the one with the smallest key is evicted first. A subclass has to write only `key`.
 
-    `key` is asked when an entry is saved, used, superseded, expected by a waiting request, or left without anything
-    below it, when it comes to the front of the queue, and at the age that `next_change` names. In between the filed key
-    holds: one that has risen meanwhile is found out at the front; one that falls by itself must fall at those ages.
+    The queue calls `key` when an entry is saved, used, superseded, expected by a waiting request, or left without
+    anything below it; when it comes to the front; and at the age that `next_change` returns. Between these calls the
+    queued key holds. A key that has risen meanwhile is noticed at the front. A key that falls by itself must fall at
+    those ages.
 
-    The other methods tell what happens, and do nothing unless a policy learns. A note is the policy's own: `note` of a
-    checkpoint, and that of a request, which the methods that take it return.
+    The other methods report events; here they do nothing. A policy may keep a note of its own in `Checkpoint.note`, and
+    one for each request: methods that take the request's note return it.
     """
 
     def key(self, entry: EntryFacts) -> float:
-        """Of an entry as it is now, or of a state that might be saved: it gets room from entries of smaller keys."""
+        """Return the key of an entry as it is now. A state that might be saved may evict entries of smaller keys."""
         raise NotImplementedError
 
     def next_change(self, age: float) -> float:
-        """The age, in arenas, above `age` at which the keys of entries fall by themselves."""
+        """Return the next age after `age`, in arenas, at which keys fall by themselves."""
         return math.inf
 
     def resumed(self, checkpoint: Checkpoint, request_note: object) -> object:
-        """A request goes on from a checkpoint, at its `last_used`; returns the note of the request."""
+        """A request resumes from a checkpoint, at its `last_used`. Returns the request's note."""
         return request_note
 
     def missed(self, gone: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
-        """A request computes blocks `gone`, at which there may have been checkpoints. Returns the note of the request,
-        and the block at which its conversation had ended, if it goes on with one that had lost its end."""
+        """A request computes the blocks `gone`, which may have had checkpoints.
+
+        Returns the request's note. If the request continues a conversation whose end was evicted, also returns the
+        block of that end.
+        """
         return request_note, None
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
-        """A request left a checkpoint; `above` is the nearest one before it."""
+        """A request saved a checkpoint; `above` is the nearest one before it."""
 
     def unsaved(self, block_hash: BlockHash, request_note: object, now: float) -> None:
         """There was no room for the state at the end of a request's prompt."""
@@ -94,19 +98,21 @@ class EvictionPolicy:
         """The conversation has gone on from a later checkpoint."""
 
     def evicted(self, checkpoint: Checkpoint, above: Checkpoint | None) -> bool:
-        """A checkpoint goes for want of room; `above` is the nearest one before it. Returns whether a conversation goes
-        on from that one now: it then counts as used when the one that goes was."""
+        """A checkpoint is evicted; `above` is the nearest one before it.
+
+        Returns whether a conversation now continues from `above`, which then counts as used when the evicted one was.
+        """
         return False
 
     def dropped(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint goes because nobody would use it, or because it cannot be trusted."""
+        """A checkpoint is removed because nobody would use it, or because its contents are wrong."""
 
     def reset(self) -> None:
         """Everything cached so far is gone."""
 
 
 class LRUPolicy(EvictionPolicy):
-    """The entry used longest ago goes first."""
+    """Evicts the entry that was used longest ago."""
 
     def key(self, entry: EntryFacts) -> float:
         return math.inf if entry.num_expected else entry.last_used

@@ -1,4 +1,4 @@
-"""Cached entries in the order in which they go."""
+"""Cached entries in the order of their eviction."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Final, Generic, TypeVar
 from forkpoint.cache.tree import Evictable
 
 Queued = TypeVar("Queued", bound=Evictable)
-LEAST_COMPACTED: Final = 1024  # places; a queue this short costs less than taking out what is old
+LEAST_COMPACTED: Final = 1024  # places; a shorter queue costs less than its compaction
 
 
 class EvictionQueue(Generic[Queued]):
-    """Entries by key. An entry's key may rise unnoticed (an ancestor was dropped): `lowest` looks again. It may
-    fall by itself when the clock reaches `due`: the entry is then filed anew."""
+    """Entries by key.
+
+    A key may rise unnoticed, because an ancestor was dropped: `lowest` computes it again. A key may fall by itself when
+    the clock reaches `due`: then the entry is queued again.
+    """
 
     def __init__(self, key: Callable[[Queued], float], due: Callable[[Queued], float]) -> None:
         self._key = key
@@ -28,11 +31,11 @@ class EvictionQueue(Generic[Queued]):
 
     @property
     def num_filed(self) -> int:
-        """Places taken, those that entries had before they were filed anew included."""
+        """Places taken, including the old places of entries that were queued again."""
         return len(self._heap) + len(self._dues)
 
     def push(self, entry: Queued) -> None:
-        """Add an entry, or file it anew after its facts changed; one that cannot go now is to be pushed once it can."""
+        """Queue an entry, or queue it again after its facts changed. Push one that cannot be evicted once it can."""
         if not entry.is_evictable:
             return
         entry.queue_entry = ticket = next(self._tickets)
@@ -44,16 +47,16 @@ class EvictionQueue(Generic[Queued]):
             self._compact()
 
     def _compact(self) -> None:
-        """Take out what was filed before: an entry that is used again and again would never come to the front."""
+        """Remove old places: those of an entry that is used again and again would never come to the front."""
         for heap in (self._heap, self._dues):
             heap[:] = [filed for filed in heap if filed[2].queue_entry == filed[1] and not filed[2].dropped]
             heapq.heapify(heap)
         self._most_filed = max(2 * self.num_filed, LEAST_COMPACTED)
 
     def lowest(self, now: float) -> tuple[float, Queued] | None:
-        """The evictable entry of the smallest key at the time `now`, which stays in the queue; None: there is none.
+        """Return the evictable entry with the smallest key at time `now`; None if there is none. It stays queued.
 
-        Entries that cannot go now leave the queue; push them again when they can.
+        Entries that cannot be evicted now leave the queue; push them again when they can.
         """
         self.file_due(now)
         while self._heap:
@@ -68,8 +71,11 @@ class EvictionQueue(Generic[Queued]):
         return None
 
     def file_due(self, now: float, most: float = math.inf) -> None:
-        """File anew entries whose keys may have fallen by `now`, `most` of them. `lowest` does all that are left: what
-        takes room calls this while there is some, or else the first who finds none would wait for every entry."""
+        """Queue entries again whose keys may have fallen by `now`, at most `most` of them.
+
+        `lowest` does the rest. Whoever takes units calls this, so that the first one who has to evict does not pay for
+        all entries at once.
+        """
         due = list[Queued]()
         while self._dues and self._dues[0][0] <= now and len(due) < most:
             _, ticket, entry = heapq.heappop(self._dues)

@@ -1,4 +1,4 @@
-"""What was evicted lately: enough to say why a request missed and to see a junction the second time."""
+"""Ghosts: hashes of lately evicted entries. They explain misses and show junctions of evicted histories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from forkpoint.cache.hashing import BlockHash
 @enum.unique
 class GhostKind(enum.Enum):
     KV = "kv"  # the whole block is gone
-    CHECKPOINT = "checkpoint"  # its checkpoint is gone, keys and values may still be there
+    CHECKPOINT = "checkpoint"  # its checkpoint is gone; keys and values may still be there
 
 
 class GhostTable:
-    """A bounded table of evicted entries; the oldest is forgotten first."""
+    """A bounded table of evicted entries. It forgets the oldest first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -39,7 +39,7 @@ class GhostTable:
         return self._kinds.get(block_hash)
 
     def discard(self, hashes: Iterable[BlockHash], kind: GhostKind) -> None:
-        """These blocks, or their checkpoints, are cached again; of blocks checkpoints that they lost are not."""
+        """Forget ghosts of that kind: these blocks, or these checkpoints, are cached again."""
         for block_hash in self._kinds.keys() & hashes:
             if self._kinds[block_hash] is kind:
                 del self._kinds[block_hash]

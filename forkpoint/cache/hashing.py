@@ -1,4 +1,4 @@
-"""Chained block hashes: the hash of a block names all tokens up to its end, and the salt."""
+"""Chained block hashes: a block's hash stands for all tokens up to its end, and for the salt."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from forkpoint.config import BLOCK_SIZE
 BlockHash = NewType("BlockHash", bytes)
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 
-HASH_BYTES = 16  # also the size of the salt field of BLAKE2b, which carries the parent: no third compression
+HASH_BYTES = 16  # the parent fits in BLAKE2b's salt field, which saves a third compression
 TOKEN_BYTES = 4  # int32
 BLOCK_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
 def root_hash(salt: str) -> BlockHash:
-    """The parent hash of a first block. Different salts share nothing."""
+    """Return the parent hash of a first block. Prompts with different salts share nothing."""
     return BlockHash(blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"forkpoint-root").digest())
 
 
 def private_hash(parent: BlockHash, owner: str) -> BlockHash:
-    """A parent hash under which only `owner` finds what follows `parent`."""
+    """Return a parent hash that only `owner` computes for what follows `parent`."""
     return BlockHash(blake2b(parent + owner.encode(), digest_size=HASH_BYTES, person=b"forkpoint-own").digest())
 
 
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """The hash of a block of int32 ids after `parent`."""
+    """Return the hash of a block of int32 ids after `parent`."""
     return BlockHash(blake2b(tokens, digest_size=HASH_BYTES, salt=parent).digest())
 
 
 class HashChain:
-    """The tokens of one request and the hashes of its full blocks; it only grows.
+    """The tokens of one request and the hashes of its full blocks. It only grows.
 
-    Tokens at or after `private_from` (if given) are hashed under `owner`: a block that holds one of them is
-    found by that owner alone.
+    A block with a token at or after `private_from` (None: none is) is hashed under `owner`: only that owner finds it.
     """
 
     __slots__ = ("_owner", "_private_from", "_rest", "blocks", "hashes", "root")
@@ -46,7 +45,7 @@ class HashChain:
         self.root = root_hash(salt)
         self.hashes: list[BlockHash] = []
         self.blocks: list[bytes] = []  # the int32 token ids of each full block
-        self._rest = b""  # of the tokens that fill no block yet
+        self._rest = b""  # the tokens after the last full block
         self._owner = owner
         self._private_from = None if private_from is None else private_from // BLOCK_SIZE
 

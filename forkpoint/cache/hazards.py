@@ -1,15 +1,15 @@
-"""When checkpoints are used again, learnt from all of them: hazards by kind, uses so far and age.
+"""Hazards: when checkpoints are used again, learnt from all of them by kind, uses so far and age.
 
-Time is counted in new data, in arenas. The hazard `h(a)` of a class is its uses over its time at risk at age `a`;
-entries that were evicted and are asked for again count, since hazards could otherwise never show more than what the
-arena happens to hold. `H` is its integral, `exp(-H)` the survival: the share not used up to an age. What it earns to
-keep an entry of age `a` is the Gittins index (Gittins, Bandit Processes and Dynamic Allocation Indices, 1979) of
-holding it, the uses for the time held at the best age `s` to give it up at:
+Time counts new data, in arenas. The hazard `h(a)` of a class is its uses divided by its time at risk, at age `a`.
+Evicted entries that are asked for again count as uses: hazards could otherwise never show more than the arena happens
+to hold. `H` is the integral of `h`; `exp(-H)` is the survival, the share not used up to an age. The value of keeping an
+entry of age `a` is its Gittins index (Gittins, Bandit Processes and Dynamic Allocation Indices, 1979): uses per time
+held, if the entry is given up at the best age `s`:
 
     G(a) = max over s > a of  (1 - exp(H(a) - H(s))) / integral from a to s of exp(H(a) - H(t)) dt
 
-Where use is due later than at once, as with people who read an answer before they go on, an entry that has waited is
-worth more than a new one.
+An entry that has waited is worth more than a new one if its use comes late, for example because people read an answer
+before they continue.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 EDGES: Final = (0.0, *(2.0**power for power in range(-4, 5)))  # ages, in arenas; bin k is [EDGES[k], EDGES[k + 1])
 NUM_BINS: Final = len(EDGES) - 1
-ROUNDING: Final = 1e-6  # an age this close to an edge is beyond it
-MOST_USES: Final = 5  # entries of so many uses, and of more, are one class
-NUM_TRACKED: Final = 4096  # entries of a kind whose next use is waited for
-NOBODY: Final = -1  # in place of a number of uses
-UPDATE_EVERY: Final = 1 / 8  # arenas
-HALF_FORGOTTEN: Final = 64.0  # what was seen so many arenas ago counts half
+ROUNDING: Final = 1e-6  # arenas; an age this close below an edge counts as beyond it
+MOST_USES: Final = 5  # entries with at least so many uses are one class: more are too rare to learn from apart
+NUM_TRACKED: Final = 4096  # entries of a kind whose next use is awaited; bounds memory
+NOBODY: Final = -1  # instead of a number of uses: the place is free
+UPDATE_EVERY: Final = 1 / 8  # arenas; indices change slowly, and computing them costs milliseconds
+HALF_FORGOTTEN: Final = 64.0  # arenas after which an observation counts half
 
 _LOW: Final = np.asarray(EDGES[:-1])
 _WIDTH: Final = np.diff(np.asarray(EDGES))
 
 
 class ReuseClass(NamedTuple):
-    """Entries that are used alike: of one kind, used as often so far (of the end of a conversation: its turns)."""
+    """Entries that are used alike: same kind, same uses so far. The end of a conversation counts its turns as uses."""
 
     kind: Origin
     uses: int = 0
 
 
 class Prior(NamedTuple):
-    """What is assumed of a kind before anything was seen: the chance of one more use by uses so far
-    `[MOST_USES + 1]`, the share of the uses in each bin of ages `[NUM_BINS]`, and how many entries it counts as."""
+    """What is assumed of a kind before anything was seen.
+
+    `chances[MOST_USES + 1]` are the chances of one more use, by uses so far; `ages[NUM_BINS]` the shares of the uses in
+    each bin of ages. The assumption weighs as much as `num_entries` observed entries.
+    """
 
     chances: FloatArray
     ages: FloatArray
@@ -58,7 +61,7 @@ class Prior(NamedTuple):
 
 
 class KindHazards:
-    """One kind: entries that wait for their next use, what was seen of others, and what follows.
+    """The entries of one kind that wait for their next use, and the hazards learnt from those that no longer do.
 
     Arrays are `[MOST_USES + 1, NUM_BINS]`.
     """
@@ -69,8 +72,8 @@ class KindHazards:
         self._assumed_uses: FloatArray = prior.num_entries * in_bin
         self._assumed_time: FloatArray = prior.num_entries * unused * _WIDTH
         self._uses: list[list[float]] = np.zeros_like(in_bin).tolist()  # lists: single entries are added all the time
-        self._time: list[list[float]] = np.zeros_like(in_bin).tolist()  # at risk, of entries that no longer wait
-        self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> its place in what follows
+        self._time: list[list[float]] = np.zeros_like(in_bin).tolist()  # time at risk of entries that no longer wait
+        self._waiting: OrderedDict[BlockHash, int] = OrderedDict()  # -> its place in the two arrays below
         self._last_used = array("d", bytes(8 * NUM_TRACKED))  # arrays: read one by one, and all at once by numpy
         self._uses_so_far = array("q", [NOBODY]) * NUM_TRACKED
         self._free = list(range(NUM_TRACKED))
@@ -79,7 +82,7 @@ class KindHazards:
         self.update(0.0)
 
     def add(self, block_hash: BlockHash, uses: int, last_used: float) -> BlockHash | None:
-        """Wait for the next use of an entry; returns one that is no longer waited for."""
+        """Wait for the next use of an entry. Returns an entry whose use is no longer awaited, if the table is full."""
         oldest = None
         if len(self._waiting) == NUM_TRACKED:
             oldest = next(iter(self._waiting))
@@ -89,13 +92,13 @@ class KindHazards:
         return oldest
 
     def discard(self, block_hash: BlockHash) -> None:
-        """An entry no longer waits, and was never at risk."""
+        """Stop waiting for an entry's use, as if it had never been at risk."""
         place = self._waiting.pop(block_hash)
         self._uses_so_far[place] = NOBODY
         self._free.append(place)
 
     def end(self, block_hash: BlockHash, now: float) -> tuple[float, int]:
-        """An entry no longer waits: until `now` it was not used. Returns its age, and its uses so far."""
+        """Stop waiting for an entry that was not used until `now`. Returns its age and its uses so far."""
         place = self._waiting[block_hash]
         last_used, uses = self._last_used[place], self._uses_so_far[place]
         self.discard(block_hash)
@@ -106,13 +109,13 @@ class KindHazards:
         return age, uses
 
     def use(self, block_hash: BlockHash, now: float) -> int:
-        """An entry is asked for; returns how often it was before."""
+        """Count a use of an entry. Returns its uses before."""
         age, uses = self.end(block_hash, now)
         self._uses[uses][age_bin(age)] += 1
         return uses
 
     def update(self, now: float) -> None:
-        """Work out `earnings` anew; what was seen before loses weight by its age."""
+        """Compute `earnings` again. Earlier observations lose weight by their age."""
         kept = 0.5 ** ((now - self._seen) / HALF_FORGOTTEN)
         self._seen = now
         seen_uses, seen_time = np.asarray(self._uses) * kept, np.asarray(self._time) * kept
@@ -124,7 +127,7 @@ class KindHazards:
         self.earnings = gittins_indices(by_uses[:, None] * by_age)
 
     def _time_of_waiting(self, now: float) -> FloatArray:
-        """Time at risk of the entries that wait: of thousands, so by the bin that each has reached."""
+        """Return the time at risk of the waiting entries, computed by bins because there are thousands."""
         uses = np.frombuffer(self._uses_so_far, np.int64)
         waiting = uses != NOBODY
         ages = np.maximum(now - np.frombuffer(self._last_used)[waiting], 0.0)
@@ -138,7 +141,7 @@ class KindHazards:
 
 
 def gittins_indices(hazard: FloatArray) -> list[list[float]]:
-    """Of each class, from the start of each bin on; `hazard` is `[classes, NUM_BINS]`, even within a bin."""
+    """Return the index of each class at the start of each bin. `hazard[classes, NUM_BINS]` is constant in a bin."""
     passed = np.cumsum(hazard * _WIDTH, axis=1)
     used = np.exp(hazard * _WIDTH - passed) - np.exp(-passed)  # the chance of use in each bin
     held = used / hazard
@@ -151,7 +154,7 @@ def gittins_indices(hazard: FloatArray) -> list[list[float]]:
 
 
 class HazardModel:
-    """What it earns to keep entries, in uses for every arena of new data that they are held for."""
+    """The value of keeping entries: expected uses per arena of new data that they are held."""
 
     def __init__(self, priors: Mapping[Origin, Prior]) -> None:
         self._hazards = {kind: KindHazards(prior) for kind, prior in priors.items()}
@@ -160,7 +163,7 @@ class HazardModel:
         self._next_update = deque(priors)
 
     def track(self, block_hash: BlockHash, reuse_class: ReuseClass, last_used: float) -> None:
-        """An entry is there; it, or its conversation, was in use at `last_used`."""
+        """Note that an entry is cached, and that it or its conversation was in use at `last_used`."""
         before = self._kinds.get(block_hash)
         if before is not None:
             self._hazards[before].end(block_hash, last_used)
@@ -170,43 +173,43 @@ class HazardModel:
             del self._kinds[gone]
 
     def forget(self, block_hash: BlockHash) -> None:
-        """The entry is gone, and nobody would have used it."""
+        """Forget an entry that was removed and that nobody would have used."""
         kind = self._kinds.pop(block_hash, None)
         if kind is not None:
             self._hazards[kind].discard(block_hash)
 
     def use(self, block_hash: BlockHash, now: float) -> ReuseClass | None:
-        """An entry is asked for, there or evicted; returns what it was. None: it was not waited for."""
+        """Count a use of an entry, cached or evicted. Returns its class; None if its use was not awaited."""
         kind = self._kinds.pop(block_hash, None)
         return None if kind is None else ReuseClass(kind, self._hazards[kind].use(block_hash, now))
 
     def waits_for(self, block_hash: BlockHash) -> bool:
-        """Whether there is, or was, an entry at this block that would have been used."""
+        """Return whether the use of an entry at this block, cached or evicted, is awaited."""
         return block_hash in self._kinds
 
     def advance(self, now: float) -> None:
-        """Take in what was seen, every now and then, one kind at a time."""
+        """Update the hazards of one kind, if the last update of any kind is long enough ago."""
         if now - self._updated >= UPDATE_EVERY / len(self._hazards):
             self._hazards[self._next_update[0]].update(now)
             self._next_update.rotate(-1)
             self._updated = now
 
     def earnings(self, reuse_class: ReuseClass, age: float) -> float:
-        """The Gittins index of an entry of that age."""
+        """Return the Gittins index of an entry of that class and age."""
         return self._hazards[reuse_class.kind].earnings[min(reuse_class.uses, MOST_USES)][age_bin(age)]
 
     def clear(self) -> None:
-        """Forget what is waited for; what was learnt stays."""
+        """Forget the awaited uses. The learnt hazards stay."""
         for block_hash in list(self._kinds):
             self.forget(block_hash)
 
 
 def age_bin(age: float) -> int:
-    """The bin of an age."""
+    """Return the bin of an age."""
     return min(bisect_right(EDGES, age + ROUNDING), NUM_BINS) - 1
 
 
 def next_edge(age: float) -> float:
-    """The age at which an entry of that age changes its bin."""
+    """Return the age at which an entry of that age moves to the next bin."""
     bin_after = age_bin(age) + 1
     return EDGES[bin_after] if bin_after < NUM_BINS else float("inf")

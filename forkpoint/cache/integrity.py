@@ -1,4 +1,4 @@
-"""The invariants of the cache, checked after every step in tests."""
+"""The invariants of the cache. Tests check them after every step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Owned: TypeAlias = tuple[int, UnitOwner]
 
 
 def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
-    """Every page, block and slot has exactly one kind of owner; checkpoints and pins agree with the tree.
+    """Raise AssertionError, naming what is off, unless each unit has one owner and the tree agrees with the leases.
 
-    `leases` are those of all requests that hold anything. Raises AssertionError naming what is off.
+    `leases` are those of all requests that hold anything.
     """
     leases = list(leases)
     arena, tree, layout = manager.arena, manager.store.tree, manager.layout

@@ -1,4 +1,4 @@
-"""All byte arithmetic of the cache: what a layer keeps, how large a block and a slot are, what a page holds."""
+"""The byte arithmetic of the cache: what a layer keeps, the sizes of blocks and slots, what a page holds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError, UnsupportedModelError
 
 NO_BLOCK: Final = -1
-NO_SLOT: Final = -1  # to read from: the zero state
-ALIGNMENT_BYTES: Final = 64
-MAX_PADDING: Final = 0.05
-FALLBACKS_PER_ARENA: Final = 4
-SMALL_SLOT: Final = 0.25  # of a block
-# Of the chunked delta rule per token and value of its matrix (the floors of docs/benchmarks/gpu_ops.md).
+NO_SLOT: Final = -1  # as a source it stands for the zero state
+ALIGNMENT_BYTES: Final = 64  # of every tensor: a cache line, and more than any vector load needs
+MAX_PADDING: Final = 0.05  # share of a page that may carry no data; less would need pages too large to move
+FALLBACKS_PER_ARENA: Final = 4  # at least so many in a conversation that fills the arena
+SMALL_SLOT: Final = 0.25  # share of a block up to which a slot is cheap enough to save every boundary
+# Operations of the chunked delta rule per token and value of its matrix (the floors of docs/benchmarks/gpu_ops.md).
 DELTA_RULE_OPERATIONS: Final = 11
-# Of Mamba-2's chunks of 64 tokens, with heads of 64 by 128: two products with the state, two within the chunk.
+# Operations of Mamba-2 per token and value: chunks of 64 tokens with heads of 64 by 128 take two products with the
+# state and two within the chunk.
 STATE_SPACE_OPERATIONS: Final = 7
 FP8: Final = "float8_e4m3fn"
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
@@ -32,11 +33,11 @@ def _aligned(num_bytes: int) -> int:
 class TensorSpec:
     """One tensor that a layer keeps. Its name is unique in the layer.
 
-    `shape` is `(heads, dim)` of a token, and anything of a sequence. `operators` names what updates a sequence's
-    tensor: for decode rows, and for prefill segments. Where drafts can be verified, `records` are what a token leaves
-    behind until it is known to count, and operator `fold` then takes the tensor on by them. Where a tensor can be
-    written every few tokens, `spaced` are what each leaves behind until then, in the order of recurrence_record. A
-    `single` record is read by the program alone that writes it.
+    A tensor of tokens has the `shape` `(heads, dim)`, one of a sequence any shape. `operators` names the operators that
+    update a sequence's tensor: for decode rows, then for prefill segments. If drafts can be verified, each token leaves
+    `records`, and the operator `fold` applies those of accepted tokens to the tensor. If the tensor can be written
+    every few tokens only, each token leaves the records `spaced`, in the order that recurrence_record takes. A `single`
+    record is read only by the program that writes it.
     """
 
     name: str
@@ -53,7 +54,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def num_bytes(self, count: int = 1) -> int:
-        """Of so many behind each other."""
+        """The bytes of `count` of them, one after the other."""
         return _aligned(count * self.num_values * DTYPE_BYTES[self.dtype])
 
 
@@ -61,8 +62,8 @@ class TensorSpec:
 class KVSpec:
     """What a layer keeps of each token, in blocks: keys and values, or a latent of both.
 
-    `takes_fp8` says that what writes and reads it also takes the form that `in_fp8` gives it, `window` how many tokens
-    back the layer looks; what lies further back is kept all the same.
+    `takes_fp8`: the operators that write and read it also take the form that `in_fp8` returns. `window` is how many
+    tokens back the layer looks; tokens further back are kept all the same.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -71,14 +72,14 @@ class KVSpec:
 
     @classmethod
     def of(cls, num_heads: int, key_dim: int, value_dim: int, dtype: str, takes_fp8: bool = False) -> KVSpec:
-        """Softmax attention's `k` and `v`."""
+        """Return the spec of softmax attention's `k` and `v`."""
         kept = (TensorSpec("k", (num_heads, key_dim), dtype), TensorSpec("v", (num_heads, value_dim), dtype))
         return cls(kept, takes_fp8)
 
     def in_fp8(self) -> KVSpec:
-        """The same in 8 bits, behind them `NAME_scale`: the fp32 factor of each token and head of tensor NAME.
+        """Return the spec in 8 bits. After the tensors come `NAME_scale`: a fp32 factor per token and head of NAME.
 
-        Raises UnsupportedModelError.
+        Raises UnsupportedModelError if the layer's operators do not take it.
         """
         if not self.takes_fp8:
             names = " and ".join(tensor.name for tensor in self.tensors)
@@ -101,7 +102,7 @@ class KVSpec:
 class StateSpec:
     """What a layer keeps of each sequence, in a slot: a convolution's window, a recurrence's matrix.
 
-    `flops_per_token` counts the recurrence's own operations, products with weights apart.
+    `flops_per_token` counts the recurrence's own operations, without products with weights.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -117,42 +118,42 @@ LayerSpec: TypeAlias = tuple[KVSpec | StateSpec, ...]
 
 
 def keys_in_fp8(layer: LayerSpec) -> LayerSpec:
-    """With its keys and values in 8 bits. Raises UnsupportedModelError where its attention cannot."""
+    """Return the layer with keys and values in 8 bits. Raises UnsupportedModelError if its attention cannot."""
     return tuple(spec.in_fp8() if isinstance(spec, KVSpec) else spec for spec in layer)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How the arena is cut. Build it with `CacheLayout.create`.
+    """How the arena is divided. Build it with `CacheLayout.create`.
 
     A page holds either `blocks_per_page` blocks or `slots_per_page` slots. Block `b` starts at byte
-    `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`; both strides divide
-    `page_bytes`, so every tensor of a layer is one strided view. A layout without attention has
-    `blocks_per_page == 0`, one without states `slots_per_page == 0`. To attention a block is `kernel_blocks` blocks of
-    `kernel_block_size` tokens, `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens.
+    `b * block_stride_bytes` of the arena and slot `s` at `s * slot_stride_bytes`. Both strides divide `page_bytes`, so
+    every tensor of a layer is one strided view. A layout without attention has `blocks_per_page == 0`, one without
+    states `slots_per_page == 0`. Attention sees a block as `kernel_blocks` blocks of `kernel_block_size` tokens,
+    `kernel_block_stride_bytes` apart, each with what all layers keep of its tokens.
     """
 
     layers: tuple[LayerSpec, ...]
     blocks_per_page: int
     slots_per_page: int
     page_bytes: int
-    kv: tuple[KVSpec, ...]  # of all layers
+    kv: tuple[KVSpec, ...]  # all layers'
     states: tuple[StateSpec, ...]
-    block_bytes: int  # of one block, padding apart
-    slot_bytes: int  # of one slot, padding apart
+    block_bytes: int  # without padding
+    slot_bytes: int  # without padding
     block_stride_bytes: int
     slot_stride_bytes: int
     kernel_block_size: int  # tokens
-    kernel_blocks: int  # of a block
+    kernel_blocks: int  # in a block
     has_kv: bool
     has_states: bool
 
     @classmethod
     def create(cls, layers: Sequence[LayerSpec], kernel_block_sizes: Sequence[int] = ()) -> CacheLayout:
-        """Pick the smallest page that wastes at most 5 % whichever of the two it holds.
+        """Pick the smallest page that wastes at most 5 %, whether it holds blocks or slots.
 
-        Kernels read blocks of the first of `kernel_block_sizes` that divides a block, or, if there are none, blocks as
-        they are. Raises ConfigError if none does.
+        Kernels read blocks of the first of `kernel_block_sizes` that divides a block. Raises ConfigError if none does.
+        Without sizes they read whole blocks.
         """
         specs = [spec for layer in layers for spec in layer]
         kv = tuple(spec for spec in specs if isinstance(spec, KVSpec))
@@ -185,23 +186,23 @@ class CacheLayout:
 
     @property
     def state_operators(self) -> tuple[str, ...]:
-        """All that update some state, each once."""
+        """The operators that update states, each once."""
         tensors = (tensor for spec in self.states for tensor in spec.tensors)
         return tuple(dict.fromkeys(name for tensor in tensors for name in tensor.operators or ()))
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether every state can be taken back to where drafts ceased to be right."""
+        """Whether every state can be brought to the last accepted draft."""
         return all(tensor.fold for spec in self.states for tensor in spec.tensors)
 
     @property
     def spaces_writes(self) -> bool:
-        """Whether some state can be written every few tokens."""
+        """Whether some state can be written every few tokens only."""
         return any(tensor.spaced for spec in self.states for tensor in spec.tensors)
 
     @property
     def padding(self) -> float:
-        """The larger share of a page that carries no data, over its two uses."""
+        """The share of a page that carries no data, for the worse of its two uses."""
         waste = [0.0]
         if self.has_kv:
             waste.append(1 - self.block_bytes * self.blocks_per_page / self.page_bytes)
@@ -210,23 +211,24 @@ class CacheLayout:
         return max(waste)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy (0 for a layout without attention)."""
+        """Return the blocks that `num_tokens` tokens occupy; 0 in a layout without attention."""
         return -(-num_tokens // BLOCK_SIZE) if self.has_kv else 0
 
     def num_pages_for(self, num_tokens: int, num_slots: int) -> int:
-        """Pages that one request of `num_tokens` tokens with `num_slots` slots needs at least."""
+        """Return the pages that a request of `num_tokens` tokens with `num_slots` slots needs at least."""
         return self.num_pages_of(self.num_blocks_for(num_tokens), num_slots)
 
     def num_pages_of(self, num_blocks: int, num_slots: int) -> int:
-        """Pages that these take, densely packed."""
+        """Return the pages that so many blocks and slots take, densely packed."""
         pages = -(-num_blocks // self.blocks_per_page) if self.has_kv else 0
         return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
 
     def fallback_step(self, num_pages: int) -> int:
-        """Tokens between the states inside a prompt that outlive its end. 0: none.
+        """Return the distance in tokens between fallbacks, the states in a prompt that outlive its end; 0: there are
+        none.
 
-        n of them in an arena of s slots cost the share n / s of it; a conversation that is evicted down to the next
-        one loses 1 / (2 n) of the arena in the mean beyond what was needed. The sum f(n) = n / s + 1 / (2 n) is
+        n fallbacks in an arena of s slots cost the share n / s of it. A conversation that is evicted down to the next
+        fallback loses 1 / (2 n) of the arena on average beyond what was needed. The sum f(n) = n / s + 1 / (2 n) is
         least at n = sqrt(s / 2), which puts them sqrt(2 s) slots' worth of KV blocks apart, but at most
         1 / FALLBACKS_PER_ARENA of the arena, so that a conversation that fills much of it has one in any case.
         """
@@ -237,12 +239,12 @@ class CacheLayout:
         return min(part, apart) * BLOCK_SIZE
 
     def capture_interval(self, asked: int) -> int:
-        """Tokens between periodic states: every boundary has one where a slot is small beside a block. 0: none."""
+        """Return the distance in tokens between periodic states: 64, every boundary, if slots are small. 0: none."""
         is_small = self.has_kv and self.slot_bytes <= SMALL_SLOT * self.block_bytes
         return BLOCK_SIZE if asked and is_small else asked
 
     def out_of_sight(self, num_tokens: int) -> float:
-        """The share of the keys and values of `num_tokens` tokens that is kept behind the windows of their layers."""
+        """Return the share of the keys and values of `num_tokens` tokens that lies outside the layers' windows."""
         behind = (
             spec.block_bytes(BLOCK_SIZE) * max(0.0, 1 - spec.window / num_tokens)
             for spec in self.kv
@@ -251,13 +253,13 @@ class CacheLayout:
         return sum(behind) / max(1, self.block_bytes)
 
     def longest_request(self, num_pages: int) -> int:
-        """Prompt and output tokens of the longest request that an otherwise empty arena holds."""
+        """Return the tokens, prompt and output, of the longest request that an otherwise empty arena holds."""
         pages = num_pages - 1 - self.num_pages_of(0, 1)  # page 0 is reserved; one state
         return max(0, pages) * self.blocks_per_page * BLOCK_SIZE
 
     @staticmethod
     def usable_prefix(num_prompt_tokens: int) -> int:
-        """The longest prefix of a prompt that a hit may cover: at least one token is always computed."""
+        """Return the longest prefix that a hit may cover. At least one token is always computed."""
         return max(0, num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
@@ -272,7 +274,7 @@ def _kernel_block_size(sizes: Sequence[int]) -> int:
 
 
 def _choose_page(block_bytes: int, slot_bytes: int, kernel_blocks: int) -> tuple[int, int, int]:
-    """(blocks per page, slots per page, page bytes); a block's stride can be cut into its kernel blocks."""
+    """Return (blocks per page, slots per page, page bytes). A block's stride is a multiple of its kernel blocks."""
     if not block_bytes and not slot_bytes:
         raise ConfigError("the model keeps neither keys and values nor states; there is nothing to cache")
     if not slot_bytes:

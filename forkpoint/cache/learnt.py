@@ -1,4 +1,4 @@
-"""The default eviction policy: what goes first is worth least for the room and the time that it is held."""
+"""The default eviction policy: evict what is worth least per byte and per time that it is held."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.hazards import EDGES, MOST_USES, NUM_BINS, HazardModel, Prior, ReuseClass, next_edge
 from forkpoint.cache.tree import OF_CONVERSATION, OF_LAST_TURN, TURN_ENDS, Checkpoint, Origin
 
-EXPECTED_FACTOR: Final = 1e6  # a waiting request is known to resume there
-NEAR_END_SHARE: Final = 0.04  # of the conversations that come back, those that part just before their end
-LOST_SHARE_START: Final = 0.55  # not known; enough for a large first prompt to keep a state inside
-LOST_SHARE_STEP: Final = 0.1  # one return moves the share by so much, the first ones by more
-HARDLY_LOST: Final = 4  # blocks: who lost no more hardly lost anything
+EXPECTED_FACTOR: Final = 1e6  # on the key of an entry that a waiting request would resume from: it goes last
+NEAR_END_SHARE: Final = 0.04  # share of returning conversations that part just before their end, on held-out traces
+LOST_SHARE_START: Final = 0.55  # a guess: enough for a large first prompt to keep a state inside
+LOST_SHARE_STEP: Final = 0.1  # weight of the newest return in the running share; the first ones weigh more
+HARDLY_LOST: Final = 4  # blocks; a conversation that lost fewer counts as not lost
 CONVERSATION_ENDS: Final = (Origin.DECODE, Origin.TOOL_CALL)
 
 
 def _priors() -> dict[Origin, Prior]:
     uses, low, width = np.arange(MOST_USES + 1.0), np.asarray(EDGES[:-1]), np.diff(np.asarray(EDGES))
-    # Below one arena at an even rate: between two uses of a conversation others run, and in little room each of them
-    # is a good part of the arena. Beyond, any scale of time is as likely as another.
+    # An even rate below one arena: other conversations run between two uses of one, and in a small arena each of them
+    # takes a good part of it. Above one arena all scales of time are equally likely.
     ages = np.where(low < 1, width * (low < 1).mean(), 1 / NUM_BINS).astype(np.float64)
-    at_once = 0.4 ** np.arange(float(NUM_BINS))  # tools answer at once, on the scale of people
-    # The chance of one more use before the first one. Each further use halves the chance that there is none.
+    at_once = 0.4 ** np.arange(float(NUM_BINS))  # tools answer sooner than people do
+    # Chances of a first use. Each use halves the chance that there is no further one.
     first_chances = {
         Origin.PROMPT_END: 0.1,
         Origin.SUPERSEDED: 0.05,
@@ -35,7 +35,7 @@ def _priors() -> dict[Origin, Prior]:
         Origin.BREAKPOINT: 0.4,
         Origin.INTERVAL: 0.02,
     }
-    going_on = (1 + uses) / (4 + uses)  # three in four end after their first turn, then fewer and fewer
+    going_on = (1 + uses) / (4 + uses)  # three in four conversations end after their first turn, then fewer and fewer
     return {
         Origin.DECODE: Prior(going_on, ages),
         Origin.TOOL_CALL: Prior(np.full(MOST_USES + 1, 0.95), at_once / float(at_once.sum())),
@@ -48,21 +48,21 @@ PRIORS: Final[Mapping[Origin, Prior]] = MappingProxyType(_priors())
 
 
 class ConversationTurn(NamedTuple):
-    """What the policy notes of a checkpoint: the latest turn of its conversation."""
+    """The policy's note of a checkpoint: the latest turn of its conversation."""
 
-    number: int = 0  # how often the conversation had been continued before
-    awaits_tool: bool = False  # its answer ended in a tool call: nobody reads it first
-    stands_in_for: ReuseClass | None = None  # the end, evicted, of a conversation that goes on from here now
-    fallback_below: bool = False  # of a fallback: its conversation has another one below
+    number: int = 0  # how often the conversation was continued before
+    awaits_tool: bool = False  # the answer ended in a tool call, so that nobody reads it first
+    stands_in_for: ReuseClass | None = None  # the class of an evicted end; the conversation now continues from here
+    fallback_below: bool = False  # this fallback has another one below it in its conversation
 
     @property
     def end(self) -> ReuseClass:
-        """The class of the end of the conversation."""
+        """The class of the conversation's end."""
         return ReuseClass(Origin.TOOL_CALL if self.awaits_tool else Origin.DECODE, self.number)
 
 
 class LostShare:
-    """Of the conversations that came back lately, the share that found evicted what they would have gone on from."""
+    """The share of conversations, among those that came back lately, that found their end evicted."""
 
     def __init__(self) -> None:
         self.value = LOST_SHARE_START
@@ -74,17 +74,17 @@ class LostShare:
 
 
 class LearntPolicy(EvictionPolicy):
-    """Value of an entry = chance x saved / bytes, for the time that it is held:
+    """The key of an entry is its value:
 
         value = G(kind, uses, age) * saved / bytes
 
-    `G` is the Gittins index over the learnt hazards of entries of its kind and uses (`cache/hazards.py`): uses for
-    every arena of new data that it is held for, if it is given up at the best age. `saved` is the cost of computing
-    what a hit spares, `bytes` what goes with the entry.
+    `G` is the Gittins index over the learnt hazards of its kind and uses (`cache/hazards.py`): expected uses per arena
+    of new data that the entry is held, if it is given up at the best age. `saved` is the cost that a hit spares,
+    `bytes` what evicting the entry frees.
 
-    A conversation is continued from its last checkpoint, whose uses are the conversation's turns. What is left of a
-    conversation when its end is evicted stands in for the end. The state one boundary before the end serves the returns
-    that part there, a fallback those whose end was evicted: both are worth a share of the end.
+    A conversation is continued from its last checkpoint, whose uses are the conversation's turns. If its end is
+    evicted, the checkpoint before it stands in for the end. A state one boundary before the end serves the returns that
+    part there, and a fallback those whose end was evicted: both are worth a share of the end.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,9 @@ class LearntPolicy(EvictionPolicy):
 
     def key(self, entry: EntryFacts) -> float:
         num_bytes = float(entry.num_bytes)
-        if entry.inside and entry.kind is Origin.FALLBACK:  # they are held on its account once all below it is gone
+        if (
+            entry.inside and entry.kind is Origin.FALLBACK
+        ):  # once all below it is gone, it alone holds its keys and values
             num_bytes += self._share_lost_below(entry) * entry.kv_bytes
         value = self.earnings(entry) * entry.saved / max(num_bytes, 1.0)
         return value * EXPECTED_FACTOR if entry.num_expected else value
@@ -102,7 +104,7 @@ class LearntPolicy(EvictionPolicy):
         return next_edge(age)
 
     def earnings(self, entry: EntryFacts) -> float:
-        """Uses to expect for every arena of new data that the entry is held for."""
+        """Return the expected uses per arena of new data that the entry is held."""
         turn = _turn(entry.note)
         own = reuse_class(entry.kind, turn, entry.uses, inside=entry.inside, superseded=entry.superseded)
         if own.kind is Origin.NEAR_END:
@@ -168,19 +170,23 @@ class LearntPolicy(EvictionPolicy):
         self.hazards.clear()
 
     def _note_return(self, used: ReuseClass | None, lost: bool) -> ReuseClass | None:
-        """What was used, if it was what a conversation goes on from; `lost` if that had been evicted."""
+        """Count the return of a conversation, `lost` if its end was evicted. None: no conversation continues from
+        `used`."""
         if used is None or used.kind not in (*CONVERSATION_ENDS, Origin.PROMPT_END):
             return None
         self.lost.note(lost)
         return used
 
     def _share_lost_below(self, entry: EntryFacts) -> float:
-        """Of a conversation's returns, the share for which all checkpoints below a fallback are gone."""
+        """Return the share of its conversation's returns that find everything below this fallback evicted."""
         return self.lost.value**2 if _turn(entry.note).fallback_below else self.lost.value
 
     def _share_served(self, entry: EntryFacts) -> float:
-        """Of its conversation's returns, the share that a checkpoint serves: a fallback those for which all below it
-        is gone; and where a fallback before it is counted on for that case, those for which it is not."""
+        """Return the share of its conversation's returns that a checkpoint serves.
+
+        A fallback serves only returns that lost everything below it. If there is a fallback above, the entry serves
+        only the returns that the fallback does not.
+        """
         if entry.kind not in OF_CONVERSATION:
             return 1.0
         share = self._share_lost_below(entry) if entry.inside and entry.kind is Origin.FALLBACK else 1.0
@@ -189,13 +195,16 @@ class LearntPolicy(EvictionPolicy):
     def _track(self, checkpoint: Checkpoint) -> None:
         own = class_of(checkpoint)
         if checkpoint.origin is Origin.FALLBACK or own.kind is Origin.NEAR_END:
-            return  # of use when the conversation comes back, whose end is tracked
+            return  # used when the conversation comes back, and its end is tracked
         self.hazards.track(checkpoint.node.hash, own, checkpoint.last_used)
 
 
 def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bool, superseded: bool) -> ReuseClass:
-    """Which entries one is used like, and how often it has been so far. What a conversation goes on from is used as
-    often as that has turns; the end of an earlier turn is hardly used, unless it is where several part."""
+    """Return the class whose hazards an entry follows.
+
+    The checkpoint that a conversation continues from counts the conversation's turns as its uses. The end of an earlier
+    turn is hardly used, unless several conversations part there.
+    """
     if origin is Origin.FALLBACK or (origin in TURN_ENDS and not inside):
         return turn.end
     if origin in TURN_ENDS and not superseded:
@@ -207,7 +216,7 @@ def reuse_class(origin: Origin, turn: ConversationTurn, uses: int, *, inside: bo
 
 
 def class_of(checkpoint: Checkpoint) -> ReuseClass:
-    """Of a checkpoint as it is now."""
+    """Return the class of a checkpoint as it is now."""
     inside, superseded = bool(checkpoint.node.children), checkpoint.superseded
     return reuse_class(
         checkpoint.origin, _turn(checkpoint.note), checkpoint.num_hits, inside=inside, superseded=superseded
@@ -215,8 +224,10 @@ def class_of(checkpoint: Checkpoint) -> ReuseClass:
 
 
 def _turn(note: object) -> ConversationTurn:
-    """As noted of a checkpoint. A state that might be saved has its request's note, and counts as a first turn: counted
-    by the request's turns, two cells of six on traces lost 0.4 and 1.0 points, and one won 0.6."""
+    """Return a checkpoint's note. A state that might be saved brings its request's note and counts as a first turn.
+
+    Counting it by the request's turns instead lost 0.4 and 1.0 points of hits in two of six traces and won 0.6 in one.
+    """
     return note if isinstance(note, ConversationTurn) else ConversationTurn()
 
 

@@ -1,4 +1,4 @@
-"""Find the longest reusable prefix, and say why it is not longer. Pure: nothing is changed."""
+"""Lookups: the longest reusable prefix, and why it is not longer. They change nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from forkpoint.outputs import MissReason
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The answer to a lookup.
+    """The result of a lookup.
 
-    `path` are the nodes of the `num_tokens` reusable tokens, `checkpoint` the state to start from (None when
-    nothing is reused, or for a layout without states). Keys and values alone reach `kv_num_tokens`. `miss`
-    explains the tokens up to the longest possible hit (None: all of them are reused). `junctions` are
-    positions where this history is seen to part from others and no state is kept. Up to `once_num_tokens` it is known
-    to have been cached.
+    `path` are the nodes of the `num_tokens` reusable tokens. `checkpoint` is the state to start from; None if nothing
+    is reused, or the layout has no states. Keys and values alone reach `kv_num_tokens`. `miss` says why the hit is
+    shorter than possible; None if it is not. `junctions` are positions without a state at which this history parts from
+    others. The history was cached once at least up to `once_num_tokens`.
     """
 
     num_tokens: int
@@ -36,7 +35,7 @@ NOTHING = PrefixHit(0, (), None, 0, MissReason.BYPASSED)
 
 
 def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
-    """Look up a prompt of `length` tokens; at least its last token is left to compute."""
+    """Look up a history of `length` tokens. At least its last token is left to compute."""
     layout, ghosts = store.layout, store.ghosts
     usable = layout.usable_prefix(length)
     if usable == 0:
@@ -51,7 +50,7 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
     while ghost_blocks < usable // BLOCK_SIZE and ghosts.get(chain.hashes[ghost_blocks]) is GhostKind.KV:
         ghost_blocks += 1
     ends = {ghost_blocks * BLOCK_SIZE}
-    if path and path[-1].children:  # others went on from here, whatever of this history was evicted
+    if path and path[-1].children:  # others continued from here, whatever of this history was evicted
         ends.add(kv_num_tokens)
     lost = path[num_tokens // BLOCK_SIZE :]
     return PrefixHit(
@@ -68,7 +67,7 @@ def find_prefix(chain: HashChain, length: int, store: PrefixStore) -> PrefixHit:
 def _explain(
     lost: list[Node], num_tokens: int, usable: int, next_was_evicted: bool, ghosts: GhostTable
 ) -> MissReason | None:
-    """`lost` are the matched nodes beyond the hit; `next_was_evicted`: the next block was evicted."""
+    """Return why a hit is short. `lost` are the matched nodes beyond it, the block after them `next_was_evicted`."""
     if num_tokens == usable:
         return None
     if next_was_evicted or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):

@@ -1,4 +1,4 @@
-"""Policies by name, from other packages (entry points) or by `module:Class`."""
+"""Policies by name: built in, from another package's entry point, or as `module:Class`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CAPTURE: Final = Registry[type[CapturePolicy]](
 
 
 def register_eviction_policy(name: str, policy: type[EvictionPolicy]) -> None:
-    """Have this process find an eviction policy. Raises ConfigError for a name that is taken."""
+    """Register an eviction policy in this process. Raises ConfigError if the name is taken."""
     EVICTION.add(name, policy)
 
 
 def register_capture_policy(name: str, policy: type[CapturePolicy]) -> None:
-    """Have this process find a capture policy. Raises ConfigError for a name that is taken."""
+    """Register a capture policy in this process. Raises ConfigError if the name is taken."""
     CAPTURE.add(name, policy)

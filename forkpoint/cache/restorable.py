@@ -1,4 +1,4 @@
-"""Which blocks a request could resume at or beyond, and what changed since it was last asked."""
+"""The blocks that a request could resume at or beyond, and the changes since the last reading."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from forkpoint.cache.tree import Node
 
 @dataclass(slots=True)
 class BlocksStored:
-    """A chain of blocks that can be resumed at or beyond from now on: nodes from the top down.
+    """Requests can now resume at or beyond these blocks: a chain of nodes, from the top down.
 
-    Of these, requests can resume at the ends of exactly those in `ends`. A block that was stored already is told
-    again when that changes.
+    They can resume exactly at the ends of the blocks in `ends`. A block is reported again when that changes.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -24,40 +23,40 @@ class BlocksStored:
 
 @dataclass(slots=True)
 class BlocksRemoved:
-    """No request can resume at or beyond these any more; a block comes before those above it."""
+    """Requests can no longer resume at or beyond these blocks. A block comes before those above it."""
 
     hashes: list[BlockHash]
 
 
 @dataclass(slots=True)
 class AllCleared:
-    """Nothing can be resumed from."""
+    """Requests can resume nowhere."""
 
 
 Change: TypeAlias = BlocksStored | BlocksRemoved | AllCleared
 
 
 class Restorable:
-    """Blocks with an end at or below them: a block where a lookup may end. PrefixStore tells it of ends.
+    """Tracks the blocks that have an end, a block where a lookup may end, at or below them. PrefixStore reports ends.
 
-    What only its owner can find (a salt's, or, with `has_private`, what decode kernels made) is left out: a prompt's
-    tokens do not say that it is there.
+    Blocks that only their owner can find are left out: those under a salt and, with `has_private`, those that decode
+    kernels computed. Nobody could tell from a prompt's tokens that they are there.
     """
 
     def __init__(self, has_private: bool) -> None:
         self._has_private = has_private
         self._root = root_hash("")
-        self._num_below: dict[Node, int] = {}  # of each such block: its children in here, and itself if it is an end
+        self._num_below: dict[Node, int] = {}  # children in this table, plus 1 for an end
         self._ends: set[Node] = set()
         self._changes: list[Change] = []
 
     def drain(self) -> list[Change]:
-        """What changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def gained(self, node: Node) -> None:
-        """A lookup may end at `node` from now on."""
+        """Note that a lookup may now end at `node`."""
         if node.condemned or node in self._ends:
             return
         path = []
@@ -75,7 +74,7 @@ class Restorable:
         self._report(reversed(path or [node]))
 
     def lost(self, node: Node) -> None:
-        """No lookup ends at `node` any more; nothing happens if none did."""
+        """Note that no lookup ends at `node` any more. Nothing happens if none did."""
         if node not in self._ends:
             return
         self._ends.remove(node)
@@ -94,13 +93,13 @@ class Restorable:
         self._changes.append(BlocksRemoved(removed))
 
     def clear(self) -> None:
-        """Lookups find nothing of what was there."""
+        """Forget all blocks: lookups find none of them any more."""
         self._num_below.clear()
         self._ends.clear()
         self._changes = [AllCleared()]
 
     def report_all(self) -> None:
-        """In place of the changes so far: that all is cleared, then all there is, for who missed some."""
+        """Replace the changes so far by a full report, for a listener who missed some."""
         self._changes = [AllCleared()]
         stack = [node for node in self._num_below if node.depth == 1]
         while stack:
@@ -109,7 +108,7 @@ class Restorable:
             stack += [child for child in node.children if child in self._num_below]
 
     def _report(self, nodes: Iterable[Node]) -> None:
-        """Nodes from the top down are stored; a chain that goes on is told as one."""
+        """Report nodes, from the top down, as stored. A chain that continues the last report is joined to it."""
         for node in nodes:
             last = self._changes[-1] if self._changes else None
             if not (isinstance(last, BlocksStored) and last.nodes[-1] is node.parent):
@@ -121,6 +120,6 @@ class Restorable:
 
 
 def _is_private(node: Node) -> bool:
-    """The first of the blocks that only one request can find; its hash is not that of its tokens."""
+    """Return whether the node starts blocks that one request alone can find: its hash is not that of its tokens."""
     assert node.parent is not None
     return node.hash != block_hash(node.parent.hash, node.tokens)

@@ -1,4 +1,4 @@
-"""What is cached, and what gives way: tree, arena, eviction order and ghosts kept in step."""
+"""The cached entries: keeps tree, arena, eviction order and ghosts in step."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from forkpoint.cache.tree import (
 )
 from forkpoint.config import BLOCK_SIZE
 
-_INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt goes on below these
-FILED_AT_ONCE: Final = 8  # entries for each unit that is taken; one is due some five times before an arena has gone by
-Above: TypeAlias = Checkpoint | StateSave  # a state before another one of the same history
+_INSIDE = (*INSIDE_PROMPTS, Origin.INTERVAL, Origin.NEAR_END)  # the prompt continues below such a state
+# Entries refiled for each unit that is taken. An entry falls due about five times per arena of new data.
+FILED_AT_ONCE: Final = 8
+Above: TypeAlias = Checkpoint | StateSave  # the nearest earlier state of the same history
 
 
 class PrefixStore:
     """Cached blocks and checkpoints over one arena.
 
-    Room is made in this order: free units, compaction, keys and values with no checkpoint at or below them
-    (`dead` leaves), then the checkpoint of least value. A layout without states has no checkpoints; there
-    the leaf of least value goes.
+    Room comes from free units first, then from compaction, then from keys and values with no checkpoint at or below
+    them (`dead` leaves), then from the checkpoint with the smallest key. In a layout without states, which has no
+    checkpoints, the leaf with the smallest key is evicted.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class PrefixStore:
         self.ghosts = GhostTable(num_ghosts)
         self.counters = CacheCounters()
         self.num_checkpoints = 0
-        self.restorable: Restorable | None = None  # where somebody wants to know
+        self.restorable: Restorable | None = None  # set if somebody listens
         self.policy = policy
         self._cost = cost
-        self._dead: OrderedDict[Node, None] = OrderedDict()  # nodes that may be, in the order to go
+        self._dead: OrderedDict[Node, None] = OrderedDict()  # leaves that may be dead, in the order of eviction
         self._queue = EvictionQueue[Checkpoint | Node](self.key_of, self._due)
 
     # --- room
 
     def take_blocks(self, owner: UnitOwner, count: int) -> list[int]:
-        """Up to `count` blocks, evicting whatever it takes; fewer if all that is left is in use."""
+        """Take up to `count` blocks, evicting as needed; fewer if the rest is in use."""
         taken = self.arena.take_blocks(owner, count)
         self._queue.file_due(self.arena.turnover, FILED_AT_ONCE * count)
         while len(taken) < count:
@@ -72,7 +73,7 @@ class PrefixStore:
         return taken
 
     def take_slot(self, owner: UnitOwner, below: float | None = None) -> int | None:
-        """A slot, evicting what it takes; with `below`, only entries whose key is smaller than that."""
+        """Take a slot, evicting as needed; with `below`, evict only entries whose key is smaller."""
         self._queue.file_due(self.arena.turnover, FILED_AT_ONCE)
         while (slot := self.arena.take_slot(owner)) is None:
             most = self.arena.num_blocks_until_slot if self.layout.has_kv else len(self._dead)
@@ -83,8 +84,10 @@ class PrefixStore:
         return slot
 
     def evict_least(self, below: float | None = None) -> bool:
-        """Evict the checkpoint (the leaf, in a layout without states) of the least key, if that is smaller than
-        `below`; False: there is none."""
+        """Evict the checkpoint (without states: the leaf) with the smallest key, if that is smaller than `below`.
+
+        False: there is none.
+        """
         found = self._queue.lowest(self.arena.turnover)
         if found is None or (below is not None and found[0] >= below):
             return False
@@ -103,8 +106,10 @@ class PrefixStore:
         return True
 
     def _evict_dead(self, most: int) -> list[Node]:
-        """Evict up to `most` blocks that no checkpoint needs, the ends of histories first; the arena's units are the
-        caller's."""
+        """Evict up to `most` blocks that no checkpoint needs, the ends of histories first.
+
+        The caller gives the blocks back to the arena or reuses them.
+        """
         gone: list[Node] = []
         while self._dead and len(gone) < most:
             node, _ = self._dead.popitem(last=False)
@@ -113,7 +118,10 @@ class PrefixStore:
         return gone
 
     def _evict_leaves(self, leaf: Node, most: int) -> list[Node]:
-        """Evict a leaf and, `most` in all, the ancestors that become leaves; the arena's units are the caller's."""
+        """Evict a leaf and the ancestors that become leaves, `most` nodes in all.
+
+        The caller gives the blocks back to the arena or reuses them.
+        """
         gone = self.tree.remove(leaf, most)
         for node in gone:
             self._dead.pop(node, None)
@@ -132,9 +140,9 @@ class PrefixStore:
             self.arena.give_blocks([node.block for node in nodes])
 
     def _note_leaf(self, node: Node, first: bool = False) -> None:
-        """Remember a node that may have become an unpinned leaf."""
+        """Queue a node for eviction if it has become an unpinned leaf; with `first` it is the next dead leaf to go."""
         if node.checkpoint is not None and not node.children:
-            self._queue.push(node.checkpoint)  # its keys and values now hang on it alone: it is worth less a byte
+            self._queue.push(node.checkpoint)  # it alone now holds its keys and values, so it is worth less per byte
         if node.depth == 0 or node.dropped or not node.is_evictable:
             return
         if node.condemned:
@@ -146,10 +154,10 @@ class PrefixStore:
         else:
             self._queue.push(node)
 
-    # --- what entries are worth
+    # --- keys of entries
 
     def key_of(self, entry: Checkpoint | Node) -> float:
-        """The key of an entry of the queue as it is now."""
+        """Return the key of an entry as it is now."""
         age = self.arena.turnover - entry.last_used
         if isinstance(entry, Node):
             num_bytes = self.layout.block_bytes
@@ -173,8 +181,10 @@ class PrefixStore:
     def candidate_key(
         self, block_hash: BlockHash, num_tokens: int, origin: Origin, note: object, above: Above | None
     ) -> float:
-        """The key that a checkpoint after `num_tokens` tokens would get, the last of them those of block `block_hash`,
-        with `above` the nearest one before it."""
+        """Return the key that a checkpoint after `num_tokens` tokens would get.
+
+        `block_hash` is the hash of its block, `above` the nearest state before it.
+        """
         inside, now = origin in _INSIDE, self.arena.turnover
         saved, kv_bytes, kind = self._worth(above, num_tokens)
         num_bytes = self.layout.slot_bytes + (0 if inside else kv_bytes)
@@ -183,14 +193,14 @@ class PrefixStore:
         )
 
     def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
-        """What a checkpoint at `end` saves if the nearest one before it is `above`, the bytes of keys and values
-        between, and the kind of that one."""
+        """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
+        `above`, the nearest state before it."""
         start = above.num_tokens if above else 0
         kv_bytes = (end - start) // BLOCK_SIZE * self.layout.block_bytes
         return self._cost(start, end), kv_bytes, above.origin if above else None
 
     def _due(self, entry: Checkpoint | Node) -> float:
-        """When the entry's key may fall by itself."""
+        """Return when the entry's key may fall by itself, by the cache's clock."""
         return entry.last_used + self.policy.next_change(self.arena.turnover - entry.last_used)
 
     # --- entries
@@ -198,7 +208,7 @@ class PrefixStore:
     def add_blocks(
         self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
-        """File a chain of blocks under its parent; the arena's units change hands."""
+        """File a chain of blocks under `parent`; the blocks change their owner to the new nodes."""
         nodes = self.tree.extend(parent, hashes, tokens, blocks)
         for node in nodes:
             node.last_used = self.arena.turnover
@@ -219,8 +229,11 @@ class PrefixStore:
         note: object = None,
         num_readers: int = 0,
     ) -> Checkpoint | None:
-        """Make `slot` the checkpoint of `node`, saved by a request with that note. Of two for one node one that
-        was not decoded stays; None: the one that is there stays, and the slot was freed."""
+        """Make `slot` the checkpoint of `node`, saved by a request with that note.
+
+        None: `node` keeps its present checkpoint, and the slot is freed. A checkpoint is replaced only if decode
+        kernels computed it, nobody reads it, and prefill kernels computed the new one.
+        """
         present = node.checkpoint
         if present is not None and (present.decoded <= decoded or present.num_readers):
             self.arena.give_slot(slot)
@@ -241,7 +254,7 @@ class PrefixStore:
         return checkpoint
 
     def drop_checkpoint(self, checkpoint: Checkpoint, keep_slot: bool = False) -> None:
-        """Forget a checkpoint that nobody reads; with `keep_slot` the caller takes its slot over."""
+        """Remove a checkpoint that nobody reads; with `keep_slot` the caller takes its slot over."""
         self.policy.dropped(checkpoint)
         self._remove_checkpoint(checkpoint, keep_slot)
 
@@ -257,7 +270,7 @@ class PrefixStore:
         self._note_leaf(checkpoint.node)
 
     def refile(self, checkpoint: Checkpoint) -> None:
-        """The facts of a checkpoint changed."""
+        """Requeue a checkpoint after a change of what its key depends on; drop it if it is condemned."""
         if checkpoint.dropped:
             return
         if checkpoint.node.condemned and checkpoint.num_readers == 0:
@@ -266,7 +279,7 @@ class PrefixStore:
             self._queue.push(checkpoint)
 
     def resume(self, checkpoint: Checkpoint, note: object) -> object:
-        """A request with that note goes on from a checkpoint; returns the request's note from then on."""
+        """Count a hit: a request resumes from the checkpoint. Takes and returns the request's note."""
         checkpoint.last_used = self.arena.turnover
         checkpoint.num_hits += 1
         self.counters.checkpoint_hits[checkpoint.origin] += 1
@@ -275,20 +288,20 @@ class PrefixStore:
         return note
 
     def leave(self, checkpoint: Checkpoint, note: object, awaits_tool: bool) -> None:
-        """A request with that note, which used or saved a checkpoint, has ended."""
+        """Note the end of a request, with its note, that used or saved the checkpoint."""
         if not checkpoint.dropped:
             checkpoint.last_used = self.arena.turnover
             self.policy.left(checkpoint, note, awaits_tool=awaits_tool)
             self.refile(checkpoint)
 
     def supersede(self, checkpoint: Checkpoint) -> None:
-        """A later checkpoint of the same conversation exists."""
+        """Note that the conversation has a later checkpoint."""
         checkpoint.superseded = True
         self.policy.superseded(checkpoint)
         self.refile(checkpoint)
 
     def count_hit(self, node: Node) -> None:
-        """A request goes on from a node, in a layout without states."""
+        """Count a hit in a layout without states: a request resumes at the node."""
         node.num_hits += 1
 
     def unpin(self, node: Node) -> None:
@@ -297,7 +310,7 @@ class PrefixStore:
         self._note_leaf(node)
 
     def condemn(self, node: Node) -> None:
-        """Nothing at or below `node` is found again; what nobody holds goes at once."""
+        """Hide `node` and all below it from lookups, and remove what nobody holds."""
         below = self.tree.condemn(node)
         for item in below:
             if item.checkpoint is not None and item.checkpoint.num_readers == 0:
@@ -308,12 +321,12 @@ class PrefixStore:
             self._sweep(item)
 
     def _sweep(self, node: Node) -> None:
-        """A condemned node goes as soon as nothing holds it, and with it what is left as a leaf above it."""
+        """Remove a condemned node that nothing holds, and the condemned ancestors that become leaves."""
         if node.condemned and not node.dropped and node.is_evictable:
             self._give_blocks(self._evict_leaves(node, node.depth))
 
     def reset(self) -> None:
-        """Condemn everything and forget the ghosts; what running requests hold is freed with them."""
+        """Condemn everything and forget the ghosts. What running requests hold is freed when they end."""
         if self.restorable is not None:
             self.restorable.clear()
         for node in [node for node in self.tree.nodes() if node.depth == 1]:
@@ -322,7 +335,7 @@ class PrefixStore:
         self.policy.reset()
 
     def stats(self) -> CacheStats:
-        """Gauges and counters as they are now."""
+        """Return gauges and counters as they are now."""
         counted = {each.name: getattr(self.counters, each.name) for each in fields(self.counters)}
         counted |= {
             name: {str(why): n for why, n in c.items()} for name, c in counted.items() if isinstance(c, Counter)

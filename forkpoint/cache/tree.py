@@ -1,4 +1,4 @@
-"""The prefix tree: one node per block of 64 tokens, keys and values always, a checkpoint here and there."""
+"""The prefix tree: one node per block of 64 tokens, with its keys and values, and a checkpoint here and there."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from forkpoint.cache.layout import NO_BLOCK
 
 @enum.unique
 class Origin(enum.StrEnum):
-    """Why something is kept: the first ones, the most valuable first, are why a checkpoint was taken; the others are
-    what a policy may learn apart."""
+    """Why an entry is kept. Up to INTERVAL: why a checkpoint was saved, the most valuable reason first. After it: kinds
+    that a policy may tell apart."""
 
-    JUNCTION = "junction"  # seen in the tree, or among waiting prompts: others came here and parted
+    JUNCTION = "junction"  # other histories, cached or waiting, part from this one here
     PROMPT_END = "prompt_end"
     DECODE = "decode"  # the last boundary of an answer
     BREAKPOINT = "breakpoint"
-    NEAR_END = "near_end"  # for prompts whose last words (who speaks next, a reminder) the next turn does not repeat
-    FALLBACK = "fallback"  # inside prompts that fill much of the arena: what is left when their end is evicted
+    NEAR_END = "near_end"  # one boundary before the end, for prompts whose last words the next turn does not repeat
+    FALLBACK = "fallback"  # inside long prompts: what is left when their end is evicted
     INTERVAL = "interval"
     TOOL_CALL = "tool_call"  # the end of a conversation whose answer calls a tool
     SUPERSEDED = "superseded"  # the end of an earlier turn
     BLOCK = "block"  # keys and values alone, of models without states
 
-    __hash__ = str.__hash__  # Enum's own is a Python call, and these are counted a lot
+    __hash__ = str.__hash__  # Enum's own is a slow Python call, and counters hash these often
 
 
-TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # a conversation goes on from these
+TURN_ENDS = (Origin.PROMPT_END, Origin.DECODE)  # where a conversation is continued
 OF_CONVERSATION = (*TURN_ENDS, Origin.FALLBACK)
-INSIDE_PROMPTS = (Origin.FALLBACK, Origin.BREAKPOINT)  # of use as long as their conversation goes on
-OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly of use once their conversation has gone on
+INSIDE_PROMPTS = (Origin.FALLBACK, Origin.BREAKPOINT)  # useful as long as their conversation is continued
+OF_LAST_TURN = (*TURN_ENDS, Origin.NEAR_END)  # hardly useful once their conversation was continued
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Evictable:
-    """What the eviction queue orders: checkpoints, or the nodes of a layout without states. PrefixStore writes how it
-    was used, the queue which place of it is current."""
+    """What the eviction queue orders: checkpoints, or in a layout without states nodes.
+
+    PrefixStore writes how it was used, the queue writes its current place (`queue_entry`).
+    """
 
     num_hits: int = 0
     last_used: float = 0.0
@@ -53,11 +55,11 @@ class Evictable:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node(Evictable):
-    """One block of the tree. PrefixTree writes where it stands, PrefixStore how it was used, compaction its `block`.
+    """One block of the tree. PrefixTree writes its place, PrefixStore how it was used, compaction its `block`.
 
-    `pins` counts the requests whose deepest node this is plus the pinned children: a node with pins, and so
-    every ancestor of a request's node, cannot be evicted. A condemned node is no longer found and goes once
-    nothing holds it.
+    `pins` counts the requests whose deepest node this is, plus the pinned children. A node with pins cannot be evicted,
+    and so no ancestor of a request's node can. A condemned node is no longer found, and is removed once nothing holds
+    it.
     """
 
     parent: Node | None
@@ -65,7 +67,7 @@ class Node(Evictable):
     tokens: bytes
     depth: int  # blocks from the root, this one included
     block: int
-    children: dict[Node, None] = field(default_factory=dict)  # a condemned and a sound one may share a hash
+    children: dict[Node, None] = field(default_factory=dict)  # a condemned child and a sound one may share a hash
     checkpoint: Checkpoint | None = None
     pins: int = 0
     condemned: bool = False
@@ -76,25 +78,25 @@ class Node(Evictable):
 
     @property
     def is_evictable(self) -> bool:
-        """Nothing below it, no checkpoint, and no request holds it."""
+        """Whether it is a leaf without a checkpoint that no request holds."""
         return not (self.children or self.pins or self.checkpoint)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Checkpoint(Evictable):
-    """The state after exactly `num_tokens` tokens, in a slot that nobody writes. PrefixStore writes how it was used,
-    CacheManager who waits for it or reads it, the eviction policy its `note`, compaction its `slot`.
+    """The state after exactly `num_tokens` tokens, in a slot that nobody writes.
 
-    `num_readers` counts issued plans (and admitted requests that have yet to read) that need the slot.
+    PrefixStore writes how it was used, CacheManager who expects or reads it, the eviction policy its `note`, compaction
+    its `slot`. `num_readers` counts the plans in flight and the leases that still have to read the slot.
     """
 
     node: Node
     slot: int
     num_tokens: int
     origin: Origin
-    decoded: bool  # decode kernels had a part in it: its bits are not those that prefill makes
+    decoded: bool  # decode kernels computed a part of it: its bits are not those of prefill
     num_readers: int = 0
-    num_expected: int = 0  # waiting requests known to resume here
+    num_expected: int = 0  # waiting requests that would resume here
     superseded: bool = False  # a later checkpoint of the same conversation exists
     note: object = None  # the eviction policy's
 
@@ -108,7 +110,7 @@ class Checkpoint(Evictable):
 
 
 class PrefixTree:
-    """Nodes by hash. A node's ancestors are always present, so the longest match is a walk from the root."""
+    """Nodes by hash. A node's ancestors are always there, so the longest match is found from the root down."""
 
     def __init__(self) -> None:
         self._roots: dict[BlockHash, Node] = {}
@@ -117,7 +119,7 @@ class PrefixTree:
         self.num_pinned = 0
 
     def root(self, root_hash: BlockHash) -> Node:
-        """The root of a salt, made on first use."""
+        """Return the root of a salt; the first call creates it."""
         node = self._roots.get(root_hash)
         if node is None:
             node = Node(None, root_hash, b"", 0, NO_BLOCK)
@@ -125,7 +127,7 @@ class PrefixTree:
         return node
 
     def match(self, chain: HashChain, max_blocks: int) -> list[Node]:
-        """The longest path of `chain` in the tree, at most `max_blocks` deep; token ids are compared."""
+        """Return the longest path of `chain` in the tree, at most `max_blocks` deep. Token ids are compared too."""
         path: list[Node] = []
         find = self._by_hash.get
         for block_hash, tokens in zip(chain.hashes[:max_blocks], chain.blocks, strict=False):
@@ -136,13 +138,13 @@ class PrefixTree:
         return path
 
     def find(self, block_hash: BlockHash) -> Node | None:
-        """The node of that hash, if it is cached."""
+        """Return the node of that hash, if it is cached and not condemned."""
         return self._by_hash.get(block_hash)
 
     def extend(
         self, parent: Node, hashes: Sequence[BlockHash], tokens: Sequence[bytes], blocks: Sequence[int]
     ) -> list[Node]:
-        """A chain of new nodes under `parent`, one for each block; returns them from the top down."""
+        """Add a chain of nodes under `parent`, one for each block. Returns them from the top down."""
         assert hashes[0] not in self._by_hash  # nor, then, any that follows it
         nodes: list[Node] = []
         depths = range(parent.depth + 1, parent.depth + 1 + len(hashes))
@@ -156,9 +158,9 @@ class PrefixTree:
         return nodes
 
     def remove(self, leaf: Node, most: int = 1) -> list[Node]:
-        """Remove a free leaf and, up to `most` nodes in all, the ancestors that become free leaves by that.
+        """Remove an evictable leaf and the ancestors that become evictable, `most` nodes in all.
 
-        Of a condemned leaf condemned ancestors only. Returns what was removed, from the leaf up.
+        A condemned leaf takes only condemned ancestors with it. Returns the removed nodes, from the leaf up.
         """
         assert leaf.is_evictable and leaf.parent is not None
         removed = [leaf]
@@ -178,7 +180,7 @@ class PrefixTree:
         return removed
 
     def condemn(self, node: Node) -> list[Node]:
-        """Hide a node and all below it, which are returned, from lookups: what they hold is not to be trusted."""
+        """Hide a node and all below it from lookups, since their contents are wrong. Returns all of them."""
         below = list(_with_descendants([node]))
         self._forget([item for item in below if not item.condemned])
         for item in below:
@@ -207,16 +209,16 @@ class PrefixTree:
             self._roots.pop(node.hash, None)
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first."""
+        """Yield all nodes except roots, parents first."""
         return _with_descendants(child for root in self._roots.values() for child in root.children)
 
     def _forget(self, nodes: Sequence[Node]) -> None:
-        """Lookups find these nodes no more."""
+        """Hide these nodes from lookups."""
         for node in nodes:
             del self._by_hash[node.hash]
 
     def check_integrity(self) -> None:
-        """Hashes, depths and pins agree with the structure."""
+        """Raise AssertionError unless hashes, depths and pins agree with the structure."""
         count = pinned = 0
         for node in self.nodes():
             count += 1
@@ -232,7 +234,7 @@ class PrefixTree:
 
 
 def _with_descendants(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Parents first."""
+    """Yield these nodes and all below them, parents first."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
@@ -241,7 +243,7 @@ def _with_descendants(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
-    """The checkpoint at `node`, or at the deepest of its ancestors that has one."""
+    """Return the checkpoint at `node`, or at its deepest ancestor that has one."""
     while node is not None and node.checkpoint is None:
         node = node.parent
     return node.checkpoint if node is not None else None
