@@ -1,29 +1,30 @@
-"""How many drafts pay: from measured step times, and from what became of each row's drafts."""
+"""How many drafts pay, from measured step times and from the acceptance rates of drafts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-FIRST_RATE = 0.7  # of drafts that are right, before anything is known of them
-FIRST_WEIGHT, MOST_WEIGHT = 8, 256  # drafts that what all rows' come to is the mean of, at first and later
-ROW_MEMORY = 1 / 24  # weight of the newest draft in what a row's are apart from that
-SAME = 0.2  # up to which that is chance: rows with as many drafts as others fill a recorded step
-TIME_MEMORY = 0.97  # weight of what was known before each step
-SLOWEST, FIRST_SLOWEST = 1.5, 4.0  # times what the line says, or before it the mean: what takes longer was held up
-APART = 0.05  # deviation of steps' tokens, as a share of their mean, that says what one costs
-STALE = 512  # steps for which it is then known
-MOST_WAIT = 64  # steps between two tries of a row whose drafts do not pay
+FIRST_RATE = 0.7  # acceptance rate that is assumed before any draft was judged
+FIRST_WEIGHT, MOST_WEIGHT = 8, 256  # the global acceptance rate is a running mean over 8 drafts at first, then 256
+ROW_MEMORY = 1 / 24  # weight of the newest draft in a row's deviation from the global rate
+SAME = 0.2  # smaller deviations count as chance, since rows with equally many drafts fill a recorded step better
+TIME_MEMORY = 0.97  # factor on the weight of earlier steps for each new step
+# Longer steps were held up: clip a duration to 1.5 times the fitted line, or 4 times the mean before there is a line.
+SLOWEST, FIRST_SLOWEST = 1.5, 4.0
+APART = 0.05  # relative deviation of the steps' tokens that is enough to fit the line's slope
+STALE = 512  # steps for which a slope is kept without a new fit
+MOST_WAIT = 64  # steps, at most, between two tries of a row whose drafts do not pay
 
 
 class StepTimes:
-    """A line through the durations of decode steps by their tokens, newer ones weighing more; and tokens a second.
+    """Fits a line to the durations of decode steps over their tokens; newer steps weigh more. Also counts throughput.
 
-    The line's slope is kept for a while where steps go on with about as many tokens each, which says nothing of it.
+    While all steps have about as many tokens, which says nothing about the slope, the last slope is kept for a while.
     """
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 6  # of 1, x, y, x x, x y for x tokens in y seconds, and of tokens confirmed
+        self._sums = [0.0] * 6  # weighted sums of 1, x, y, xx, xy (x tokens in y seconds) and confirmed tokens
         self._slope: float | None = None
         self._age = 0
 
@@ -46,8 +47,10 @@ class StepTimes:
 
     @property
     def price(self) -> float | None:
-        """What one more token in a step costs, in tokens that the same time would confirm; None: steps of more and
-        fewer tokens would tell."""
+        """The time of one more token in a step, in confirmed tokens per that time. None: not known yet.
+
+        Steps with more and with fewer tokens are needed to find it.
+        """
         _, _, y, *_, confirmed = self._sums
         if not confirmed or not y:
             return 0.0
@@ -56,28 +59,32 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Row:
-    apart: float = 0.0  # from how often all rows' drafts are right
-    wait: int = 1  # steps until the next try, doubled by each as long as drafts do not pay
-    next_try: int = 0  # step from which on a draft that does not seem to pay is tried; at once if the last was right
+    apart: float = 0.0  # deviation of the row's acceptance rate from the global one
+    wait: int = 1  # steps until the next try; each try doubles it as long as drafts do not pay
+    next_try: int = 0  # step of the next try of a draft that does not seem to pay
 
 
 class DraftLength:
-    """Decides how many drafts a row may have. Written by the Speculator.
+    """Decides how many drafts a row may have. The Speculator writes it.
 
-    How likely a row's i-th draft is right, if those before it are, follows from all rows' i-th drafts and from how the
-    row's own fare beside others': those alone are too few. Rows whose drafts do not pay try one in the same steps, at
-    multiples of how long they wait: a step with few drafts costs nearly as much as one in which every row has one.
+    The acceptance rate of a row's i-th draft, given that the drafts before it are accepted, is the global rate of i-th
+    drafts plus the row's own deviation: a row alone has too few drafts for a rate of its own. Rows whose drafts do not
+    pay try one draft now and then, all in the same steps, because a step with few drafts costs nearly as much as one in
+    which every row has one.
     """
 
     def __init__(self) -> None:
         self._times, self._num_steps = StepTimes(), 0
         self._rows: dict[str, _Row] = {}
-        self._rates: list[float] = []  # of the i-th drafts
+        self._rates: list[float] = []  # global acceptance rate of the i-th drafts
         self._weights: list[int] = []
 
     def choose(self, name: str, most: int) -> int:
-        """As many as are likelier right than what each costs; now and then one, to see whether that has changed. Where
-        nobody knows what they cost, all rows have half of them and all in turns."""
+        """Return how many drafts the row gets: as many as are likelier accepted than they cost.
+
+        A row whose drafts do not pay gets one now and then, to notice a change. While the cost is unknown, steps with
+        `most` drafts and with half of them alternate.
+        """
         row, price = self._rows.setdefault(name, _Row()), self._times.price
         if price is None:
             return most if self._num_steps % 2 else most // 2
@@ -94,17 +101,17 @@ class DraftLength:
         return count
 
     def tries(self, name: str) -> bool:
-        """Whether `choose` would take drafts. Changes nothing."""
+        """Return whether `choose` would return drafts. Changes nothing."""
         row, price = self._rows.get(name, _Row()), self._times.price
         return price is None or self._rate(row, 0) > price or self._num_steps >= row.next_try
 
     def likely(self, name: str, count: int) -> float:
-        """How likely it is that so many guesses are all right."""
+        """Return the probability that the row's first `count` drafts are all accepted."""
         row = self._rows.get(name, _Row())
         return math.prod(self._rate(row, i) for i in range(count))
 
     def judged(self, name: str, num_drafts: int, num_accepted: int) -> None:
-        """What became of a row's drafts: those up to the first wrong one tell something."""
+        """Count the outcome of a row's drafts. Those after the first rejected one say nothing."""
         row = self._rows.get(name)
         if row is None:  # it ended while they were in flight
             return
@@ -120,7 +127,7 @@ class DraftLength:
             row.next_try = 0
 
     def _rate(self, row: _Row, i: int) -> float:
-        """How likely the row's i-th draft is right, if those before it are."""
+        """Return the acceptance rate of the row's i-th draft if the drafts before it are accepted."""
         usual = self._rates[min(i, len(self._rates) - 1)] if self._rates else FIRST_RATE
         return min(1.0, max(0.0, usual + row.apart * (abs(row.apart) > SAME)))
 

@@ -1,4 +1,4 @@
-"""Where drafts come from: what the row itself has said, what others have, and what the prefix tree holds."""
+"""Sources of drafts: the row's own tokens, past outputs of other requests, and the prefix tree."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from forkpoint.sched.past_outputs import END, PastOutputs
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
 
-MOST_CHILDREN = 64  # of a node that are looked at
-FIRST_ROOM = 256
+MOST_CHILDREN = 64  # children of a node that are looked at, the newest first; bounds the time of a lookup
+FIRST_ROOM = 256  # ids beyond the prompt that a history's first array holds
 
 
 class Guess(NamedTuple):
-    """Ids that may follow a request's newest token: they did where its last `num_matched` tokens came before."""
+    """Ids that may follow a request's newest token: they followed an earlier copy of its last `num_matched` tokens."""
 
     token_ids: IntArray
     num_matched: int
 
 
 class DraftSource(Protocol):
-    """One way to guess what follows a request's newest token. It looks at `most_matched` tokens before it at most."""
+    """Guesses what follows a request's newest token, by at most `most_matched` tokens up to it."""
 
     most_matched: int
 
     def draft(self, request: Request, lease: Lease, most: int) -> Guess | None:
-        """Of 1 to `most` ids; None: it knows nothing."""
+        """Return a guess of 1 to `most` ids; None: there is no match."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -57,9 +57,11 @@ class _History:
 
 
 class NgramSource:
-    """Prompt lookup: the last tokens have come before, and what followed them then follows again. The longest match of
-    `most_match` tokens, down to `least_match`, wins; of several the latest. What it copies may run into what it
-    drafts: a loop goes on."""
+    """Prompt lookup: the last tokens came before in the same sequence, and what followed them then follows again.
+
+    The longest match wins, of `least_match` to `most_match` tokens; of equally long ones the latest. The copied ids may
+    run into the draft itself, so that a loop goes on.
+    """
 
     def __init__(self, least_match: int, most_match: int) -> None:
         self._least, self.most_matched = least_match, most_match
@@ -77,8 +79,8 @@ class NgramSource:
         self._histories.pop(request.id, None)
 
     def _match(self, ids: IntArray) -> tuple[int, int]:
-        """The position after the best earlier occurrence of the last tokens, and how many agree there; 0: none."""
-        ends = np.flatnonzero(ids[:-1] == ids[-1])  # of occurrences of the last token
+        """Return the position after the best earlier match of the last tokens, and its length; 0: there is none."""
+        ends = np.flatnonzero(ids[:-1] == ids[-1])  # positions of the last token
         length, found = min(1, len(ends)), ends
         while len(ends) and length < self.most_matched:
             ends = ends[ends >= length]
@@ -89,9 +91,11 @@ class NgramSource:
 
 
 class SuffixSource:
-    """Suffix decoding: where the last tokens came before in what earlier requests put out, what mostly followed. A
-    match and its drafts are `depth` tokens at most, and the drafts `factor` times the match; each draft followed in a
-    share of the matches that is at least `least_share`."""
+    """Suffix decoding: what mostly followed where the last tokens occur in outputs of earlier requests.
+
+    A match and its drafts together have at most `depth` tokens, and the drafts at most `factor` times as many as the
+    match. Each draft followed in at least `least_share` of the matches.
+    """
 
     def __init__(self, past: PastOutputs, depth: int, factor: float, least_share: float) -> None:
         self._past, self._depth, self.most_matched = past, depth, depth - 1
@@ -112,7 +116,7 @@ class SuffixSource:
 
 
 def _usual(following: IntArray, least_share: float) -> list[int]:
-    """Down the rows, after each token the one that most of the rows so far go on with, of equals the first."""
+    """Return, position by position, the id that most of the remaining rows have there; of equal ones the first."""
     ids: list[int] = []
     left = following
     for column in range(following.shape[1]):
@@ -125,8 +129,10 @@ def _usual(following: IntArray, least_share: float) -> list[int]:
 
 
 class CacheSource:
-    """The prefix tree: where others have been at the same tokens, what they went on with. That is how prompts that are
-    sent again, turns that are made anew and siblings of `n` completions go."""
+    """The prefix tree: what other requests with the same tokens so far continued with.
+
+    It serves prompts that are sent again, regenerated turns, and siblings among `n` completions.
+    """
 
     most_matched = MAX_POSITIONS
 
@@ -144,11 +150,11 @@ class CacheSource:
         return Guess(np.frombuffer(drafts, np.int32)[:most], request.num_tokens) if drafts else None
 
     def forget(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """The source keeps nothing of the request."""
 
 
 def _latest(node: Node, begun: bytes) -> Node | None:
-    """Of the children of `node` that go on as `begun` does, the one used last."""
+    """Return the last used child of `node` whose tokens agree with `begun`."""
     children = islice(reversed(node.children), MOST_CHILDREN)
     fitting = [child for child in children if child.tokens.startswith(begun[: len(child.tokens)])]
     return max(fitting, key=lambda child: child.last_used, default=None)

@@ -1,4 +1,4 @@
-"""What guesses a row's next tokens. Whatever it says, the outputs are the same: only their speed depends on it."""
+"""The interface of drafters, which guess a row's next tokens. Outputs do not depend on the guesses, only speed does."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from forkpoint.sched.request import Request
 
 
 class Drafter:
-    """Asked before each decode step of a row, and told what became of its guesses. This one never guesses."""
+    """Called before each decode step of a row, and again with the outcome. This base class never guesses."""
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Up to `most` ids that may follow the request's newest token (of one that goes ahead: the last that its step
-        in flight samples), or TO_DRAFT for those that the runner is to make; None or empty: none."""
+        """Return up to `most` ids that may follow the request's newest token; None or empty: there are none.
+
+        If the row is planned early, the newest token is the last one that its step in flight samples. TO_DRAFT stands
+        for an id that the runner guesses.
+        """
         return None
 
     def plans_early(self, request: Request, lease: Lease) -> bool:
-        """Whether the request's next step is as well planned before what its last one sampled is known."""
+        """Return whether the request's next step may as well be planned before the result of its last one."""
         return False
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """A step took `num_accepted` of the `num_drafts` that it was given for the request."""
+        """A step accepted `num_accepted` of the request's `num_drafts` drafts."""
 
     def stepped(self, num_tokens: int, num_confirmed: int, elapsed_s: float | None) -> None:
-        """A step computed `num_tokens` tokens and confirmed some of them. None: not of decode rows alone."""
+        """A step computed `num_tokens` tokens. `elapsed_s` is None if it had other rows than decode rows."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

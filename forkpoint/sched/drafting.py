@@ -1,4 +1,4 @@
-"""Drafts in plans: how many a row gets, what its grammar allows of them, and what became of them."""
+"""Drafts in plans: how many a row gets, which its grammar allows, and how many were accepted."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from forkpoint.sched.request import Grammar, Request
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
 from forkpoint.sched.stats import DraftStats
 
-MOST_HELD = 1 / 4  # of the rows that decode, if the others are to go ahead
+MOST_HELD = 1 / 4  # share of decode rows that may miss a step that is planned early
 
 
 class DraftPlanner:
-    """Asks the drafter for rows that decode."""
+    """Asks the drafter for drafts of decode rows, and counts what was accepted."""
 
     def __init__(self, drafter: Drafter, cache: CacheManager, clock: Callable[[], float]) -> None:
         self._drafter, self._cache, self._clock = drafter, cache, clock
         self._num_drafts = self._num_tokens = 0
-        self._accepted: Counter[int] = Counter()  # by position
-        self._last_result_s = 0.0  # when the last result was known
+        self._accepted: Counter[int] = Counter()  # by position in the draft
+        self._last_result_s = 0.0  # when the last result came
 
     def early_rows(self, running: Iterable[ScheduledRequest]) -> set[ScheduledRequest] | None:
-        """The rows that can be planned before the result of their step in flight is known; None: too many cannot, or
-        would have better drafts later, and all are better planned together once it is."""
+        """Return the rows to plan before the result of their step in flight.
+
+        None: too many rows cannot be planned early or would get better drafts later. Then it is better to plan all rows
+        together once the result is there.
+        """
         decoding = [
             scheduled
             for scheduled in running
@@ -49,8 +52,11 @@ class DraftPlanner:
         return found
 
     def _may_plan_early(self, scheduled: ScheduledRequest) -> bool:
-        """Where drafts are in flight it is not known where the row's next step starts. What is sampled must not depend
-        on that; in deterministic mode all of them are in one block."""
+        """Return whether the row's next step can be planned although its start depends on drafts in flight.
+
+        Nothing that changes its outputs may depend on that start: neither a grammar, nor `min_tokens`, nor, in
+        deterministic mode, the number of blocks.
+        """
         request, end = scheduled.request, scheduled.lease.num_planned
         if request.grammar is not None:
             return False
@@ -63,10 +69,13 @@ class DraftPlanner:
     def plan(
         self, builder: PlanBuilder, scheduled: ScheduledRequest, num_running: int
     ) -> tuple[IntArray | None, Sequence[IntArray]]:
-        """Guesses of what follows the row's newest token, for which there are blocks, and what its grammar allows
-        after each; None: none. They leave budget for every other row and for a chunk of a prompt, and do not come as
-        far as the block after the next. What is planned ahead in deterministic mode stays in its block: how keys are
-        split follows from their number, and that is not known."""
+        """Return drafts for the row's next step, for which there are blocks, and the grammar's masks after each of
+        them.
+
+        None: the row gets no drafts. Drafts leave budget for every other row and for one chunk of a prompt, and pass at
+        most one block boundary. In deterministic mode the drafts of an optimistic row stay in its block, because the
+        split of the keys follows from their number, which is not known yet.
+        """
         request, start = scheduled.request, scheduled.lease.num_planned
         if start + 1 < request.num_tokens:
             return None, ()
@@ -88,11 +97,11 @@ class DraftPlanner:
         return (drafts, masks[: len(drafts)]) if len(drafts) else (None, ())
 
     def begin(self, issued: IssuedStep) -> None:
-        """A step has been planned."""
+        """Note when a step was planned."""
         issued.started_s = self._clock()
 
     def count_accepted(self, issued: IssuedStep, result: StepResult) -> None:
-        """The result of a step is known: count what was accepted of its drafts, and how long it took."""
+        """Count the accepted drafts of a step whose result is there, and measure how long it took."""
         rows, counts = issued.plan.rows, result.counts
         assert counts is not None or not rows.num_drafts.any(), f"result {result.step} says nothing of its drafts"
         if counts is not None:
@@ -108,7 +117,7 @@ class DraftPlanner:
         now, began_s = (
             self._clock(),
             max(issued.started_s, self._last_result_s),
-        )  # it may have waited for the one before
+        )  # the step may have waited for the one before
         elapsed_s = now - began_s if issued.plan.num_decodes == len(rows) else None
         self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
         self._last_result_s = now
@@ -122,17 +131,19 @@ class DraftPlanner:
 
 
 def _masks_after(grammar: Grammar, token_ids: Sequence[int]) -> list[IntArray]:
-    """What may come after each of these ids, up to the first that may not come itself, makes the output whole or
-    cannot be followed."""
-    ahead, masks, mask = grammar.copy(), list[IntArray](), grammar.mask
+    """Return the grammar's mask after each of these ids.
+
+    The list ends before the first id that is not allowed, that cannot be followed, or that makes the output whole.
+    """
+    follower, masks, mask = grammar.copy(), list[IntArray](), grammar.mask
     for token_id in token_ids:
         if mask is None or not mask[token_id // 32] >> token_id % 32 & 1:
             break
         try:
-            ahead.accept(token_id)
-        except StructuredOutputError:  # it is told of, or not, once the output has come to it
+            follower.accept(token_id)
+        except StructuredOutputError:  # reported once the output really comes to it
             break
-        mask = ahead.mask
+        mask = follower.mask
         if mask is not None:
             masks.append(mask)
     return masks

@@ -1,4 +1,4 @@
-"""How many histories contain a block, where they begin alike: a tree that unfolds only what is shared."""
+"""Counts how many histories contain each block. Only shared blocks take memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ History = Sequence[BlockHash]
 
 
 class PrefixInterest:
-    """Histories, each the chained hashes of its blocks, so that equal hashes mean that all before is equal too.
+    """Histories given by the chained hashes of their blocks: equal hashes mean that all earlier blocks are equal too.
 
-    A history is counted block by block as far as it ever had company; the rest, which is its own, takes one entry
+    The blocks that a history shares, or once shared, with others are counted one by one. The rest of it takes one entry
     whatever its length.
     """
 
     def __init__(self) -> None:
         self._counts: dict[BlockHash, int] = {}
-        self._rests: dict[BlockHash, History] = {}  # the first block that is not counted -> the history that has it
+        self._rests: dict[BlockHash, History] = {}  # first uncounted block -> its history
 
     def add(self, history: History) -> None:
         depth = 0
@@ -35,7 +35,7 @@ class PrefixInterest:
                 self._rests[rest[common]] = rest
 
     def remove(self, history: History) -> None:
-        """Take back one that was added."""
+        """Remove a history that was added."""
         counts = self._counts
         for block_hash in history:
             count = counts.get(block_hash)
@@ -48,7 +48,7 @@ class PrefixInterest:
                 del counts[block_hash]
 
     def counts(self, history: History) -> Iterator[int]:
-        """How many contain each block of `history`, as far as any does."""
+        """Yield how many histories contain each block of `history`, up to the first that none contains."""
         depth = 0
         for block_hash in history:
             count = self._counts.get(block_hash)
@@ -61,7 +61,7 @@ class PrefixInterest:
 
 
 def _common_depth(one: History, other: History, depth: int) -> int:
-    """How far two histories that are equal up to `depth` are equal; `depth` if one is shorter."""
+    """Return how many blocks two histories share that are equal up to `depth`."""
     while depth < min(len(one), len(other)) and one[depth] == other[depth]:
         depth += 1
     return depth

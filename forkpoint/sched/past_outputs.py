@@ -1,4 +1,4 @@
-"""What requests have put out lately, found by its tokens: a ring of ids, chained through equal runs of them."""
+"""Latest outputs of requests, found by their tokens: a ring of ids, chained through equal runs of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 from forkpoint.config import LEAST_MATCH
 from forkpoint.sched.plan import IntArray
 
-MOST_PLACES = 64  # that are looked at, the latest first
-MOST_TOKENS = 1 << 20  # that are kept, at 28 bytes each
-END = -1  # in place of an id: nothing follows an output
+MOST_PLACES = 64  # occurrences that are looked at, the latest first; bounds the time of a lookup
+MOST_TOKENS = 1 << 20  # ids that are kept, at 28 bytes each
+END = -1  # instead of an id: the output ended
 
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
 Places = npt.NDArray[np.int64]
@@ -23,8 +23,8 @@ Places = npt.NDArray[np.int64]
 class PastOutputs:
     """The latest `max_requests` outputs, as far as they are among the latest `num_tokens` ids, a power of two.
 
-    An id's place is how many came before it, counted from 1; memory is that of `num_tokens`. Outputs under one salt
-    are not found under another.
+    Ids are numbered from 1 in the order of arrival; that number is an id's place. Outputs under one salt are not found
+    under another.
     """
 
     def __init__(self, max_requests: int, num_tokens: int = MOST_TOKENS) -> None:
@@ -32,13 +32,15 @@ class PastOutputs:
         self._shift = np.uint64(64 - (num_tokens.bit_length() - 1))
         self._ids = np.zeros(num_tokens, np.int32)
         self._salts = np.zeros(num_tokens, np.uint64)
-        self._previous = np.zeros(num_tokens, np.int64)  # by place, the one before whose run has the same hash; 0: none
-        self._latest = np.zeros(num_tokens, np.int64)  # by hash, the last place of the latest run that has it
+        self._previous = np.zeros(
+            num_tokens, np.int64
+        )  # by place: the last one before whose run has the same hash; 0: none
+        self._latest = np.zeros(num_tokens, np.int64)  # by hash: the last place of its latest run
         self._starts: deque[int] = deque(maxlen=max_requests)
         self._end = 1
 
     def add(self, salt: str, token_ids: Sequence[int]) -> None:
-        """Keep what a request has put out; what is the longest ago goes."""
+        """Keep a request's output, in place of the oldest ids."""
         ids = np.asarray([*token_ids[1 - self._size :], END], np.int32)
         if not self._starts.maxlen or len(ids) <= LEAST_MATCH:
             return
@@ -49,9 +51,11 @@ class PastOutputs:
         self._end += len(ids)
 
     def find(self, salt: str, tail: IntArray, num_following: int) -> tuple[IntArray, int]:
-        """What followed where the most of the end of `tail`, LEAST_MATCH tokens or more, came before: ids
-        `[occurrences, num_following]`, the latest first, with END behind the end of an output; and how many tokens
-        agree there, 0 for no occurrence."""
+        """Return what followed the longest matches of the end of `tail`, and their length in tokens.
+
+        A match has LEAST_MATCH tokens or more; without one the length is 0. What followed are ids
+        `[occurrences, num_following]`, the latest first, with END after the end of an output.
+        """
         ends = self._occurrences(self._hashes(tail[-LEAST_MATCH:], number := _number(salt))[0])
         before = ends[:, None] - np.arange(len(tail))
         agree = (before >= self._oldest) & (self._salts[ends % self._size] == number)[:, None]
@@ -70,7 +74,7 @@ class PastOutputs:
         return max(self._starts[0], self._end - self._size) if self._starts else self._end
 
     def _occurrences(self, key: int) -> Places:
-        """The last places of runs with this hash."""
+        """Return the last places of runs with this hash."""
         found: list[int] = []
         place, oldest = int(self._latest[key]), self._oldest
         while place >= oldest and len(found) < MOST_PLACES:
@@ -79,10 +83,10 @@ class PastOutputs:
         return np.asarray(found, np.int64)
 
     def _link(self, keys: Places, places: Places) -> None:
-        """Each place behind the one before it that has the same hash."""
+        """Chain each place to the last one before it with the same hash."""
         order = np.argsort(keys, kind="stable")
         keys, places = keys[order], places[order]
-        first = np.flatnonzero(np.diff(keys, prepend=-1))  # of each hash
+        first = np.flatnonzero(np.diff(keys, prepend=-1))  # the first place of each hash
         previous = np.roll(places, 1)
         previous[first] = self._latest[keys[first]]
         self._previous[places % self._size] = previous
@@ -90,7 +94,7 @@ class PastOutputs:
         self._latest[keys[last]] = places[last]
 
     def _hashes(self, ids: IntArray, number: np.uint64) -> Places:
-        """Of each run of LEAST_MATCH ids."""
+        """Return the hash of each run of LEAST_MATCH ids."""
         columns = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), LEAST_MATCH).T
         mixed = np.full(columns.shape[1], number)
         for column in columns:

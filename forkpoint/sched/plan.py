@@ -1,4 +1,4 @@
-"""What the runner is told (StepPlan) and what it answers (StepResult). No torch here."""
+"""The plan that a runner is sent (StepPlan) and its answer (StepResult). This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from forkpoint.params import SamplingParams
 IntArray: TypeAlias = npt.NDArray[np.int32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
-NO_ROW = -1  # of the batch: padding, or a request that waits
-LAST_SAMPLED = -1  # as a token: the id that this row sampled last, which may still be on the device
-TO_DRAFT = -2  # as a draft: the model's MTP layer is to guess it, like all other drafts of its row
+NO_ROW = -1  # no row of the batch: padding, or a request that waits
+LAST_SAMPLED = -1  # as a token id: the id that this row sampled last, which may still be on the device
+TO_DRAFT = -2  # as a draft: the model's MTP layer guesses it, and all other drafts of the row
 
 
 @dataclass(frozen=True, slots=True)
 class AddedRow:
     """A request enters the batch at `row`.
 
-    `token_ids` are all ids known so far: the prompt, then outputs of an earlier run of the request.
-    `block_ids` are the blocks of the prefix hit; blocks for later tokens come with the steps that compute them.
+    `token_ids` are the prompt and the outputs of an earlier run of the request. `block_ids` are the blocks of the
+    prefix hit; blocks for later tokens come with the steps that compute them.
     """
 
     row: int
@@ -46,28 +46,29 @@ def _no_ints() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What the rows of one step compute: element `i` of a column, and part `[ptr[i], ptr[i + 1])` of what a pointer
-    column divides, are those of one row.
+    """The rows of one step, in columns.
 
-    A row computes its tokens `[start, start + num_tokens)`; a row that decodes has one. The last `num_drafts` of them
-    are guesses: the runner confirms those that equal what it samples itself, up to the first that does not, and the
-    others are as if they had never been. The state before `start` is read from `read_slot`, the state after the last
-    confirmed token is written to `write_slot`. Further states are saved: the one after exactly `save_positions[j]`
-    tokens in `save_slots[j]`. These positions are confirmed when the plan is made: in `(start, end]` and before any
-    draft, or in `(start of the row's last step, start]` where that step confirmed several tokens. `new_blocks` are
-    appended to the row's block table first. `samples`: the logits of the last token, and of the one before each draft,
-    are sampled. An `optimistic` row was planned as if every draft in flight were accepted: the runner subtracts the
-    rejected ones from its `start`. If the row then starts before a position to be saved, that slot's contents are void.
+    Element `i` of a column belongs to row `i`, and so does the part `[ptr[i], ptr[i + 1])` of a column that a pointer
+    column divides. First the row's block table gets its `new_blocks`. The row computes its tokens
+    `[start, start + num_tokens)`. The last `num_drafts` of them are drafts: the runner accepts those that equal what it
+    samples itself, up to the first that does not, and rejects the rest. A decode row has one other token.
+
+    The row reads the state before `start` from `read_slot`, and writes the state after its last accepted token to
+    `write_slot`. It also saves the state after exactly `save_positions[j]` tokens in `save_slots[j]`. Such a position
+    lies in `(start, end]` before any draft, or in `(start of the row's last step, start]` if that step had drafts. Rows
+    with `samples` set sample from the logits of their last token and of the token before each draft. An `optimistic`
+    row was planned as if every draft in flight were accepted: the runner subtracts the rejected ones from its `start`.
+    If the row then starts before a position to be saved, that slot's contents are void.
     """
 
-    row: IntArray  # [N], as all that follow unless said
+    row: IntArray  # [N], like the next columns
     start: IntArray
     num_tokens: IntArray
     num_drafts: IntArray
     read_slot: IntArray  # NO_SLOT: the zero state
     write_slot: IntArray
     samples: BoolArray
-    tokens: IntArray  # [T], row after row; LAST_SAMPLED and TO_DRAFT where only the runner knows the id
+    tokens: IntArray  # [T], row after row; LAST_SAMPLED and TO_DRAFT if only the runner knows the id
     block_ptr: IntArray  # [N + 1]
     new_blocks: IntArray
     save_ptr: IntArray  # [N + 1]
@@ -87,8 +88,11 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedPrefix:
-    """The row's block table becomes `block_ids`: it jumps onto a longer cached prefix, or gives up blocks that
-    the tree has too. The old table is void from the start of the step; moves may write to its blocks."""
+    """The row's block table becomes `block_ids`.
+
+    The row jumped onto a longer cached prefix, or gave up blocks that the tree has too. Its old table is void from the
+    start of the step: moves may write to those blocks.
+    """
 
     row: int
     block_ids: IntArray
@@ -96,9 +100,11 @@ class ReplacedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The ids that rows under a grammar may sample: `bits[i]`, `[ceil(V / 32)]` int32, are for sampled position
-    `rows[i]`; a sampled row has one position, and one more for each of its drafts, in their order. Id `t` is allowed
-    if bit `t % 32` of word `t // 32` is 1."""
+    """The ids that rows under a grammar may sample.
+
+    `bits[i]`, `[ceil(V / 32)]` int32, are for the sampled position `rows[i]`. A sampled row has one position and one
+    more for each of its drafts, in their order. Id `t` is allowed if bit `t % 32` of word `t // 32` is 1.
+    """
 
     rows: IntArray
     bits: IntArray
@@ -106,10 +112,10 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. Order: `removed` rows, `moves`, `added` and `replaced` rows, then `rows`.
+    """One forward pass. The runner handles `removed` rows, `moves`, `added` and `replaced` rows, then `rows`.
 
-    All ids are those after the moves. The first `num_decodes` rows go through the decode kernels, the others through
-    the prefill kernels: the bits of what they compute differ.
+    All block and slot ids are those after the moves. The first `num_decodes` rows go through the decode kernels, the
+    others through the prefill kernels, whose results differ in their last bits.
     """
 
     step: int
@@ -119,14 +125,14 @@ class StepPlan:
     replaced: tuple[ReplacedPrefix, ...] = ()
     rows: StepRows = field(default_factory=StepRows.empty)
     num_decodes: int = 0
-    num_tokens: int = 0  # of all rows
-    sampled_rows: IntArray = field(default_factory=_no_ints)  # those that sample, in the order of `rows`
+    num_tokens: int = 0  # all rows'
+    sampled_rows: IntArray = field(default_factory=_no_ints)  # the rows that sample, in the order of `rows`
     masks: TokenMasks | None = None  # None: every row may sample any id
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token that follows, its rank from 1, and of the top tokens."""
+    """Log-probabilities at one position: of the next token, with its rank from 1, and of the likeliest tokens."""
 
     token_id: int
     logprob: float
@@ -137,14 +143,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced.
+    """The result of a step.
 
-    `token_ids` were sampled for `plan.sampled_rows`, row after row: `counts[i]` for row `i`, which are the drafts
-    that it confirmed and one more, or one for each row without `counts`. `failed_rows` had non-finite logits; their
-    tokens are meaningless. `logprobs` has an entry for each token of a row; `prompt_logprobs` lists, by row,
-    `(position, entry)` where `entry` speaks of the prompt token at `position`. `num_tokens` entered the model;
-    `slot_bytes_copied` counts state bytes moved other than by a state kernel (0 on the copy-free path, compaction
-    apart).
+    `token_ids` were sampled for `plan.sampled_rows`, row after row: `counts[i]` tokens for row `i`, which are its
+    accepted drafts and one more, or one token for each row without `counts`. The rows `failed_rows` had non-finite
+    logits, and their tokens are meaningless. `logprobs` has an entry for each token of a row that wants them.
+    `prompt_logprobs` lists `(position, entry)` by row: the entry is about the prompt token at that position.
+    `num_tokens` entered the model. `slot_bytes_copied` counts bytes of states that were moved other than by a state
+    operator: 0 on the copy-free path, compaction apart.
     """
 
     step: int
@@ -155,7 +161,7 @@ class StepResult:
     prompt_logprobs: dict[int, tuple[tuple[int, TokenLogprobs], ...]] = field(default_factory=dict)
     num_tokens: int = 0
     slot_bytes_copied: int = 0
-    replayed: bool = False  # a recorded graph served it
+    replayed: bool = False  # by a recorded graph
 
 
 class SubmittedStep(Protocol):

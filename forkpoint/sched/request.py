@@ -1,4 +1,4 @@
-"""One sequence to generate, and what the scheduler reports about it. No torch here."""
+"""One sequence to generate, and what the scheduler reports about it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from forkpoint.sched.plan import IntArray, TokenLogprobs
 
 
 class Grammar(Protocol):
-    """What the outputs of one request must match. It has followed exactly the outputs that the request has."""
+    """The rules for the outputs of one request. It has followed exactly the outputs that the request has."""
 
     @property
     def mask(self) -> IntArray | None:
-        """The ids that may come next, `[ceil(V / 32)]` as in TokenMasks; None: the output is whole, nothing may."""
+        """The ids that may come next, as bits like in TokenMasks; None: the output is whole, and nothing may come."""
 
     def accept(self, token_id: int) -> None:
-        """Follow one more output; not called once the mask is None. Raises StructuredOutputError if it cannot be
-        followed, or nothing can follow it."""
+        """Follow one more output. Not called once the mask is None.
+
+        Raises StructuredOutputError if the output is not allowed, or nothing may come after it.
+        """
 
     def copy(self) -> Grammar:
-        """One that goes its own way from here."""
+        """Return an independent copy."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence: `n` completions of one prompt are `n` requests. Written by the scheduler alone.
+    """A sequence: `n` completions of one prompt are `n` requests. Only the scheduler writes it.
 
-    `max_tokens` is the output length at which it ends. `stop_token_ids` end it once `min_tokens` are out (the end-
-    of-sequence ids are among them unless `ignore_eos`). `breakpoints` are declared by the caller, in tokens. An answer
-    with one of `tool_call_token_ids` contains a tool call. A smaller `priority` runs first. A request with a
+    It ends with `max_tokens` outputs, or with one of `stop_token_ids` once `min_tokens` are out; the end-of-sequence
+    ids are among them unless `ignore_eos` is set. The caller declares the `breakpoints`, in tokens. An answer with one
+    of `tool_call_token_ids` contains a tool call. Requests of a smaller `priority` run first. A request with a
     `grammar` samples only once its earlier outputs are known.
     """
 
@@ -55,8 +57,8 @@ class Request:
     first_scheduled_s: float | None = None
     num_preemptions: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of those
-    resume_cache: CacheReport | None = None  # of the latest run after a preemption; its "prompt" is all known tokens
+    num_accepted_tokens: int = 0  # accepted draft tokens
+    resume_cache: CacheReport | None = None  # the latest run after a preemption; outputs count as its prompt
     prompt_logprobs_done: bool = False
 
     @property
@@ -73,14 +75,14 @@ class Request:
 
     @property
     def awaits_tool(self) -> bool:
-        """Whether its answer contains a tool call."""
+        """Whether the answer contains a tool call."""
         return bool(self.tool_call_token_ids) and not self.tool_call_token_ids.isdisjoint(self.output_token_ids)
 
     def all_token_ids(self) -> IntArray:
         return self.token_ids(0, self.num_tokens)
 
     def token_ids(self, start: int, end: int) -> IntArray:
-        """Those of the known tokens that are in `[start, end)`."""
+        """Return the tokens `[start, end)`, prompt and outputs, as far as there are any."""
         prompt, num_prompt = self.prompt_token_ids, self.num_prompt_tokens
         if end <= num_prompt:
             return prompt[start:end]
@@ -89,7 +91,7 @@ class Request:
 
 
 class Ending(NamedTuple):
-    """Why a request ends with its newest output, and which stop token or failure it was."""
+    """Why a request ends with its newest output: the reason, and the stop token or the error."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -97,7 +99,7 @@ class Ending(NamedTuple):
 
 
 def follow(request: Request, token_id: int) -> Ending | None:
-    """Whether the request ends with `token_id`, its newest output, which its grammar now follows."""
+    """Let the request's grammar follow `token_id`, its newest output. Returns how the request ends with it, if so."""
     num_outputs = len(request.output_token_ids)
     if token_id in request.stop_token_ids and num_outputs > request.params.min_tokens:
         return Ending(FinishReason.STOP, token_id)
@@ -112,7 +114,7 @@ def follow(request: Request, token_id: int) -> Ending | None:
 
 
 class RequestUpdate(NamedTuple):
-    """News of one request from one step: at most one new token, and the end if it came."""
+    """A report on one request from one step: at most one new token, and the end if it came."""
 
     request: Request
     token_id: int | None = None

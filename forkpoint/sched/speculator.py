@@ -1,4 +1,4 @@
-"""The drafter that `--speculative-config` asks for: sources, and how many of their drafts are taken."""
+"""The drafter of `--speculative-config`: it picks a source, and how many of its drafts a row gets."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from forkpoint.sched.past_outputs import PastOutputs
 from forkpoint.sched.plan import TO_DRAFT, IntArray
 from forkpoint.sched.request import Request
 
-LIKELY = 0.7  # what lookups say of a step in flight is right; below, waiting costs less than drafts in the wrong place
+# Drafts of an early row need this probability that lookups are right about the step in flight. Below it, waiting for
+# the result costs less than drafts at the wrong position.
+LIKELY = 0.7
 NONE = np.empty(0, np.int32)
 
 
 class Speculator(Drafter):
-    """Asks its sources; the one where the most tokens agree with what the row has come to is taken at its word. Where
-    they know nothing, the model's MTP layer guesses if it is `by_model`: the runner asks it."""
+    """Takes the drafts of the source with the longest match.
+
+    If no source matches, and `by_model` is set, the runner lets the model's MTP layer guess.
+    """
 
     def __init__(self, sources: Sequence[DraftSource], most: int, by_model: bool = False) -> None:
         self._sources, self._most, self._by_model = tuple(sources), most, by_model
         self._length = DraftLength()
-        self._given: dict[str, IntArray] = {}  # to each request's last step
+        self._given: dict[str, IntArray] = {}  # drafts of each request's last step
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> Speculator:
-        """The tree knows whole histories, past outputs any part of them, the row itself its last tokens; the model
-        guesses where all of them know nothing."""
+        """Return the drafter that the options name."""
         sources: list[DraftSource] = [] if config.method == "ngram" else [CacheSource()]
         if config.method == "suffix":
             depth, past = config.suffix_decoding_max_tree_depth, PastOutputs(config.suffix_decoding_max_cached_requests)
@@ -41,7 +44,7 @@ class Speculator(Drafter):
         return cls(sources, config.num_speculative_tokens, config.method == "mtp")
 
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """What lookups find, else the model's own. A grammar must know drafts beforehand: it gets none of those."""
+        """Return what lookups find, or else TO_DRAFT, except under a grammar, which has to see the drafts' ids."""
         count = self._length.choose(request.id, min(most, self._most))
         drafts = self._following(request, lease, count) if count else None
         if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
@@ -50,17 +53,22 @@ class Speculator(Drafter):
         return drafts
 
     def plans_early(self, request: Request, lease: Lease) -> bool:
-        """Where drafts do not pay, the model has some, nothing that is known matches, or what matches says what follows
-        the step in flight and is likely right in what it says of that step."""
+        """Return whether planning early costs no drafts.
+
+        That is so if drafts do not pay, the model guesses them, no source matches, or the match reaches past the step
+        in flight and is likely right about that step.
+        """
         if self._by_model or not self._length.tries(request.id):
             return True
         following = self._following(request, lease, 1)
         return following is None or bool(len(following))
 
     def _following(self, request: Request, lease: Lease, most: int) -> IntArray | None:
-        """Up to `most` ids that follow what is known and what a step in flight confirms, as far as lookups know that:
-        those of its drafts that they say too, and one more. Empty: it is not likely that they are right there, or that
-        is all they know. None: they know nothing."""
+        """Return up to `most` ids that follow the request's tokens and those that its step in flight confirms.
+
+        Lookups guess the latter: the step confirms the drafts that agree with them, and one more token. Empty: they are
+        not likely right about that step, or do not reach past it. None: no source matches.
+        """
         in_flight = lease.num_planned + 1 - request.num_tokens
         guess = _best(self._sources, request, lease, in_flight + most)
         if guess is None or not in_flight:
@@ -84,7 +92,7 @@ class Speculator(Drafter):
 
 
 def _best(sources: Sequence[DraftSource], request: Request, lease: Lease, most: int) -> Guess | None:
-    """Of the source where the most tokens agree."""
+    """Return the guess with the longest match."""
     best: Guess | None = None
     for source in sources:
         if best is None or best.num_matched < source.most_matched:

@@ -1,4 +1,4 @@
-"""How the scheduler stands."""
+"""Readings of the scheduler for metrics and logs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from forkpoint.cache.counters import CacheStats
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """What became of drafts since the start."""
+    """Counters of drafts since the start."""
 
-    num_drafts: int = 0  # times that a row had some
+    num_drafts: int = 0  # steps of rows with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: dict[str, int] = field(default_factory=dict)  # by position in the draft, from 0
@@ -19,13 +19,13 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges and counters; `cache` has those of the cache, `drafts` those of speculation."""
+    """Gauges and counters of the scheduler, of the cache and of speculative decoding."""
 
     num_running: int
     num_waiting: int
     num_preemptions: int
     num_steps: int
-    num_pages_held: int  # by requests; what is merely cached is not among them
+    num_pages_held: int  # by requests; cached entries that can be evicted are not counted
     num_slots_held: int
     blocks_per_page: int
     slots_per_page: int
