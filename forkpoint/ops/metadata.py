@@ -126,8 +126,8 @@ class VerifyIndex(_Rows):
     """Describes `B` rows of one or more tokens, of which the first is certain and the others are drafts.
 
     1. Row `b` folds: the operator advances the state of slot `src[b]` by the first `pending[b]` tokens, whose records
-       are in line `read[b]`. After `mark[b]` of them (0: never) it also stores the state in slot `mark_dst[b]`. For a
-       row that was planned ahead, the mark may lie beyond the pending tokens; that slot's contents then mean nothing.
+       are in line `read[b]`. After `mark[b]` of them (0: never) it also stores the state in slot `mark_dst[b]`. For an
+       optimistic row, the mark may lie beyond the pending tokens; that slot's contents then mean nothing.
     2. It computes the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`.
     3. A row with one token stores the state after it in slot `dst[b]`. A row with drafts stores the state before its
        tokens there, and a record of each token in line `write[b]`.
@@ -166,7 +166,7 @@ class RecordIndex(_Rows):
 
     1. If these tokens reach a multiple of the interval, the operator folds the records up to the last such multiple and
        stores the state in slot `dst[b]`. After `mark[b]` of them (0: never) it also stores the state in slot
-       `mark_dst[b]`. For a row that was planned ahead, the mark may lie beyond the records. If nothing is folded, the
+       `mark_dst[b]`. For an optimistic row, the mark may lie beyond the records. If nothing is folded, the
        state is copied to `dst[b]` if that is another slot.
     2. It computes the row's tokens `[cu_tokens[b], cu_tokens[b + 1])`. Each token leaves a record.
 
