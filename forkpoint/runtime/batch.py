@@ -1,4 +1,4 @@
-"""What the runner remembers of each row."""
+"""The rows of the batch, as the runner sees them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forkpoint.sched.plan import AddedRow, IntArray, StepPlan
 
 
 class Batch:
-    """The rows of the running batch: known ids, block table, last sampled id, how each samples.
+    """The rows of the running batch: token ids, block table, last sampled id, how each row samples.
 
-    `last_sampled` `[num_rows + 1]` int64 lives on the device; its last entry takes what padded rows sample.
+    `last_sampled` `[num_rows + 1]` int64 is on the device. Padded rows sample into its last entry.
     """
 
     def __init__(
@@ -36,8 +36,10 @@ class Batch:
         return [self._sampling[row] for row in rows.tolist()]
 
     def update(self, plan: StepPlan) -> None:
-        """Remove, remap, add and replace rows, then give rows their new blocks, on the device too. Added rows are to be
-        prepared."""
+        """Remove, remap, add and replace rows, then give rows their new blocks, on the device too.
+
+        Call `prepare` for added rows before they sample.
+        """
         for row in plan.removed:
             del self.rows[row]
             self._sampling.pop(row, None)
@@ -56,7 +58,9 @@ class Batch:
             self.table.commit()
 
     def prepare(self, added: Iterable[AddedRow]) -> None:
-        """Work out how these rows sample, before their first step. What one request asks for may raise here, in which
-        case they are to be removed."""
+        """Prepare the sampling of added rows, before their first step.
+
+        A request's parameters may make this raise. Then the rows have to be removed.
+        """
         for row in added:
             self._sampling[row.row] = RowSampling.create(row, self._counts)

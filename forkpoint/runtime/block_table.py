@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens of each row."""
+"""The block table: where the keys and values of each row's tokens are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ LongArray: TypeAlias = npt.NDArray[np.int64]
 class BlockTable:
     """Rows of kernel block ids, on the host and, as of the last `commit`, on the device.
 
-    Rows are given block ids. To kernels block `b` is blocks `b * ratio` to `(b + 1) * ratio` of `kernel_block_size`
-    tokens. Where tokens are dealt to ranks a block id stands for as many blocks as there are ranks, one on each; a row
-    holds `max_blocks_per_row` ids.
+    Rows get block ids. Kernels see block `b` as blocks `b * ratio` to `(b + 1) * ratio` of `kernel_block_size` tokens.
+    If tokens are dealt to ranks, a block id stands for one block on each rank. A row holds `max_blocks_per_row` ids.
     """
 
     def __init__(
@@ -34,8 +33,10 @@ class BlockTable:
         kernel_block_size: int = 0,
         deal: Deal = ALL,
     ) -> None:
-        """`kernel_block_size` 0 is `block_size`; else it divides that. Raises ConfigError if the deal's interleave does
-        not."""
+        """`kernel_block_size` divides `block_size`; 0 means that they are equal.
+
+        Raises ConfigError if the deal's interleave does not divide `block_size`.
+        """
         deal.check(block_size)
         self.num_rows, self.block_size, self.deal = num_rows, block_size, deal
         self.kernel_block_size = kernel_block_size or block_size
@@ -46,22 +47,22 @@ class BlockTable:
         self._num_entries = np.zeros(num_rows, np.int32)
         self._platform = platform or CpuPlatform()
         self.device = self._platform.upload(self.host)  # the same int32, as of `commit`
-        self._changed: list[LongArray] = []  # entries, by their place in the flat table, that the device does not know
+        self._changed: list[LongArray] = []  # flat indices of entries that the device does not have yet
 
     def num_blocks(self, row: int) -> int:
         return int(self._num_entries[row]) // self.ratio
 
     def append(self, rows: IntArray, pointers: IntArray, block_ids: IntArray) -> None:
-        """Add blocks `[pointers[i], pointers[i + 1])` of `block_ids` at the end of `rows[i]`; the rows are distinct.
+        """Append blocks `[pointers[i], pointers[i + 1])` of `block_ids` to row `rows[i]`; the rows are distinct.
 
-        Raises BlockTableError, and changes nothing, if they do not fit or there is no such row.
+        Raises BlockTableError, and changes nothing, if blocks do not fit or there is no such row.
         """
         if not len(block_ids):
             return
         if not (int(rows.min()) >= 0 and int(rows.max()) < self.num_rows):
             raise BlockTableError(f"a row of {rows.tolist()} is not in a block table of {self.num_rows} rows")
         entries = block_ids
-        if self.ratio > 1:  # their kernel blocks
+        if self.ratio > 1:
             entries = np.add.outer(block_ids * np.int32(self.ratio), np.arange(self.ratio, dtype=np.int32)).ravel()
             pointers = pointers * self.ratio
         counts, starts = np.diff(pointers), self._num_entries[rows]
@@ -80,7 +81,7 @@ class BlockTable:
         self._changed.append(places)
 
     def add(self, row: int, block_ids: IntArray) -> None:
-        """Make a row's blocks exactly `block_ids`."""
+        """Set a row's blocks to exactly `block_ids`."""
         self.clear_row(row)
         self.append(np.full(1, row, np.int32), np.asarray([0, len(block_ids)], np.int32), block_ids)
 
@@ -89,11 +90,12 @@ class BlockTable:
         self._num_entries[row] = 0
 
     def remap(self, moves: Sequence[Move]) -> None:
-        """Follow compaction: every row that names a moved block names its new place.
+        """Follow compaction: replace the ids of moved blocks in all rows.
 
-        A block that has been moved away may be taken and moved again: its contents are then new, and no row names them.
+        A block whose contents were moved away may be taken and moved again. Its contents are new then, and no row has
+        them.
         """
-        contents: dict[int, int | None] = {}  # what lies in a block now: what lay there before the moves, None: new
+        contents: dict[int, int | None] = {}  # block -> the block whose contents it has now; None: new contents
         for move in moves:
             if move.kind is MoveKind.BLOCK:
                 contents[move.dst] = contents.get(move.src, move.src)
@@ -109,8 +111,10 @@ class BlockTable:
         self._changed.append(np.flatnonzero(used))
 
     def kv_slots(self, rows: IntArray, positions: LongArray) -> LongArray:
-        """`[T]` int64: where token `positions[t]` (int64) of row `rows[t]` is kept, in tokens from block 0; NO_SLOT for
-        one that another rank keeps. Raises BlockTableError for a position past the row's blocks."""
+        """Return where token `positions[t]` of row `rows[t]` is kept, `[T]` int64, in tokens from block 0.
+
+        NO_SLOT stands for a token that another rank keeps. Raises BlockTableError for a position past the row's blocks.
+        """
         kept = positions if self.deal.num_ranks == 1 else self.deal.places(positions)
         entries, within = np.divmod(kept, self.kernel_block_size)
         beyond = entries >= self._num_entries[rows]
@@ -124,7 +128,7 @@ class BlockTable:
         return slots if self.deal.num_ranks == 1 else np.where(self.deal.owns(positions), slots, NO_SLOT)
 
     def commit(self) -> None:
-        """Bring all changes so far to the device. There entries past a row's blocks may be of any earlier time."""
+        """Copy all changes to the device, where entries past a row's blocks may be old ones."""
         if self._changed and not self._platform.shares_memory:
             places = np.concatenate(self._changed)
             pair = self._platform.upload(np.stack([places, self.host.reshape(-1)[places].astype(np.int64)]))

@@ -1,4 +1,4 @@
-"""The arena's bytes: one buffer, seen by each layer through strided views."""
+"""The arena's bytes: one buffer, of which each layer has strided views."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class ArenaBuffer:
-    """Owns `num_pages * layout.page_bytes` bytes, uninitialised.
+    """Owns `num_pages * layout.page_bytes` bytes, which start uninitialised.
 
-    `layers[i]` are the tensors of layer i by name: what it keeps of tokens as `[blocks, heads, block_size, dim]` of
-    kernel blocks (those of block b are `b * kernel_blocks` and on), what it keeps of sequences as `[slots, *shape]`.
-    All are strided views: a block or slot of one layer is followed by those of the next.
+    `layers[i]` are the tensors of layer i by name. Tensors of tokens are `[blocks, heads, block_size, dim]` in kernel
+    blocks: block b has those from `b * kernel_blocks` on. Tensors of sequences are `[slots, *shape]`. All are strided
+    views: in a block or slot the layers' parts follow each other.
     """
 
     def __init__(self, layout: CacheLayout, num_pages: int, device: torch.device | None = None) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.data = torch.empty(num_pages * layout.page_bytes, dtype=torch.uint8, device=device)
-        self.block_views: list[Tensor] = []  # all that tokens keep, layer by layer
-        self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all that sequences keep, with the layer's number
+        self.block_views: list[Tensor] = []  # all tensors of tokens, layer by layer
+        self.states: list[tuple[int, TensorSpec, Tensor]] = []  # all tensors of sequences, with their layer's number
         self.layers = tuple(self._views())
 
     @property
@@ -46,7 +46,7 @@ class ArenaBuffer:
             is_block = move.kind is MoveKind.BLOCK
             stride = layout.block_stride_bytes if is_block else layout.slot_stride_bytes
             size = layout.slot_bytes
-            if is_block:  # with the gaps between kernel blocks
+            if is_block:  # including the gaps between kernel blocks
                 size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
             src, dst = move.src * stride, move.dst * stride
             self.data[dst : dst + size].copy_(self.data[src : src + size])
@@ -75,7 +75,7 @@ class ArenaBuffer:
         return self._view(shape, tensor.dtype, count, layout.kernel_block_stride_bytes, offset_bytes)
 
     def _view(self, shape: tuple[int, ...], dtype: str, count: int, stride_bytes: int, offset_bytes: int) -> Tensor:
-        """`[count, *shape]`, each entry contiguous, entry `i` at byte `i * stride_bytes + offset_bytes`."""
+        """Return a view `[count, *shape]`: contiguous entries, the i-th at byte `i * stride_bytes + offset_bytes`."""
         kind = DTYPES[dtype]
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         outer = stride_bytes // kind.itemsize

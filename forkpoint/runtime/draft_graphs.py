@@ -1,4 +1,4 @@
-"""Drafts by the model's MTP layer that stay on the device: all of a step in one graph, none waited for."""
+"""Drafts by the model's MTP layer. They stay on the device; one graph makes all drafts of a step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.step_inputs import StepShape, draft_places
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan
 
-_PUT_RIGHT = ("token_ids", "positions", "kv_lens", "slot_mapping")  # on the device, in place
+_PUT_RIGHT = ("token_ids", "positions", "kv_lens", "slot_mapping")  # corrected on the device, in place
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """So many drafts for each of so many rows."""
+    """A number of drafts for each of a number of rows."""
 
     num_rows: int
     num_drafts: int
 
 
 class DraftGraphs:
-    """`drafted[row, i]` is the row's i-th draft of the step issued last, as far as its plan left it to the runner.
+    """Makes the drafts that plans leave to the runner (TO_DRAFT).
 
-    The layer's keys of the drafts go where the step's own will be written. A row that wants fewer drafts than others
-    stores nothing for the rest. Without `record` the same work is launched kernel by kernel.
+    `drafted[row, i]` is the row's i-th draft of the newest such step. The layer's keys of the drafts go where the step
+    itself will write its keys. A row that wants fewer drafts than others stores nothing for the rest. Before `record`
+    the same work is launched kernel by kernel.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DraftGraphs:
         most: int,
         steps: Sequence[StepShape],
     ) -> None:
-        """For at most `most` drafts of a row; `steps` are those that verify them."""
+        """`most` is the largest number of drafts of a row; `steps` are the shapes of steps that verify drafts."""
         self._model, self._ops, self._batch, self._records, self._platform = model, ops, batch, records, platform
         self._layer, self._splits = len(model.config.layers), KeySplits(batch.table.kernel_block_size)
         num_rows, self.most = batch.table.num_rows, most
@@ -62,7 +63,7 @@ class DraftGraphs:
         self._graphs: Graphs[_Shape, None] = Graphs(platform, {shape: self._padding(shape) for shape in shapes})
 
     def record(self) -> None:
-        """A graph for each number of rows and of drafts that the steps have."""
+        """Record a graph for each number of rows and of drafts that the steps have."""
         self._graphs.record(self._issue)
 
     def close(self) -> None:
@@ -70,8 +71,11 @@ class DraftGraphs:
         self._graphs.clear()
 
     def filled(self, plan: StepPlan, must_know: bool) -> StepPlan:
-        """Make the drafts that the plan leaves to the runner. Waits for them, and puts them in the plan, only if they
-        must be known on the host, or are there."""
+        """Make the drafts that the plan leaves to the runner.
+
+        Their ids enter the returned plan only if the host needs them (`must_know`), which then waits for the device, or
+        if the device shares the host's memory.
+        """
         rows = plan.rows
         first = running_total(rows.num_tokens)[:-1]
         to_draft = rows.tokens.take(first + 1, mode="clip") == TO_DRAFT
@@ -83,13 +87,13 @@ class DraftGraphs:
         return self.with_drafts(plan) if must_know or self._platform.shares_memory else plan
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with the ids of the drafts that it left to the runner; waits for them."""
+        """Return the plan with the ids of the drafts that it left to the runner. Waits for them."""
         tokens, (at, row, number) = plan.rows.tokens.copy(), draft_places(plan)
         tokens[at] = self.drafted.cpu().numpy()[row, number]
         return replace(plan, rows=replace(plan.rows, tokens=tokens))
 
     def _make(self, *columns: IntArray) -> None:
-        """From the columns that `_arrays` takes."""
+        """Make drafts; the columns are those of `_arrays`."""
         row, _, counts, *_ = columns
         exact = _Shape(len(row), int(counts.max()))
         made = self._graphs.shapes
@@ -107,15 +111,18 @@ class DraftGraphs:
         return arrays
 
     def _arrays(self, shape: _Shape, columns: Sequence[IntArray]) -> Arrays:
-        """Of rows: which, where they start, how many drafts they want, the id of their newest token if it is known, the
-        slot that they read, and their places in `missed`."""
+        """Return the inputs for these rows, padded to `shape`.
+
+        Columns: row, start, number of drafts, id of the newest token (LAST_SAMPLED: on the device), slot that the row
+        reads, place in `TokenRecords.missed`.
+        """
         row, start, counts, token_ids, slot, late = columns
         table, most, pad = self._batch.table, shape.num_drafts, shape.num_rows - len(row)
         number = np.arange(most, dtype=np.int32)[:, None]
         positions = (start + np.minimum(number, counts - 1)).astype(np.int64)  # [most, rows]
         places = table.kv_slots(np.tile(row, most), positions.ravel()).reshape(positions.shape)
         line, pending = self._records.newest_lines(row)
-        # One list of parts for all drafts: those of the last may be empty for the first ones.
+        # All drafts share one list of parts, that of the last draft. Some of its parts are empty for earlier ones.
         parts, pointers = self._splits.table(positions[-1] + 1)
 
         def padded(values: np.ndarray, fill: int, dtype: type = np.int64) -> np.ndarray:
@@ -137,7 +144,7 @@ class DraftGraphs:
             "cu_queries": np.arange(shape.num_rows + 1, dtype=np.int32),
             "tiles": np.empty((0, 2), np.int32),
             "part_ptr": padded(pointers, int(pointers[-1]), np.int32),
-            "parts": parts,  # the last field: a graph's region for it is larger than what is filled
+            "parts": parts,
         }
 
     def _issue(self, tensors: Tensors, shape: _Shape) -> None:

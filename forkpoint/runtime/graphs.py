@@ -1,4 +1,4 @@
-"""Recorded work: one graph per padded shape, all reading the same input region."""
+"""Graphs of recorded work: one for each padded shape, all of which read their inputs from one region."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from forkpoint.runtime.step_inputs import StepShape
 Shape = TypeVar("Shape")
 Outputs = TypeVar("Outputs")
 
-MAX_GRAPH_TOKENS = 1024  # steps of more are long enough to hide the launches of their kernels
+MAX_GRAPH_TOKENS = 1024  # tokens; larger steps are long enough to hide the launches of their kernels
 _DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows of steps that prefill too
-_DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of steps with drafts
-_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # their tokens a row
-_TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens of steps that prefill
-_TOKENS_PER_SEGMENT = 32
+_BESIDE = (0, 8, 32, 64, 128, 256, 384, 512)  # tokens of decode rows in steps that also prefill
+_DRAFTING = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows in steps with drafts
+_WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of each row in steps with drafts
+_TOTALS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens in steps that prefill
+_TOKENS_PER_SEGMENT = 32  # a shape has a segment for so many prefill tokens: short chunks are common
 _MIN_SEGMENTS = 4
-_NUM_STAGED = 3  # steps whose inputs may still wait to be copied: two in flight and the one being made
+_NUM_STAGED = 3  # steps whose inputs may still wait for their copy: two in flight and the one under construction
 
 
 def graph_shapes(
     max_num_rows: int, max_num_tokens: int = MAX_GRAPH_TOKENS, max_num_drafts: int = 0
 ) -> tuple[StepShape, ...]:
-    """All shapes to record, largest first, so that smaller ones fit into the memory of larger ones. With drafts those
-    of steps that prefill verify them too."""
+    """Return all shapes to record, largest first, so that smaller graphs reuse the memory of larger ones.
+
+    With drafts, shapes that prefill verify them too.
+    """
     counts = sorted({count for count in _DECODES if count < max_num_rows} | {max_num_rows})
     shapes = [StepShape(count, 0, 0) for count in counts]
     if max_num_drafts:
@@ -61,7 +63,7 @@ class ShapeTable:
             self._shapes[_kind(shape)].append(shape)
 
     def find(self, exact: StepShape) -> StepShape | None:
-        """None where no recorded shape is large enough."""
+        """Return the smallest recorded shape that holds `exact`; None if there is none."""
         shapes = self._shapes[_kind(exact)]
         for shape in shapes[bisect_left(shapes, exact.num_tokens, key=lambda s: s.num_tokens) :]:
             if (
@@ -79,7 +81,7 @@ def _kind(shape: StepShape) -> str:
 
 
 class InputRegion:
-    """Device memory that recorded steps read their inputs from, and staged copies of it on the host."""
+    """The device memory that recorded work reads its inputs from, and staged copies of it on the host."""
 
     def __init__(self, platform: Platform, capacity: int) -> None:
         self._platform = platform
@@ -107,11 +109,15 @@ class InputRegion:
 class _Graph(Generic[Outputs]):
     offsets: Sequence[int]
     replay: Callable[[], None]
-    outputs: list[Outputs]  # of the work issued last
+    outputs: list[Outputs]  # those of the work issued last
 
 
 class Graphs(Generic[Shape, Outputs]):
-    """Graphs of work that has one of several shapes; `padding` are inputs of nothing but padding, as large as any."""
+    """Graphs of work that has one of several shapes.
+
+    `padding` has, for each shape, inputs of nothing but padding. Each of these arrays is as large as any that the shape
+    may have.
+    """
 
     def __init__(self, platform: Platform, padding: Mapping[Shape, Arrays]) -> None:
         self._platform, self._padding = platform, padding
@@ -121,7 +127,7 @@ class Graphs(Generic[Shape, Outputs]):
 
     @property
     def shapes(self) -> Collection[Shape]:
-        """Those that were recorded."""
+        """The recorded shapes."""
         return self._graphs
 
     def record(
@@ -129,20 +135,19 @@ class Graphs(Generic[Shape, Outputs]):
         run: Callable[[Tensors, Shape], Outputs],
         progress: Callable[[Sequence[Shape]], Iterable[Shape]] = lambda shapes: shapes,
     ) -> None:
-        """Record all shapes: `run(tensors, shape)` issues the work whose inputs are the given tensors. `progress` wraps
-        the sequence that is gone through."""
+        """Record all shapes: `run(tensors, shape)` issues the work on these inputs. `progress` wraps the shapes."""
         for shape in progress(tuple(self._padding)):
             self._graphs[shape] = self._record(run, shape)
 
     def replay(self, shape: Shape, arrays: Arrays) -> Outputs:
-        """Issue the work of a recorded shape. The outputs are void once the next one is issued."""
+        """Issue the work of a recorded shape. Its outputs are void once the next work is issued."""
         graph = self._graphs[shape]
         self._region.fill(arrays, graph.offsets)
         graph.replay()
         return graph.outputs[-1]
 
     def clear(self) -> None:
-        """Drop what was recorded, and with it what recorded it."""
+        """Drop all graphs, and with them the objects that they refer to."""
         self._graphs.clear()
 
     def _record(self, issue: Callable[[Tensors, Shape], Outputs], shape: Shape) -> _Graph[Outputs]:
@@ -155,5 +160,5 @@ class Graphs(Generic[Shape, Outputs]):
         def run() -> None:
             found[:] = [issue(tensors, shape)]
 
-        run()  # compiles what the shape needs
+        run()  # compile the kernels that the shape needs
         return _Graph(offsets, self._platform.record_graph(run), found)

@@ -12,7 +12,7 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import TokenLogprobs
 
-PROMPT_TILE_ROWS = 128  # positions whose logits exist at once while prompt log-probabilities are made
+PROMPT_TILE_ROWS = 128  # prompt positions whose logits exist at once; more would need too much memory
 
 
 @dataclass(frozen=True, slots=True)

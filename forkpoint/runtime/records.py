@@ -1,5 +1,8 @@
-"""What tokens leave behind for the next steps of their rows: until it is known which count, and between two writes of
-their recurrent states."""
+"""Records of tokens whose states are not written yet.
+
+A step with drafts records its tokens until it is known which drafts were accepted. Recurrent states that are written
+every few tokens only record the tokens between two writes.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,22 @@ from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import DTYPES, ArenaBuffer
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, IntArray, Move, MoveKind, StepPlan, StepRows
 
-Pad = Callable[[IntArray, int], IntArray]  # a column of a step's decode rows, and what rows of padding have in it
-NOWHERE = -1  # where the last step of a row started that it did not decode
+Pad = Callable[[IntArray, int], IntArray]  # pads a column of decode rows with a value
+NOWHERE = -1  # instead of the start of a row's last step: the row was not decoded yet
 
 
 class TokenRecords:
-    """The lines of all rows, and how many tokens of each are still to be folded into the row's state.
+    """The records of all rows, and how many tokens of each row are pending: recorded, but not in the row's state yet.
 
-    With drafts a slot is behind its row by the tokens of a step until the row's next one; recurrences that can be
-    written every `interval` tokens are behind by those since the last multiple of it. Positions alone decide, so a
-    request's bits do not depend on what else ran; the grid of checkpoints is a multiple of it. The state of a row that
-    leaves the batch at a block boundary, where it may have become a checkpoint, is folded first. `most_tokens` of a row
-    are in a step; of what is not `single` a row has two lines: a step writes one and reads the other. `layers` are the
-    arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them. `missed[row]`,
-    int64 on the device, are the drafts that did not count of the row's last step with some; behind all rows there is a
-    0. Until a step's result is known the host supposes that all count. What `constants` has of a layer's tensor stands
-    behind the records that its `fold` is given.
+    A slot lags its row: by the last step's tokens if rows have drafts, otherwise by the tokens since the last multiple
+    of `interval`. Only positions decide, so a request's bits do not depend on other rows. Checkpoints lie on multiples
+    of the interval. A row that leaves the batch at a block boundary, where its state may have become a checkpoint, is
+    brought up to date first.
+
+    Each row has two lines of records: a step reads one and writes the other. A `single` record has one line.
+    `layers` are the arena's, each with its records `[lines, tokens, *shape]` under the names that the specs give them.
+    `missed[row]`, int64 on the device, is the number of rejected drafts of the row's last step with drafts; the entry
+    after all rows is 0. Until a step's result is there, the host counts all its drafts as accepted.
     """
 
     def __init__(
@@ -49,10 +52,14 @@ class TokenRecords:
         platform: Platform,
         constants: Mapping[tuple[int, str], Sequence[Tensor]],
     ) -> None:
+        """A step has at most `most_tokens` tokens of a row.
+
+        `constants` of a tensor, by layer and name, are appended to the records passed to its `fold` operator.
+        """
         self._ops, self._platform = ops, platform
         assert BLOCK_SIZE % interval == 0, "a checkpoint must be whole"
         self.interval, self._states = interval, arena.states
-        self.drafts = most_tokens > 1  # whether rows may have some
+        self.drafts = most_tokens > 1  # whether rows may have drafts
         layers = [dict(cache) for cache in arena.layers]
         self._pending_states = list[tuple[str | None, Tensor, list[Tensor]]]()
         self._spaced_states = list[tuple[Tensor, list[Tensor]]]()
@@ -71,22 +78,25 @@ class TokenRecords:
                 self._pending_states.append((tensor.fold, pool, behind))
         self.layers: tuple[LayerCache, ...] = tuple(layers)
         self._pending = np.zeros(num_rows, np.int32)
-        self._line = 2 * np.arange(num_rows, dtype=np.int32)  # that the row's next step reads
-        self._start = np.full(num_rows, NOWHERE, np.int32)  # of the row's last step
-        self._whole = np.zeros(num_rows, np.int32)  # tokens of the state that it read
-        self._end = np.zeros(num_rows, np.int32)  # tokens that the state has once they are folded
+        self._line = 2 * np.arange(num_rows, dtype=np.int32)  # the line that the row's next step reads
+        self._start = np.full(num_rows, NOWHERE, np.int32)  # the start of the row's last step
+        self._whole = np.zeros(num_rows, np.int32)  # tokens in the state that the last step read
+        self._end = np.zeros(num_rows, np.int32)  # tokens in the state once the pending ones are folded
         self._slot = np.full(num_rows, NO_SLOT, np.int32)
-        self._step = np.zeros(num_rows, np.int64)  # that issued the row last
+        self._step = np.zeros(num_rows, np.int64)  # the row's last step
         self.missed = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
 
     def concern(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan has drafts, or tokens to be folded."""
+        """Return whether a row of the plan has drafts or pending tokens."""
         rows = plan.rows
         return bool(rows.num_drafts.any()) or bool(self._pending[rows.row[: plan.num_decodes]].any())
 
     def arrays(self, plan: StepPlan, pad: Pad, verifies: bool) -> Arrays:
-        """What the decode rows of a step, padded by `pad`, find, compute and leave: the fields of RecordIndex, unless
-        every state is written, and those of VerifyIndex, if the step `verifies`; src, dst and cu_tokens are both's."""
+        """Return the columns of the step's decode rows, padded by `pad`, for RecordIndex and VerifyIndex.
+
+        Those of RecordIndex are there if some states are written every few tokens only, those of VerifyIndex if the
+        step `verifies` drafts. Both share src, dst and cu_tokens.
+        """
         rows, decodes, found = plan.rows, plan.num_decodes, Arrays()
         row, start = rows.row[:decodes], rows.start[:decodes]
         if self._spaced_states:
@@ -115,10 +125,10 @@ class TokenRecords:
         return found
 
     def _marks(self, plan: StepPlan, behind: IntArray, kind: str, pad: Pad) -> Arrays:
-        """Rows are `behind` by so many tokens: after how many of those a state goes elsewhere too, and where."""
+        """Return after how many of its `behind` unwritten tokens each row stores a state elsewhere too, and where."""
         rows, decodes = plan.rows, plan.num_decodes
         read, write, start = (column[:decodes] for column in (rows.read_slot, rows.write_slot, rows.start))
-        # A row that turns to another slot leaves a checkpoint behind, which has to be whole.
+        # A row that turns to another slot leaves a checkpoint in the old one, which has to be complete.
         turns = (behind > 0) & (read != write) & (start % self.interval == 0)
         mark, mark_slot = np.where(turns, behind, 0), np.where(turns, read, NO_SLOT)
         saves = np.diff(rows.save_ptr[: decodes + 1])
@@ -129,30 +139,34 @@ class TokenRecords:
         return {f"{kind}_mark": pad(mark, 0), f"{kind}_mark_dst": pad(mark_slot, NO_SLOT)}
 
     def _written(self, row: IntArray, start: IntArray) -> IntArray:
-        """Tokens of the states in the rows' slots; a row that was not decoded before has a whole one."""
+        """Return how many tokens the states in the rows' slots have; that of a row that was not decoded yet is
+        complete."""
         before = self._start[row]
         return np.where(before < 0, start, np.maximum(self._whole[row], before // self.interval * self.interval))
 
     def newest_lines(self, rows: IntArray) -> tuple[IntArray, IntArray]:
-        """The lines of windows' records that the rows' next step reads, and how many tokens of each are pending."""
+        """Return the lines of `single` records that the rows' next step reads, and their numbers of pending tokens."""
         return rows, self._pending[rows]
 
     def newest_of(self, layer: int, name: str, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
-        """Of the window `name` of a layer the newest entry for each row `[N, ...]`: its newest pending token's, or else
-        that of the row's slot; from slots, lines and pending tokens on the device, `[N]` int64."""
+        """Return each row's newest entry `[N, ...]` of the convolution window `name` of a layer.
+
+        It is the record of the row's newest pending token, or without one the last entry in the row's slot. `slots`,
+        `lines` and `pending` are on the device, `[N]` int64.
+        """
         window, pool = next((spec, pool) for number, spec, pool in self._states if (number, spec.name) == (layer, name))
         return self._ops.newest(pool[:, -1], self.layers[layer][window.records[0].name], slots, lines, pending)
 
     def late(self, rows: StepRows) -> IntArray:
-        """Each row's place in `missed`: its own if it is optimistic, else that of the 0."""
+        """Return each row's place in `missed`: its own if it is optimistic, else the place of the 0."""
         return np.where(rows.optimistic, rows.row, np.int32(len(self._line)))
 
     def behind(self, rows: StepRows) -> IntArray:
-        """How many tokens each row may be behind where it was planned to start."""
+        """Return by how many tokens at most each row may start earlier than planned."""
         return np.where(rows.optimistic, self._pending[rows.row] - 1, 0)
 
     def issued(self, plan: StepPlan) -> None:
-        """The step is on its way. What rows without drafts compute is in their slots, or recorded."""
+        """Note that the step was issued, as if all its drafts were accepted."""
         rows, count = plan.rows, plan.num_decodes
         row, start, drafts = rows.row[:count], rows.start[:count], rows.num_drafts[:count]
         self._whole[row], self._start[row] = self._written(row, start), start
@@ -162,7 +176,7 @@ class TokenRecords:
         self._line[row] ^= 1
 
     def apply_counts(self, plan: StepPlan, counts: IntArray) -> None:
-        """It is known how many tokens of each row that the step sampled count."""
+        """Take off rejected drafts: `counts` says how many positions of each sampled row count."""
         row, missed = plan.sampled_rows, 1 + plan.rows.num_drafts[plan.rows.samples] - counts
         is_last = self._step[row] == plan.step
         self._end[row] -= missed
@@ -170,7 +184,7 @@ class TokenRecords:
         self._start[row] -= np.where(is_last, 0, missed)
 
     def leave(self, removed: Iterable[int], moves: Iterable[Move]) -> None:
-        """Rows leave the batch, then slots move. The state of a row at a boundary may have become a checkpoint."""
+        """Complete the states of rows that leave at a block boundary, remove the rows, then follow moves of slots."""
         gone = np.asarray(list(removed), np.int64)
         gone_whole = gone[(self._start[gone] >= 0) & (self._end[gone] % BLOCK_SIZE == 0)]
         self._fold(gone_whole[self._pending[gone_whole] > 0])
@@ -181,7 +195,7 @@ class TokenRecords:
                 self._slot[self._slot == move.src] = move.dst
 
     def prepare(self) -> None:
-        """Have the device compile what a row needs that leaves, before there is one."""
+        """Let the device compile the kernels for rows that leave, before there is one."""
         row = np.zeros(1, np.int64)
         self._fold(row)
         self._flush(row)
@@ -211,18 +225,18 @@ class TokenRecords:
 
 
 def records_bytes(layout: CacheLayout, num_rows: int, most_tokens: int, interval: int) -> int:
-    """What the lines of so many rows take."""
+    """Return the bytes of the records of `num_rows` rows."""
     tensors = (tensor for spec in layout.states for tensor in spec.tensors)
     records = (each for tensor in tensors for each in _records(tensor, most_tokens, interval))
     return num_rows * sum(lines * length * record.num_bytes() for record, lines, length in records)
 
 
 def _records(tensor: TensorSpec, most_tokens: int, interval: int) -> Iterator[tuple[TensorSpec, int, int]]:
-    """(a record of the tensor's tokens, lines of each row, tokens of each line)."""
+    """Yield the records of a tensor: (spec, lines of each row, tokens of each line)."""
     if interval > 1 and tensor.spaced:
         for i, record in enumerate(tensor.spaced):
-            # Updates that a step folds and writes over are read and written by the same program; the others are read by
-            # many.
+            # Records of updates (the first ones) are read and overwritten by one program. The others are read by many
+            # programs, so that a step must not overwrite those that it reads.
             yield record, 1, interval - 1 + (1 + (i > 0)) * most_tokens
     elif most_tokens > 1:
         for record in tensor.records:

@@ -1,4 +1,4 @@
-"""How each row of the batch samples."""
+"""Sampling parameters of rows, in the form that the sampler takes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from forkpoint.params import SamplingParams
 from forkpoint.platforms.platform import Platform
 from forkpoint.sched.plan import AddedRow
 
-GREEDY_TEMPERATURE = 1e-5  # below it the largest logit wins, as in vLLM
+GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy, like in vLLM
 
 
 class TokenCounts:
-    """What the penalties look at: `table[row, id]`, int32, is twice the number of times that the row of the batch put
-    the id out, plus 1 if its prompt has it. Memory for all `num_rows` lines is taken when a first row has penalties."""
+    """Counts of ids for penalties.
+
+    `table[row, id]`, int32, is twice the number of times that the row put the id out, plus 1 if its prompt has the id.
+    Memory for all `num_rows` lines is taken when the first row with penalties comes.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, platform: Platform) -> None:
         self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=platform.device)
         self._num_rows, self._platform = num_rows, platform
 
     def restore(self, added: AddedRow) -> None:
-        """Count the ids known, so that a resumed row goes on as before."""
+        """Count the ids of an added row, so that a resumed request continues as before."""
         if not len(self.table):
             self.table = self.table.new_empty((self._num_rows, self.table.shape[1]))  # lines are cleared as rows come
         line = self.table[added.row]
@@ -36,11 +39,11 @@ class TokenCounts:
         line.index_add_(0, outputs, torch.full_like(outputs, 2, dtype=torch.int32))
 
     def record(self, lines: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """More outputs: of line `lines[i]` id `token_ids[i]`, both `[M]` int64 on the device, where `kept[i]`."""
+        """Count output `token_ids[i]` of line `lines[i]` where `kept[i]`. All are `[M]` on the device, ids int64."""
         _count_outputs(self.table, lines, token_ids, kept)
 
     def with_drafts(self, lines: list[int], index: Tensor, token_ids: Tensor) -> Tensor:
-        """Copies of those lines, the `index[i]`th of which has seen `token_ids[i]` besides."""
+        """Return copies of these lines, to which draft `token_ids[i]` is added in copy `index[i]`."""
         copies = self.table[lines]
         _count_outputs(copies, index, token_ids)
         return copies
@@ -54,19 +57,19 @@ def _count_outputs(table: Tensor, lines: Tensor, token_ids: Tensor, kept: Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one row samples, in the form that the sampler wants."""
+    """How one row samples."""
 
     params: SamplingParams
     seed: int
-    line: int  # of this row in the counts
-    is_plain_greedy: bool  # the largest logit, and nothing else is asked for
+    line: int  # the row's line in the counts
+    is_plain_greedy: bool  # the request wants the likeliest token and nothing else
     bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None  # (ids, additions)
-    stop_ids: npt.NDArray[np.int64] | None  # forbidden until min_tokens are out
+    stop_ids: npt.NDArray[np.int64] | None  # not allowed before min_tokens outputs
     counts: TokenCounts | None
 
     @classmethod
     def create(cls, added: AddedRow, counts: TokenCounts) -> RowSampling:
-        """`counts` are shared by all rows of the batch; the row's line is restored if it has penalties."""
+        """Return the sampling of an added row. All rows share `counts`; a row with penalties gets its line restored."""
         params, bias, stops = added.params, None, None
         vocab_size = counts.table.shape[1]
         if params.has_penalties:
@@ -82,5 +85,5 @@ class RowSampling:
 
     @property
     def temperature(self) -> float:
-        """0 where the largest logit wins."""
+        """The temperature; 0 if sampling is greedy."""
         return self.params.temperature if self.params.temperature >= GREEDY_TEMPERATURE else 0.0

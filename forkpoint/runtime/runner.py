@@ -1,4 +1,4 @@
-"""StepPlan to StepResult."""
+"""ModelRunner: executes StepPlans on one device."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ from forkpoint.runtime.submitted import FailedStep, RunningStep, Verified
 from forkpoint.runtime.windows import NO_DRAFT, Windows
 from forkpoint.sched.plan import TO_DRAFT, AddedRow, IntArray, StepPlan, StepResult, StepRows, SubmittedStep
 
-MOST_QUERIES = 32  # of a key head, over the tokens of a row whose keys are read together
+MOST_QUERIES = 32  # query heads of one key head, over all tokens of a row for which keys are read together
 
 
 class StepOutputs(NamedTuple):
-    """Of each sampled row, padded: this rank's own logits `[S, its ids]`; the likeliest ids `[S]` int64 and whether
-    their logits are finite `[S]` bool, or None where nobody wants them."""
+    """The outputs for the sampled rows, padded.
+
+    `own` are this rank's logits `[S, its ids]`. `likeliest` are the likeliest ids `[S]` int64 and whether their logits
+    are finite `[S]` bool; None if no row wants them.
+    """
 
     own: Tensor
     likeliest: tuple[Tensor, Tensor] | None
@@ -49,7 +52,7 @@ class StepOutputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on a device, whose arena is still to be cut. `shapes` are those of graphs to record."""
+    """A model on a device, before its arena is allocated. Graphs are recorded for `shapes`."""
 
     model: Model
     ops: OpTable
@@ -62,17 +65,17 @@ class Loaded:
 
 
 class ModelRunner:
-    """Implements `sched.plan.Runner` on one device: owns the arena's bytes and the batch.
+    """Implements `sched.plan.Runner` on one device. Owns the arena's bytes and the batch.
 
-    A plan runs in the order removed rows, moves, added and replaced rows, state copies, forward, sampling. On a
-    device with graphs, steps that fit into one of the `shapes` replay graphs, which `record_graphs` makes.
-    `submit` issues a step and does not wait for it. State operators that `ops.redirects` does not name find their
-    states copied to where they write. When a step raises, its rows and blocks are updated all the same; steps submitted
-    before `result()` has raised that failure are not run and raise StepFailedError.
+    A plan runs in this order: removed rows, moves, added and replaced rows, state copies, forward pass, sampling.
+    `submit` issues a step and does not wait for it. On a device with graphs, a step that fits one of the `shapes`
+    replays a graph; `record_graphs` makes the graphs. For state operators that `ops.redirects` does not name, states
+    are copied first. If a step raises, its rows and blocks are updated all the same. Steps that are submitted before
+    `result()` has raised that error are not run and raise StepFailedError.
     """
 
     def __init__(self, loaded: Loaded, num_pages: int, max_model_len: int | None = None) -> None:
-        """By default for sequences as long as the model's."""
+        """Sequences have at most `max_model_len` tokens; by default as many as the model takes."""
         model, ops, layout, platform = loaded.model, loaded.ops, loaded.layout, loaded.platform
         num_rows, most = loaded.sched.max_num_seqs, loaded.max_num_drafts
         shapes = loaded.shapes if platform.has_graphs else ()
@@ -92,13 +95,13 @@ class ModelRunner:
                 self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
         kept = (self._states.copies, self._records, most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
-        self._shapes = ShapeTable(shapes) if shapes else None  # of steps that graphs are recorded for
+        self._shapes = ShapeTable(shapes) if shapes else None  # shapes with graphs
         padding = {shape: self._builder.padding(shape) for shape in shapes}
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
 
     def record_graphs(self, progress: Callable[[Sequence[StepShape]], Any] = lambda shapes: shapes) -> None:
-        """Record the graphs; `progress` wraps the sequence of shapes that is gone through."""
+        """Record the graphs. `progress` wraps the sequence of shapes."""
         with torch.inference_mode():
             self._graphs.record(self._issue, progress)
             if self._drafts is not None:
@@ -110,13 +113,13 @@ class ModelRunner:
         self.platform.synchronize()
 
     def _prepare_windows(self) -> None:
-        """Have the device compile what the windows of steps need, by one of the spare row."""
+        """Let the device compile the kernels for windows, with a window of the spare row."""
         row = np.zeros(1, np.int32)
         sampled = Sampled(self.platform.upload(row.astype(np.int64)), self.platform.upload(row == 0))
         self._accept(Windows(row + 1, row, row + NO_DRAFT), row + self.batch.table.num_rows, sampled)
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Issue a plan. Raises only for a plan that contradicts the batch; what the model raises, `result()` does."""
+        """Issue a plan. Raises only if the plan contradicts the batch; errors of the model come from `result()`."""
         if self._records is None or not self._records.drafts:
             assert not plan.rows.num_drafts.any(), "made for plans without drafts"
             assert not plan.rows.save_ptr[plan.num_decodes], "the decode kernels save no states"
@@ -136,7 +139,7 @@ class ModelRunner:
             return FailedStep(error, self._failure_seen)
 
     def close(self) -> None:
-        """Wait for the device and drop the graphs; all other memory goes with the runner."""
+        """Wait for the device and drop the graphs. All other memory is freed with the runner."""
         self.platform.synchronize()
         self._graphs.clear()
         if self._drafts is not None:
@@ -170,7 +173,7 @@ class ModelRunner:
         else:
             tensors = self.platform.upload_all(arrays)
             lens: HostLens = ((), ())
-            if not plan.rows.optimistic.any():  # else only the device knows
+            if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
             outputs = self._heads(hidden, tensors, plain) if sampling else None
@@ -190,13 +193,13 @@ class ModelRunner:
         return RunningStep(so_far, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
 
     def _verifies(self, plan: StepPlan) -> bool:
-        """Whether a row has drafts or tokens to be folded; the graphs of steps that prefill take all rows for such."""
+        """Return whether the step uses the operators that verify drafts. Graphs that prefill always do."""
         if self._records is None or not self._records.drafts:
             return False
         return (self._shapes is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
-        """A whole step on the device, greedy sampling included; what a graph records."""
+        """Issue a whole step on the device, including greedy sampling: the work that a graph records."""
         return self._heads(self._forward(tensors, shape), tensors)
 
     def _forward(
@@ -207,14 +210,15 @@ class ModelRunner:
     ) -> Tensor:
         caches = (self._records or self.arena).layers
         context = self._builder.context(tensors, shape, caches, self._states, host_lens)
-        if shape.num_decodes:  # what only the device knows is taken from there
+        if shape.num_decodes:  # fill in ids and positions that only the device has
             drafts = (self._drafts.drafted, tensors["draft_at"]) if self._drafts and "draft_at" in tensors else ()
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
             self._ops.catch_up(ids, self._builder.late(tensors))
         return self._model.forward(tensors["token_ids"], context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:
-        """Logits of the sampled rows, and, if `greedy`, the likeliest tokens, which the rows remember."""
+        """Return the logits of the sampled rows and, if `greedy`, the likeliest ids, which become the last sampled
+        ones."""
         own = self._model.head.own(hidden.index_select(0, tensors["sampled"]))
         if not greedy:
             return StepOutputs(own, None)
@@ -230,8 +234,10 @@ class ModelRunner:
         plain: bool,
         windows: Windows | None = None,
     ) -> Sampled:
-        """The next token of each sampled row, or at each position of its window; `sampling` has one for each row of
-        the logits. `plain`: all are the likeliest."""
+        """Sample each row of the logits: the sampled rows, or all positions of their windows.
+
+        `sampling` has an element for each row of the logits. `plain`: all rows take the likeliest id and nothing else.
+        """
         rows, count = plan.rows, len(sampling)
         if outputs.likeliest is not None and plain:
             token_ids, finite = outputs.likeliest
@@ -248,7 +254,7 @@ class ModelRunner:
         return sampled
 
     def _late(self, rows: StepRows, windows: Windows | None) -> Late | None:
-        """What is not known of how many outputs there are behind each of the logits."""
+        """Return how many outputs optimistic rows may lack; None if the step has no such rows."""
         if self._records is None or not rows.optimistic.any():
             return None
         columns = np.stack([self._records.behind(rows), self._records.late(rows)])[:, rows.samples]
@@ -258,8 +264,10 @@ class ModelRunner:
     def _finish_windows(
         self, plan: StepPlan, windows: Windows, sampling: list[RowSampling], sampled: Sampled
     ) -> tuple[Tensor, Verified]:
-        """Settle on the device what a step with drafts has sampled: nothing the next step needs is waited for. The
-        answers and counts are on their way to the host in one copy."""
+        """Accept or reject drafts on the device, so that the next step need not wait for the host.
+
+        One copy takes the answers and the counts to the host.
+        """
         assert self._records is not None
         found, there = self._accept(windows, plan.sampled_rows, sampled)
         count = len(windows.drafts)
@@ -269,10 +277,10 @@ class ModelRunner:
         return on_host[:count], Verified(windows, on_host[count:], partial(self._records.apply_counts, plan))
 
     def _accept(self, windows: Windows, rows: IntArray, sampled: Sampled) -> tuple[Tensor, WindowColumns]:
-        """Which positions of those rows count, as the operator says it."""
+        """Call the operator `accept` for the windows of these rows. Returns its answer and the columns that it got."""
         assert self._records is not None
         columns, drafted = [windows.drafts, rows, windows.starts, windows.sizes], None
-        if self._drafts is not None:  # where they are
+        if self._drafts is not None:  # where drafts are that only the device has
             drafted = self._drafts.drafted
             at = np.repeat(rows, windows.sizes) * self._drafts.most + windows.spread(np.zeros_like(rows))
             columns.append(np.where(windows.drafts == TO_DRAFT, at, -1))
@@ -283,8 +291,10 @@ class ModelRunner:
         return windows.accept(self._ops.accept, sampled.token_ids, sampled.finite, there), there
 
     def _asking(self, plan: StepPlan, first: int) -> list[tuple[AddedRow, int, int, int]]:
-        """Rows with prompt tokens whose log-probabilities are wanted: (row, start, end, its first token in the
-        step). The segments' tokens begin at `first`."""
+        """Return the rows with prompt tokens whose log-probabilities are wanted.
+
+        Each is (row, start, end, index of its first token in the step). The segments' tokens begin at `first`.
+        """
         out, rows = list[tuple[AddedRow, int, int, int]](), plan.rows
         columns = (column[plan.num_decodes :].tolist() for column in (rows.row, rows.start, rows.num_tokens))
         for row, start, count in zip(*columns, strict=True):
@@ -295,7 +305,7 @@ class ModelRunner:
         return out
 
     def _prompt_scores(self, added: AddedRow, start: int, end: int, first: int, hidden: Tensor) -> list[Scores]:
-        """For the prompt tokens that the row's tokens `[start, end)` predict, in tiles."""
+        """Score the prompt tokens that the row's tokens `[start, end)` predict, in tiles."""
         num_top, tiles = added.params.prompt_logprobs or 0, []
         last = min(end, added.num_prompt_tokens - 1)  # the last prompt token predicts an output
         for begin in range(start, last, PROMPT_TILE_ROWS):
@@ -308,8 +318,11 @@ class ModelRunner:
 
 
 def _splits(loaded: Loaded) -> KeySplits:
-    """Rows of a small batch are split into more parts, and keys read for tokens of a row together, unless bits must not
-    depend on the batch."""
+    """Return how keys are split into parts.
+
+    Rows of a small batch get more parts, and keys are read once for several tokens of a row, unless the bits of a row
+    must not depend on the batch.
+    """
     layout, config, traits = loaded.layout, loaded.model.config, traits_of(loaded.platform.device)
     if loaded.ops.deterministic or not layout.has_kv:
         return KeySplits(layout.kernel_block_size)

@@ -1,4 +1,4 @@
-"""Logits to token ids. No row's result depends on what else is in the batch, and nothing waits for the device."""
+"""Sampling: from logits to token ids. A row does not depend on other rows, and nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from forkpoint.sched.plan import IntArray, TokenMasks
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`token_ids[i]` for row `i` of the logits, meaningless where not `finite[i]`; `logprobs` by index, for rows
-    that asked. Of a step with drafts these are all positions, whatever counts of them."""
+    """The sampled ids of all rows of the logits.
+
+    `token_ids[i]` is meaningless unless `finite[i]`. `logprobs` are for rows that asked, by their index. In a step with
+    drafts the rows are all sampled positions, accepted or not.
+    """
 
     token_ids: Tensor  # [N] int64
     finite: Tensor  # [N] bool
@@ -33,16 +36,21 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Rows whose numbers of outputs are not known: each has up to `behind[i]` fewer, by `missed[i]`, which the device
-    knows."""
+    """Optimistic rows, whose number of outputs the host does not know.
+
+    Row `i` has up to `behind[i]` outputs fewer than planned. The device has the exact number, `missed[i]`.
+    """
 
     behind: IntArray  # [N]
     missed: Tensor  # [N] int64
 
 
 class UniformSource:
-    """One number in [0, 1) per (seed, output position), from Philox keyed by the seed with the position as its
-    counter, so that it depends neither on the batch nor on preemption."""
+    """One number in [0, 1) for each (seed, output position).
+
+    Philox computes it with the seed as key and the position as counter, so it depends neither on the batch nor on
+    preemption.
+    """
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)
@@ -59,8 +67,11 @@ class UniformSource:
 
 
 class Sampler:
-    """Applies, in vLLM's order: logit_bias, min_tokens, penalties, the ids that a grammar allows, temperature, min_p,
-    top_k, top_p. Log-probabilities are those of the model's own logits."""
+    """Samples rows of logits.
+
+    Applies, in vLLM's order: logit_bias, min_tokens, penalties, the ids that a grammar allows, temperature, min_p,
+    top_k, top_p. Log-probabilities are those of the model's own logits.
+    """
 
     def __init__(self, ops: OpTable, platform: Platform, uniform: UniformSource | None = None) -> None:
         self._ops = ops
@@ -76,23 +87,26 @@ class Sampler:
         windows: Windows | None = None,
         late: Late | None = None,
     ) -> Sampled:
-        """`logits[N, V]` of any float type; `positions[i]` is how many outputs row `i` has already; `masks` names
-        the rows by their index. Counts the sampled ids for the rows that have penalties. With `windows` one row of the
-        logits is a position, and stands in `rows` and `positions` as one; to count what is accepted is for `count`.
-        `late` rows are past `min_tokens`."""
+        """Sample an id for each row of `logits[N, V]`, of any float type.
+
+        `positions[i]` is how many outputs row `i` has already; `late` rows may have fewer, and are past `min_tokens`.
+        `masks` name rows by their index. With `windows` each row of the logits is one position, and `rows` and
+        `positions` have one element for each. Without them the sampled ids are counted for penalties; with them the
+        caller calls `count` for the accepted ones.
+        """
         adjusted = self._adjust(logits, rows, positions, masks, windows)
         if any(row.temperature > 0 for row in rows):
             token_ids, finite = self._ops.sample_rows(adjusted, self._columns(rows, positions, late))
         else:
             token_ids, finite = self._ops.greedy(adjusted)
-        if adjusted is not logits:  # a mask hides what is not finite
+        if adjusted is not logits:  # a mask may hide logits that are not finite
             finite = finite & self._ops.greedy(logits)[1]
         if windows is None:
             self.count(rows, token_ids)
         return Sampled(token_ids, finite, self._score(logits, rows, token_ids))
 
     def count(self, rows: Sequence[RowSampling], token_ids: Tensor, kept: Callable[[], Tensor] | None = None) -> None:
-        """Tell the counts, on the device, what was sampled; of positions with windows those that are `kept`, `[N]`."""
+        """Count sampled ids for penalties, on the device. With windows, `kept` returns which positions count `[N]`."""
         counted = [(i, row.line, row.counts) for i, row in enumerate(rows) if row.counts is not None]
         if counted:
             index, lines = self._platform.upload(np.asarray([[i, line] for i, line, _ in counted], np.int64).T.copy())
@@ -107,7 +121,8 @@ class Sampler:
         masks: TokenMasks | None,
         windows: Windows | None,
     ) -> Tensor:
-        """Logits after bias, forbidden ids, penalties and masks; an fp32 copy where anything changes."""
+        """Return the logits after bias, min_tokens, penalties and masks: an fp32 copy, or the logits if nothing
+        applies."""
         biased = [(i, row.bias) for i, row in enumerate(rows) if row.bias is not None]
         stopped = [
             (i, row.stop_ids)
@@ -129,7 +144,7 @@ class Sampler:
             assert counts is not None
             lines = [rows[i].line for i in penalised]
             table = counts.table
-            if windows is not None:  # a position has seen the drafts before it
+            if windows is not None:  # a position also counts the drafts before it
                 table, lines = (
                     counts.with_drafts(lines, *upload(windows.drafts_before(penalised))),
                     list(range(len(lines))),
@@ -165,7 +180,7 @@ class Sampler:
         upload = self._platform.upload
         if late is None:
             return upload(self._uniform.draw(seeds, positions.tolist()))
-        counts = 1 + late.behind  # one for each number of outputs that the row may have, and the device takes its own
+        counts = 1 + late.behind  # one for each possible number of outputs; the device picks
         first = running_total(counts)
         seen = np.repeat(positions + first[:-1], counts) - np.arange(first[-1])
         drawn = upload(self._uniform.draw(np.repeat(seeds, counts).tolist(), seen.tolist()))

@@ -1,4 +1,4 @@
-"""Which operators update which states, and where they find them."""
+"""The state operators of a model: which states they update, and from which slots they read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forkpoint.ops.table import OpTable
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.buffers import ArenaBuffer
 
-KINDS = ("decode", "prefill")  # of rows, in the order of TensorSpec.operators
+KINDS = ("decode", "prefill")  # kinds of rows, in the order of TensorSpec.operators
 
 
 class StateOperators:
     """The state operators that the arena's layers name, each with the pools that it updates.
 
-    Operators that are not in `redirects` find their states copied to where they write: they read the slots of the
-    arrays `decode_placed` and `prefill_placed`, the others those of `decode_src` and `prefill_src`.
+    An operator in `redirects` reads the slots `decode_src` or `prefill_src`. For any other operator the states are
+    first copied to the slots that it writes: it reads the slots `decode_placed` or `prefill_placed`.
     """
 
     def __init__(self, arena: ArenaBuffer, redirects: frozenset[str]) -> None:
@@ -35,7 +35,7 @@ class StateOperators:
     def indices(
         self, tensors: Mapping[str, Tensor], lens: tuple[int, ...]
     ) -> tuple[dict[str, DecodeIndex], dict[str, SegmentIndex]]:
-        """The slots of each operator, by its name; `lens` are the host's copy of the segments' lengths."""
+        """Return the index of each operator by its name. `lens` are the host's copy of the segments' lengths."""
         t = tensors
         saves = (t["save_ptr"], t["save_pos"], t["save_dst"], lens, t.get("segment_tiles"))
         return (
@@ -47,8 +47,10 @@ class StateOperators:
         )
 
     def place(self, arrays: Mapping[str, npt.NDArray[Any]], ops: OpTable, platform: Platform) -> int:
-        """Copy states for operators that cannot redirect: one launch for all layers of the decode rows, one for those
-        of the segments. Returns the bytes."""
+        """Copy states for operators that cannot redirect, and return the number of bytes.
+
+        One launch serves all layers of the decode rows, another one all layers of the segments.
+        """
         copied = 0
         for kind in KINDS:
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]

@@ -1,4 +1,4 @@
-"""The index arrays of a step, padded to a shape, and the tensors that a model sees of them."""
+"""The index arrays of a step, padded to a shape, and the context that a model sees of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from forkpoint.runtime.records import TokenRecords
 from forkpoint.runtime.state_operators import KINDS, StateOperators
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
-# Lengths of queries and of keys of all rows, decodes first; empty where only the device knows.
+# Lengths of queries and of keys of all rows, decodes first; empty if only the device has them.
 HostLens = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many of each a step has, or is padded to. Graphs are keyed by it."""
+    """The sizes of a step, or the sizes that it is padded to. Graphs are keyed by it."""
 
     num_decodes: int  # tokens of decode rows, drafts included
     num_prefill_tokens: int
     num_segments: int
-    num_verified: int = 0  # decode rows, where the operators that verify drafts serve them
+    num_verified: int = 0  # decode rows, if the operators that verify drafts serve them; else 0
 
     @property
     def num_tokens(self) -> int:
@@ -49,20 +49,17 @@ class StepShape:
 
     @classmethod
     def of(cls, plan: StepPlan, verifies: bool = False) -> StepShape:
-        """The exact shape of a plan."""
+        """Return the exact shape of a plan."""
         decodes = int(plan.rows.num_tokens[: plan.num_decodes].sum())
         segments = len(plan.rows.row) - plan.num_decodes
         return cls(decodes, plan.num_tokens - decodes, segments, plan.num_decodes if verifies else 0)
 
 
 class StepBuilder:
-    """Makes the arrays of plans whose rows are up to date in the block table.
+    """Makes the arrays of plans. The block table has to be up to date with the plan.
 
-    Padding: decode rows and segments without tokens that read and write nothing; tokens that are stored nowhere;
-    samples that go to the spare row `table.num_rows`; list entries of row -1. `splits` is for the work lists that
-    kernels on a device run over; None makes none. `copies` is whether some operators find states copied, `records` is
-    asked where drafts are verified or states written every few tokens. `most_drafts` of a row are found on the device
-    (DraftGraphs); 0: none are.
+    Padding consists of decode rows and segments without tokens, which read and write nothing; of tokens that are stored
+    nowhere; of samples that go to the spare row `table.num_rows`; and of list entries of row -1.
     """
 
     def __init__(
@@ -74,28 +71,34 @@ class StepBuilder:
         records: TokenRecords | None = None,
         most_drafts: int = 0,
     ) -> None:
+        """`splits` makes the work lists of a device's kernels; None: there are none.
+
+        `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
+        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do.
+        """
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts = records, most_drafts
         self._folded = 1 if splits is None else splits.folded
 
     def padding(self, shape: StepShape) -> Arrays:
-        """A step of nothing but padding, with room for all parts."""
+        """Return a step of nothing but padding, whose arrays are as large as those of any step of the shape."""
         arrays = self.build(StepPlan(0), shape, recorded=True)
         most = 0 if self._splits is None else self._splits.most(shape.num_decodes, self._table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 
     def build(self, plan: StepPlan, shape: StepShape, recorded: bool) -> Arrays:
-        """What `context` reads, with `token_ids`, `token_rows`, `sampled`, `sampled_rows`; pads to `shape`.
+        """Return the arrays that `context` reads, and `token_ids`, `token_rows`, `sampled`, `sampled_rows`.
 
-        For a `recorded` step all but the last field have one size for every plan: that of any step of the shape.
+        They are padded to `shape`. In a `recorded` step all arrays except `parts` have the sizes that `padding` gives
+        them; `parts` may be shorter.
         """
         rows, lens = plan.rows, plan.rows.num_tokens
         offsets = running_total(lens)
         decodes = int(offsets[plan.num_decodes])
         positions = np.repeat(rows.start - offsets[:-1], lens) + np.arange(plan.num_tokens)
         table_rows = np.repeat(rows.row, lens)
-        # Where tokens lie once the decode rows are padded.
+        # Padding of the decode rows moves the tokens of segments back by `gap`.
         gap, num_tokens = shape.num_decodes - decodes, shape.num_tokens
         slots = self._table.kv_slots(table_rows, positions) if self._has_kv else np.full_like(positions, NO_SLOT)
         last = sampled_tokens(rows)
@@ -118,7 +121,7 @@ class StepBuilder:
             arrays |= self._records.arrays(plan, pad, shape.num_verified > 0)
             if shape.num_verified:
                 arrays |= self._drafts(plan, shape, self._records.late(rows))
-        # To attention each token of a decode row is a row of its own, but that keys of some are read together.
+        # Attention sees each token of a decode row as a row of its own; it may read keys for several of them together.
         chunks = slice(plan.num_decodes, None)
         kv_lens = np.concatenate([positions[:decodes] + 1, (rows.start + lens)[chunks]]).astype(np.int32)
         table_rows = np.concatenate([table_rows[:decodes], rows.row[chunks]])
@@ -126,9 +129,9 @@ class StepBuilder:
         return arrays
 
     def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
-        """Of rows that may have drafts: what the device knows of their last steps is `late`; where drafts are taken."""
+        """Return the arrays of steps that verify drafts: places in `missed` (`late`), and where TO_DRAFT ids come from."""
         arrays: Arrays = {}
-        if self._splits is not None or plan.rows.optimistic.any():  # on a device always: one form of its kernel
+        if self._splits is not None or plan.rows.optimistic.any():  # always on a device: one form of its kernel
             own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows
             arrays["verify_late"] = padded(own, shape.num_verified, spare)
             lens = plan.rows.num_tokens[: plan.num_decodes]
@@ -142,7 +145,7 @@ class StepBuilder:
     def context(
         self, t: Tensors, shape: StepShape, caches: tuple[LayerCache, ...], operators: StateOperators, lens: HostLens
     ) -> ForwardContext:
-        """What the model sees of the arrays, once they are on the device; `lens` are for operators on a CPU."""
+        """Return the model's context from the arrays on the device. `lens` are for operators on a CPU."""
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
             lead = t.get("lead")
@@ -168,8 +171,8 @@ class StepBuilder:
         return ForwardContext(t["positions"], shape.num_decodes, attention, decode, prefill, caches, verify, record)
 
     def late(self, t: Tensors) -> LateColumns | None:
-        """What the operators take from `t` and put right in place, once for each filling: optimistic rows
-        are behind by the drafts that they turned out to miss. None where there are none."""
+        """Return the tensors that the operator `catch_up` corrects in place, once for each step: it takes rejected
+        drafts off the positions of optimistic rows. None if the step has none."""
         if "late" not in t:
             return None
         assert self._records is not None
@@ -180,7 +183,7 @@ class StepBuilder:
         return LateColumns(self._records.missed, t["late"], positions, kv_lens, *keys, *records)
 
     def _segments(self, rows: StepRows, decodes: int, shape: StepShape, recorded: bool) -> Arrays:
-        """What the state operators read and write; what decode rows save is for TokenRecords."""
+        """Return the slots that state operators read and write. TokenRecords has those that decode rows save to."""
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers = rows.save_ptr[decodes:] - first
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
@@ -206,8 +209,11 @@ class StepBuilder:
     def _attention(
         self, decoding: IntArray, lens: IntArray, kv_lens: IntArray, rows: IntArray, shape: StepShape, recorded: bool
     ) -> Arrays:
-        """`decoding` are the tokens of the decode rows, `lens` those of the segments; `kv_lens` and `rows` of each
-        token of the former, then of the latter."""
+        """Return the arrays of attention.
+
+        `decoding` are the numbers of tokens of the decode rows, `lens` those of the segments. `kv_lens` and `rows` are
+        for each token of a decode row, then for each segment.
+        """
         num_decodes = int(decoding.sum())
         gap = shape.num_decodes - num_decodes
         queries = np.concatenate([np.ones(shape.num_decodes, np.int32), padded(lens, shape.num_segments, 0)])
@@ -225,12 +231,12 @@ class StepBuilder:
             else:
                 parts, pointers = self._splits.table(kv_lens[:num_decodes])
             arrays["part_ptr"] = padded(pointers, shape.num_decodes + 1, int(pointers[-1]))
-            arrays["parts"] = parts  # the last field: a graph's region for it is larger than what is filled
+            arrays["parts"] = parts
         return arrays
 
 
 def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntArray]:
-    """The drafts that a plan leaves to the runner: which of its tokens, of which rows, which of their drafts."""
+    """Return the drafts that a plan leaves to the runner: the index of the token, its row, its number in the row."""
     at = np.flatnonzero(plan.rows.tokens == TO_DRAFT)
     offsets = running_total(plan.rows.num_tokens)
     owner = np.searchsorted(offsets, at, side="right") - 1
@@ -238,12 +244,12 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
 
 
 def _most_tiles(shape: StepShape) -> int:
-    """Tiles that the segments of such a step can have, and states that they can save."""
+    """Return how many tiles the segments of such a step can have, which is also how many states they can save."""
     return shape.num_prefill_tokens // TILE + shape.num_segments
 
 
 def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
-    """`[count, ...]`: the values, and `fill` behind them."""
+    """Return `[count, ...]`: the values, then `fill`."""
     if len(values) == count:
         return np.ascontiguousarray(values)
     out = np.full((count, *values.shape[1:]), fill, values.dtype)
@@ -252,19 +258,19 @@ def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:
 
 
 def sampled_tokens(rows: StepRows) -> npt.NDArray[np.int64]:
-    """Which of a plan's tokens are sampled behind: each sampled row's last, and those before its drafts."""
+    """Return the tokens after which the plan samples: each sampled row's last token, and the one before each draft."""
     last = np.cumsum(rows.num_tokens)[rows.samples].astype(np.int64) - 1
     counts = 1 + rows.num_drafts[rows.samples]
     return last if len(last) == int(counts.sum()) else ranges(last + 1 - counts, counts)
 
 
 def ranges(starts: npt.NDArray[np.integer], counts: IntArray) -> npt.NDArray[np.int64]:
-    """`[starts[i], starts[i] + counts[i])`, one behind the other."""
+    """Return the ranges `[starts[i], starts[i] + counts[i])`, one after the other."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 def _spread(values: npt.NDArray[Any], count: int, num_decodes: int, gap: int, fill: int) -> npt.NDArray[Any]:
-    """The decodes' values, `gap` times `fill`, the chunks' values, and `fill` up to `count`."""
+    """Return the values of decode tokens, `gap` times `fill`, those of segments, then `fill` up to `count`."""
     if len(values) == count:
         return values
     out = np.full(count, fill, values.dtype)

@@ -1,4 +1,4 @@
-"""Steps that were submitted."""
+"""Steps in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forkpoint.sched.plan import IntArray, StepResult, TokenLogprobs
 
 
 class Verified(NamedTuple):
-    """Of a step with drafts: its positions, how many of each row count, and who is to be told that."""
+    """A step's drafts: the windows, how many positions of each row count, and the callback that gets these counts."""
 
     windows: Windows
     counts: Tensor
@@ -26,8 +26,11 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step that the device works on; `partial` is its result as far as the host has it. `answers[i]` was sampled for
-    `rows[i]`, NOT_FINITE where logits were not. Of a step with drafts they are those of all positions."""
+    """A step that the device works on.
+
+    `partial` is the part of its result that the host has already. `answers[i]` is the id sampled for `rows[i]`, or
+    NOT_FINITE. In a step with drafts it has the ids of all positions, row after row.
+    """
 
     partial: StepResult
     done: Mark
@@ -35,7 +38,7 @@ class RunningStep:
     answers: Tensor | None = None
     verified: Verified | None = None
     logprobs: Scores | None = None
-    prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with those of their prompts in tiles
+    prompts: Sequence[tuple[int, Sequence[Scores]]] = ()  # rows, with the scores of their prompts' tiles
 
     def result(self) -> StepResult:
         self.done.synchronize()
@@ -61,7 +64,10 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class FailedStep:
-    """A step that raised, or that followed one whose failure had not been seen; `seen` is told when it is."""
+    """A step that raised, or that was not run because the failure of a step before it had not been seen yet.
+
+    `seen` is called when the caller gets the error.
+    """
 
     error: Exception
     seen: Callable[[], None]

@@ -1,4 +1,4 @@
-"""The positions that a step with drafts samples, and which of them count."""
+"""Windows: the positions that a step with drafts samples, and which of them count."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from forkpoint.sched.plan import IntArray, StepRows
 
 Accept: TypeAlias = Callable[[Tensor, Tensor, WindowColumns], Tensor]
 
-NO_DRAFT = -3  # behind a row's last draft: equal to no id, and not what stands for logits that are not finite
+NO_DRAFT = -3  # after a row's last draft; differs from every id and from NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Sampled rows with their positions, row after row: one for each row, and one more for each of its drafts.
+    """The positions of the sampled rows, row after row: a window is one position, and one more for each draft.
 
-    `drafts[p]` is the id that the row supposed to follow position `p`. A position counts if all ids sampled before it
-    in its row were the drafts there.
+    `drafts[p]` is the draft after position `p`. A position counts if all drafts before it in its row were accepted.
     """
 
-    sizes: IntArray  # [R] positions of each row
-    starts: IntArray  # [R]
-    drafts: IntArray  # [P], TO_DRAFT where only the device knows
+    sizes: IntArray  # [R] number of positions
+    starts: IntArray  # [R] first position
+    drafts: IntArray  # [P] TO_DRAFT if only the device has the id
 
     @classmethod
     def of(cls, rows: StepRows) -> Windows:
-        """Of a plan's sampled rows."""
+        """Return the windows of a plan's sampled rows."""
         sizes = 1 + rows.num_drafts[rows.samples]
         ends = np.cumsum(sizes, dtype=np.int32)
         drafts = rows.tokens.take(sampled_tokens(rows) + 1, mode="clip")
@@ -42,26 +41,26 @@ class Windows:
         return cls(sizes, ends - sizes, drafts)
 
     def spread(self, values: IntArray) -> npt.NDArray[np.int64]:
-        """A value of each row, one more for each of its positions after the first: so do outputs count on."""
+        """Return a value for each position: its row's value plus the number of the position in the window."""
         return ranges(values, self.sizes)
 
     def accept(self, operator: Accept, token_ids: Tensor, finite: Tensor, columns: WindowColumns) -> Tensor:
-        """What the operator says of these windows. Nothing is waited for."""
+        """Call the operator `accept`. Does not wait for the device."""
         return operator(token_ids, finite, columns)
 
     def mask(self, counts: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-        """Whether each position counts `[P]`, where so many of each row do; all on the device."""
+        """Return whether each position counts `[P]`, from the number that count in each row; all on the device."""
         ends, num_positions = starts + counts, len(self.drafts)
         return torch.arange(num_positions, device=ends.device) < ends.repeat_interleave(
             sizes, output_size=num_positions
         )
 
     def kept(self, counts: IntArray) -> npt.NDArray[np.int64]:
-        """The positions that count, where so many of each row do."""
+        """Return the positions that count, from the number that count in each row."""
         return ranges(self.starts, counts)
 
     def drafts_before(self, positions: list[int]) -> npt.NDArray[np.int64]:
-        """For those positions the drafts before them in their rows `[2, N]`: index into `positions`, id."""
+        """Return the drafts before these positions in their rows `[2, N]`: index into `positions`, and id."""
         first = np.repeat(self.starts, self.sizes)
         pairs = [(i, self.drafts[p]) for i, at in enumerate(positions) for p in range(first[at], at)]
         return np.asarray(pairs, np.int64).reshape(-1, 2).T.copy()

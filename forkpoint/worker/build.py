@@ -1,4 +1,4 @@
-"""From options to a runner: device, operators, weights, arena, graphs."""
+"""Builds a worker from the options: device, operators, weights, arena, graphs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from forkpoint.worker.trial import compile_ahead
 from forkpoint.worker.weights_progress import WeightsProgress
 from forkpoint.worker.worker import Worker, WorkerFacts
 
-LEAST_RECORDED = 16  # rows of a batch; in smaller ones a step that records is slower than one that writes
+LEAST_RECORDED = 16  # rows of a batch; in smaller ones a step that records tokens is slower than one that writes states
 
 
 def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None) -> Worker:
-    """Load the model, or the share of one of several ranks that meet at `place`, and cut the arena, on device number
-    `rank` of the kind where the user names none.
+    """Load the model, or this rank's share of it, allocate the arena and record graphs.
 
-    Raises ConfigError, ModelFolderError or UnsupportedModelError.
+    Several ranks meet at `place`. Without a device number from the user, rank r takes device r of its kind. Raises
+    ConfigError, ModelFolderError or UnsupportedModelError.
     """
     size = config.tensor_parallel_size
     platform = resolve_platform(config.device, rank, size)
@@ -93,7 +93,7 @@ def build_worker(config: EngineConfig, rank: int = 0, place: Path | None = None)
 
 
 def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> int:
-    """Of a row in a step. Raises ConfigError where drafts cannot be verified."""
+    """Return the most drafts of a row in a step. Raises ConfigError if the model's drafts cannot be verified."""
     if config.speculative_config is None:
         return 0
     remedy = "leave --speculative-config out"
@@ -105,7 +105,7 @@ def _max_num_drafts(config: EngineConfig, layout: CacheLayout, ops: OpTable) -> 
 
 
 def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> None:
-    """Raises ConfigError for what the device's kernels cannot."""
+    """Raise ConfigError for options that the device's kernels do not support."""
     device, traits = platform.device, platform.traits(platform.device)
     if config.kv_cache_dtype == "fp8" and not traits.has_fp8:
         raise ConfigError(
@@ -120,7 +120,7 @@ def _check_device(config: EngineConfig, num_rows: int, platform: Platform) -> No
 
 
 def _state_write_interval(config: EngineConfig, layout: CacheLayout, num_rows: int, platform: Platform) -> int:
-    """Raises ConfigError where tokens cannot be recorded."""
+    """Return after how many tokens states are written. Raises ConfigError for options that exclude each other."""
     asked, drafting = config.state_write_interval, config.speculative_config is not None
     if drafting and config.deterministic and asked not in (None, 1):
         raise ConfigError(
@@ -158,14 +158,14 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
 
 
 def _size_arena(config: EngineConfig, loaded: Loaded) -> int:
-    """Pages: what was asked for, or what the share of the device's memory leaves beside weights and steps."""
+    """Return the number of pages: as the user says, or what the device's memory leaves next to weights and steps."""
     platform, given = loaded.platform, config.kv_cache_memory_bytes
     share = platform.arena_bytes(config.gpu_memory_utilization)
     if share is not None and given is None:
         with _timed("memory of steps measured"):
             beside = bytes_beside_arena(loaded)
         LOGGER.info("memory beside weights and arena: %.2f GiB for activations, logits and graphs", beside / GIB)
-        # Asked again: by now the driver holds what kernels need that run for the first time.
+        # Read again: by now the driver holds the memory that kernels take when they first run.
         share = max(0, (platform.arena_bytes(config.gpu_memory_utilization) or 0) - beside)
     limit = loaded.model.config.max_model_len
     return choose_num_pages(loaded.layout, limit, given, platform.free_bytes(), share)

@@ -1,4 +1,4 @@
-"""Processes that this one starts: they leave signals to it, and end with it."""
+"""Child processes: they leave signals to their parent, and end with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 EXIT_FAILED = 1
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by the parent, which tells its children
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent handles them and ends its children
 UNGUARDED = (
     "error: a process of this program imports the program's file, which starts such processes again; put what the file "
     'does under `if __name__ == "__main__":`'
@@ -22,21 +22,21 @@ UNGUARDED = (
 
 
 def start_child(target: Callable[..., None], *arguments: Any, name: str) -> SpawnProcess:
-    """Spawn a process that runs `target`, which is to call `begin_child` first."""
+    """Spawn a process that runs `target`, which has to call `begin_child` first."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name)
-    resource_tracker.ensure_running()  # else `start` does it, which takes the block off again
-    with signals_blocked():  # inherited: they are for this process to handle, from the first moment on
+    resource_tracker.ensure_running()  # otherwise `start` does it, which unblocks the signals again
+    with signals_blocked():  # the child inherits the mask, so that no signal reaches it before `begin_child`
         try:
             process.start()
         except RuntimeError:
-            if "__mp_main__" not in sys.modules:  # what a spawned process calls the program's main module
+            if "__mp_main__" not in sys.modules:  # a spawned process has the program's main module under that name
                 raise
             raise SystemExit(UNGUARDED) from None
     return process
 
 
 def begin_child() -> None:
-    """In the child: ignore signals that the parent handles, and end at once when it does."""
+    """In the child: ignore the signals that the parent handles, and end as soon as the parent ends."""
     for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
@@ -61,7 +61,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """What is to be said of a child that is gone."""
+    """Return the words of an error message about a child that has ended."""
     if exit_code is None or exit_code >= 0:
         return f"ended with exit code {exit_code}; its last lines in the log say why"
     name = signal.Signals(-exit_code).name

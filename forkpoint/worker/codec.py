@@ -1,4 +1,4 @@
-"""Plans and results as bytes: msgpack of dataclasses as they are declared, arrays as their own bytes."""
+"""Plans and results as bytes: dataclasses as msgpack, arrays as their own bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from forkpoint import errors
 from forkpoint.errors import EngineStoppedError, ForkpointError
 
-MAX_ERROR_LENGTH = 1000  # characters; some libraries print whole tensors into their messages
+MAX_ERROR_LENGTH = 1000  # characters; some libraries put whole tensors into their messages
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
@@ -39,7 +39,7 @@ def encoder() -> Callable[[Any], bytes]:
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Of one type, or union of messages. Raises msgspec.DecodeError for bytes that are none of it."""
+    """Return a decoder of one type or union. It raises msgspec.DecodeError for bytes that do not fit it."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain).decode
 
 
@@ -55,4 +55,4 @@ def _from_plain(kind: Any, value: Any) -> Any:
     if kind is not np.ndarray and get_origin(kind) is not np.ndarray:
         raise TypeError(f"{kind} cannot come from another process")
     dtype, shape, data = value
-    return np.ndarray(shape, dtype, bytearray(data))  # as writable as what was sent
+    return np.ndarray(shape, dtype, bytearray(data))  # writable, like the array that was sent

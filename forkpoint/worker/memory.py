@@ -1,4 +1,4 @@
-"""What a device's memory is needed for beside the arena, and what to say when it runs out."""
+"""The memory that steps need next to the arena, and the error message if memory runs out."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.worker.trial import full_step_pages, run_full_step
 
 GIB = 1 << 30
-SAMPLER_BYTES_PER_LOGIT = 20  # a few fp32 copies of the logits of all rows, and the counts that penalties look at
-NUM_TRIALS = 4  # graphs whose size is measured
-SLACK_BYTES = 256 << 20  # workspaces of libraries, and what allocators round up
+SAMPLER_BYTES_PER_LOGIT = 20  # bytes; a few fp32 copies of the logits of all rows, and the counts for penalties
+NUM_TRIALS = 4  # graphs whose size is measured; recording all of them twice would take too long
+SLACK_BYTES = 256 << 20  # for workspaces of libraries and the rounding of allocators
 
 
 @contextmanager
 def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
-    """Turn a lack of memory into a ConfigError that says when it showed and what to change."""
+    """Turn a lack of memory into a ConfigError that says what was going on and what to change."""
     try:
         yield
     except RuntimeError as error:
-        # torch has no kind of its own for the lack of a host's memory
+        # torch has no exception of its own for a lack of host memory.
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         raise ConfigError(f"memory ran out while {doing}; {remedy} ({first_line(error)})") from error
 
 
 def bytes_beside_arena(loaded: Loaded) -> int:
-    """What steps will need of the device's memory beyond what is in use afterwards: activations of a full one,
-    measured by running it, the sampler's copies of the logits, graphs of the `shapes`, and what drafts, or tokens
-    between two writes of their states, leave behind.
+    """Return the bytes of device memory that steps need next to weights and arena.
 
-    Raises ConfigError where a full step does not fit beside the weights.
+    These are the activations of a full step, measured by running one; the sampler's copies of the logits; graphs of the
+    `shapes`; and the records of tokens. Raises ConfigError if a full step does not fit next to the weights.
     """
     sched, platform, config, shapes = loaded.sched, loaded.platform, loaded.model.config, loaded.shapes
     remedy = (
@@ -59,7 +58,7 @@ def bytes_beside_arena(loaded: Loaded) -> int:
 
 
 def graph_bytes(loaded: Loaded) -> int:
-    """What each graph of the `shapes` keeps, found by recording a few of them."""
+    """Return the bytes that a graph of the `shapes` keeps, found by recording a few of them."""
     layout, platform = loaded.layout, loaded.platform
     trials = loaded.shapes[:: max(1, len(loaded.shapes) // NUM_TRIALS)]
 
@@ -71,7 +70,7 @@ def graph_bytes(loaded: Loaded) -> int:
 
     if not trials:
         return 0
-    first, _ = record()  # what kernels need to be loaded, and memory that graphs share, are not counted
+    first, _ = record()  # the second run counts neither loaded kernels nor memory that graphs share
     second, taken = record()
     for runner in (first, second):
         runner.close()

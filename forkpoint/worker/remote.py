@@ -1,7 +1,7 @@
-"""A worker in processes of its own, one for each rank. Plans go there, and results come back, through local sockets.
+"""A worker in processes of its own, one for each rank, connected by local sockets.
 
-Each plan is one message to all ranks, and an empty message asks for the answer to the oldest plan that was not asked
-for yet, so that a rank writes only to an engine that reads. The end of the socket ends the rank.
+Each plan is one message to all ranks. An empty message asks for the answer to the oldest plan without one, so that a
+rank writes only when the engine reads. A rank ends when its socket is closed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from forkpoint.worker.codec import Failure, decoder, encoder
 from forkpoint.worker.worker import Worker, WorkerFacts
 
 STOP_TIMEOUT_S = 10.0  # for the device to finish and the worker to end; then it is killed
-APART_S = 3.0  # that ranks may be apart in failing; then those that have not answered wait for one that gave up
-MEETING = "ranks"  # the file where ranks meet
+APART_S = 3.0  # ranks that have not answered so long after another one failed are waiting for it
+MEETING = "ranks"  # name of the file through which ranks find each other
 
 
 class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """A step's result, or why there is none; `refused`: the plan contradicts what the worker has.
+    """A step's result, or why there is none.
 
-    Of ranks other than the first the result is left out. `digest` is of the sampled ids.
+    `refused`: the plan contradicts the worker's batch. Only the first rank sends the result; all send the `digest` of
+    the sampled ids.
     """
 
     result: StepResult | None = None
@@ -49,7 +50,7 @@ class StepAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """`name` is what the log and errors call it."""
+    """The process of one rank. Log lines and errors use its `name`."""
 
     name: str
     socket: Connection
@@ -57,13 +58,15 @@ class RankProcess:
 
 
 def start_worker(config: EngineConfig) -> Worker:
-    """Start a process for each rank, and wait until all have built their worker. Raises what `build_worker` raises
-    there."""
+    """Start a process for each rank, and wait until all have built their worker.
+
+    Raises what `build_worker` raises there.
+    """
     return start_ranks([config] * config.tensor_parallel_size)
 
 
 def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
-    """The same with the options of each rank."""
+    """Start ranks that have options of their own, one for each; see `start_worker`."""
     meeting = tempfile.TemporaryDirectory(prefix="forkpoint-", ignore_cleanup_errors=True) if len(configs) > 1 else None
     with meeting or contextlib.nullcontext() as folder:
         place = None if folder is None else Path(folder, MEETING)
@@ -78,19 +81,19 @@ def start_ranks(configs: Sequence[EngineConfig]) -> Worker:
 
 
 class RemoteRunner:
-    """Implements `sched.plan.Runner` by processes. Results are to be asked for in the order of the plans.
+    """Implements `sched.plan.Runner` with processes. Ask for results in the order of the plans.
 
-    A rank that dies, or fails where others do not, ends all of them.
+    If a rank dies, or fails a step that others do not fail, all of them are ended.
     """
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
         self._ranks = ranks
         self._encode, self._decode = encoder(), decoder(StepAnswer)
-        self._why: str | None = None  # the ranks were ended
-        self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # at the latest when this process ends
+        self._why: str | None = None  # why the ranks were ended
+        self._end = Finalize(self, _end, (ranks,), exitpriority=1)  # runs when this process ends, at the latest
 
     def wait_until_built(self) -> WorkerFacts:
-        """What the first rank says of itself. Raises what building a worker raised."""
+        """Wait for all ranks and return the first one's facts. Raises what building a worker raised."""
         facts: WorkerFacts | None = None
         waiting = {rank.socket: rank for rank in self._ranks}
         while waiting:
@@ -110,13 +113,15 @@ class RemoteRunner:
         return facts
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
-        """Send a plan. Raises EngineStoppedError where a rank is gone."""
+        """Send a plan. Raises EngineStoppedError if a rank has ended."""
         self._send(self._encode(plan))
         return _RemoteStep(self, plan.step)
 
     def answer(self) -> StepAnswer:
-        """The first rank's, to the oldest plan that was not asked for. Raises EngineStoppedError where a rank is gone,
-        or the ranks are no longer in step."""
+        """Return the first rank's answer to the oldest plan without one.
+
+        Raises EngineStoppedError if a rank has ended, or the ranks disagree.
+        """
         self._send(b"")
         answers: dict[str, StepAnswer] = {}
         waiting: dict[Connection, RankProcess] = {rank.socket: rank for rank in self._ranks}
@@ -147,13 +152,13 @@ class RemoteRunner:
         return first
 
     def check(self) -> None:
-        """Raises EngineStoppedError where a rank is gone."""
+        """Raise EngineStoppedError if a rank has ended."""
         for rank in self._ranks:
             if not rank.process.is_alive():
                 raise self._gone(rank)
 
     def close(self) -> None:
-        """Let the ranks end, and wait for them; harmless a second time."""
+        """End the ranks and wait for them. A second call does nothing."""
         self._end()
 
     def _send(self, data: bytes) -> None:
@@ -164,7 +169,7 @@ class RemoteRunner:
                 raise self._gone(rank) from None
 
     def _gone(self, rank: RankProcess) -> EngineStoppedError:
-        """Why a rank does not answer; the others, which may wait for it, go too."""
+        """End all ranks, and return the error that says why this one does not answer."""
         rank.process.join(STOP_TIMEOUT_S)
         return self._stopped(f"the {rank.name} process {how_it_ended(rank.process.exitcode)}")
 
@@ -200,17 +205,17 @@ class _RemoteStep:
 
 
 def serve_worker(config: EngineConfig, rank: int, place: Path | None, socket: Connection) -> None:
-    """The process: build the worker, say what it is, and run plans until the engine is gone."""
+    """Run in a rank's process: build the worker, send its facts, and run plans until the engine has ended."""
     begin_child()
     set_up_logging(config.log_level if rank == 0 else "error")
     try:
-        from forkpoint.worker.build import build_worker  # imports torch, which an engine has no use for
+        from forkpoint.worker.build import build_worker  # imports torch, which the engine does not need
 
         worker = build_worker(config, rank, place)
     except Exception as error:
         if not isinstance(error, ForkpointError):
             LOGGER.exception("rank %d cannot be built", rank)
-        with contextlib.suppress(OSError):  # another rank's failure was heard first
+        with contextlib.suppress(OSError):  # the engine ended after another rank's failure
             socket.send(Failure.of(error))
         return
     try:
@@ -230,7 +235,7 @@ def _run_plans(worker: Worker, socket: Connection, rank: int) -> None:
             continue
         try:
             steps.append(worker.runner.submit(decode(data)))
-        except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
+        except Exception as error:  # the plan contradicts the batch; errors of the model come with the result
             steps.append(StepAnswer(failure=str(error), refused=True))
 
 

@@ -1,4 +1,4 @@
-"""How large the arena is."""
+"""The size of the arena."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
 
-DEFAULT_REQUESTS = 4  # of max_model_len, for which the default arena has room
+DEFAULT_REQUESTS = 4  # the default arena has room for so many requests of max_model_len
 DEFAULT_SLOTS_PER_REQUEST = 8  # one running, one being written, the rest checkpoints
-MEMORY_SHARE = 4  # the default arena takes at most one part in so many of free memory
-RESERVED_PAGES = 1  # page 0 serves padded rows
+MEMORY_SHARE = 4  # the default arena takes at most 1 / 4 of the free memory
+RESERVED_PAGES = 1  # page 0 is for padded rows
 MIN_SLOTS = 2  # a request that crosses a boundary while decoding holds two
 
 
 def choose_num_pages(
     layout: CacheLayout, max_model_len: int, memory_bytes: int | None, free_bytes: int, share_bytes: int | None = None
 ) -> int:
-    """Pages of the arena, page 0 included.
+    """Return the pages of the arena, including page 0.
 
-    `memory_bytes` is what the user set, None for the default: `share_bytes`, what the user's share of a device's
-    memory leaves, or by the model's size where that is None. Raises ConfigError when not even one short
-    request fits, with the bytes that it needs.
+    `memory_bytes` is the user's choice. If that is None, the arena takes `share_bytes`, which the user's share of the
+    device's memory leaves; if that is None too, the size follows from the model. Raises ConfigError if not even one
+    short request fits.
     """
     wanted = share_bytes if memory_bytes is None else memory_bytes
     if wanted is None:

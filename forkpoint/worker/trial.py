@@ -1,4 +1,4 @@
-"""Made-up requests before the first real one: what graphs do not serve is compiled, a full step's memory measured."""
+"""Warm-up with made-up requests: compiles what graphs do not serve, and measures the memory of a full step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forkpoint.sched.plan import TokenMasks
 from forkpoint.sched.request import Request
 from forkpoint.sched.scheduler import Scheduler
 
-BESIDE, BESIDE_OUTPUTS = 16, 64  # tokens of a prompt whose row decodes beside those of others, and its outputs
-SHORTEST = 32  # tokens: graphs do not serve prompts whose log-probabilities are wanted
-# Ways of sampling with kernels of their own; with the last one ids are masked.
+BESIDE, BESIDE_OUTPUTS = 16, 64  # prompt and output tokens of a request that decodes next to the others
+SHORTEST = 32  # tokens; shorter prompts run too, since graphs serve none that want prompt log-probabilities
+# Sampling parameters that need kernels of their own. The last one is also used with masks.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 1.0, "repetition_penalty": 1.1},
@@ -27,7 +27,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 def run_full_step(loaded: Loaded) -> None:
-    """One step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is given back."""
+    """Run one step of `max_num_batched_tokens` prompt tokens, with an arena of its own that is freed afterwards."""
     prompts = _full_step(loaded.sched, loaded.model.config.max_model_len)
     runner, planner = _parts(loaded, prompts)
     for number, length in enumerate(prompts):
@@ -39,9 +39,12 @@ def run_full_step(loaded: Loaded) -> None:
 
 
 def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
-    """Run prompts of ever fewer tokens, sampled in all ways beside a row that decodes: no request has to wait for a
-    compiler then. The first is a full step, or what `most_pages` hold; without them half of one, as `run_full_step` is
-    still to come."""
+    """Compile kernels, so that no request has to wait for a compiler.
+
+    Runs prompts of ever fewer tokens next to a row that decodes, with each way of sampling. The first prompt makes a
+    full step, or what `most_pages` hold. Without `most_pages` it makes half a step, because `run_full_step` comes
+    later.
+    """
     config, largest = loaded.model.config, max(shape.num_tokens for shape in loaded.shapes)
     if config.max_model_len < 3:
         return
@@ -50,8 +53,8 @@ def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
         longest //= 2
     lengths = [longest]
     while lengths[-1] > SHORTEST or len(lengths) < len(SAMPLINGS):
-        lengths.append(max(1, lengths[-1] // 2 - 1))  # odd ones too: kernels look at what 16 divides
-    lengths.append(min(longest, largest * 5 // 4))  # attention shares out the keys of so few tiles
+        lengths.append(max(1, lengths[-1] // 2 - 1))  # odd lengths too: multiples of 16 have kernels of their own
+    lengths.append(min(longest, largest * 5 // 4))  # attention splits the keys of so few tiles
     runner, planner = _parts(loaded, (BESIDE + BESIDE_OUTPUTS, longest))
     if config.max_model_len > BESIDE + BESIDE_OUTPUTS:
         planner.add(_request(BESIDE, BESIDE_OUTPUTS))
@@ -66,7 +69,7 @@ def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:
 
 
 def full_step_pages(layout: CacheLayout, sched: SchedulerConfig, max_model_len: int) -> int:
-    """Pages that a full step's prompts take, a spare block for each beside each, and the reserved one."""
+    """Return the pages of a full step's prompts, with spare blocks, and the reserved page."""
     return _pages(layout, _full_step(sched, max_model_len))
 
 
@@ -76,14 +79,14 @@ def _pages(layout: CacheLayout, prompts: Sequence[int]) -> int:
 
 
 def _full_step(sched: SchedulerConfig, max_model_len: int) -> list[int]:
-    """Lengths of as few prompts as make up a full step."""
+    """Return the lengths of as few prompts as make up a full step."""
     longest = max(1, min(sched.max_num_batched_tokens, max_model_len - 1))
     count = min(sched.max_num_seqs, -(-sched.max_num_batched_tokens // longest))
     return [min(longest, sched.max_num_batched_tokens - i * longest) for i in range(count)]
 
 
 def _parts(loaded: Loaded, prompts: Sequence[int]) -> tuple[ModelRunner, Scheduler]:
-    """For prompts that are there at the same time."""
+    """Return a runner and a scheduler with room for these prompts at the same time."""
     num_pages = _pages(loaded.layout, prompts)
     cache = CacheConfig(enable_prefix_caching=False)
     few_rows = replace(loaded.sched, max_num_seqs=len(prompts))

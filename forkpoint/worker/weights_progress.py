@@ -1,4 +1,4 @@
-"""How far the weights have come: a bar on a terminal, else a line in the log every few seconds."""
+"""Progress of loading weights: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 from forkpoint.obs.logs import LOGGER
 
-LINES_APART_S = 5.0
-BAR_DELAY_S = 0.5  # what is there sooner needs no bar
+LINES_APART_S = 5.0  # seconds between two log lines
+BAR_DELAY_S = 0.5  # seconds; faster loads need no bar
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 class WeightsProgress:
-    """Call it with (bytes read, bytes in all); use it as a context, whose end takes the bar away."""
+    """Call it with (bytes read, total bytes). Use it as a context manager, whose end removes the bar."""
 
     def __init__(self, *, show_bar: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._show_bar = show_bar

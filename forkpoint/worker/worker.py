@@ -1,4 +1,4 @@
-"""What an engine has of the worker that runs its model, wherever that is. No torch here."""
+"""The worker as its engine sees it, in whatever process it runs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from forkpoint.sched.plan import Runner
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Known once the model is loaded and the arena is cut; nothing of it changes."""
+    """Facts of a worker, which hold from its start on."""
 
     layout: CacheLayout
-    num_pages: int  # of the arena, page 0 included
+    num_pages: int  # of the arena, including page 0
     vocab_size: int
     max_model_len: int
-    scheduler: SchedulerConfig  # what the user said, and else the device's defaults
+    scheduler: SchedulerConfig  # the user's options, and the device's defaults for the others
     flops_per_token: int
-    flops_per_pair: int  # of query and key
+    flops_per_pair: int  # for one query that attends to one key
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """`release` gives memory back once the runner was closed and let go; `check` raises EngineStoppedError where a
-    process of it is gone."""
+    """A runner with its facts.
+
+    Call `release` to free memory once the runner was closed and dropped. `check` raises EngineStoppedError if a process
+    of the worker has ended.
+    """
 
     facts: WorkerFacts
     runner: Runner
