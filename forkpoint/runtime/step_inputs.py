@@ -129,7 +129,7 @@ class StepBuilder:
         return arrays
 
     def _drafts(self, plan: StepPlan, shape: StepShape, late: IntArray) -> Arrays:
-        """Return the arrays of steps that verify drafts: places in `missed` (`late`), and where TO_DRAFT ids come from."""
+        """Return the arrays of steps that verify drafts: places in `missed` (`late`), and sources of TO_DRAFT."""
         arrays: Arrays = {}
         if self._splits is not None or plan.rows.optimistic.any():  # always on a device: one form of its kernel
             own, spare = late[: plan.num_decodes].astype(np.int64), self._table.num_rows

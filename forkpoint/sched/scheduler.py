@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
@@ -22,7 +22,7 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import Chunks
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
-from forkpoint.sched.plan import NO_ROW, StepPlan, StepResult
+from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.results import confirm_tokens, take_prompt_logprobs
@@ -251,7 +251,8 @@ class Scheduler:
         while not self.cache.ensure_blocks(lease, start + 1):
             if not self._make_room(scheduled, builder, may_preempt_itself=True):
                 return
-        drafts, masks = None, ()
+        drafts: IntArray | None = None
+        masks: Sequence[IntArray] = ()
         if self._drafting is not None:
             drafts, masks = self._drafting.plan(builder, scheduled, self._running.num_requests)
         if start % BLOCK_SIZE < lease.num_last_step:  # the last step came to a boundary or passed one
