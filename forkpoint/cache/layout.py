@@ -36,8 +36,8 @@ class TensorSpec:
     A tensor of tokens has the `shape` `(heads, dim)`, one of a sequence any shape. `operators` names the operators that
     update a sequence's tensor: for decode rows, then for prefill segments. If drafts can be verified, each token leaves
     `records`, and the operator `fold` applies those of accepted tokens to the tensor. If the tensor can be written
-    every few tokens only, each token leaves the records `spaced`, in the order that recurrence_record takes. A `single`
-    record is read only by the program that writes it.
+    every few tokens only, each token leaves the records `spaced`, in the order that recurrence_record takes, and the
+    operator `flush` applies all of them. A `single` record is read only by the program that writes it.
     """
 
     name: str
@@ -47,6 +47,7 @@ class TensorSpec:
     fold: str | None = None
     records: tuple[TensorSpec, ...] = ()
     spaced: tuple[TensorSpec, ...] = ()
+    flush: str | None = None
     single: bool = False
 
     @property

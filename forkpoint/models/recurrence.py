@@ -179,7 +179,7 @@ class RecurrentConfig(PartConfig):
         kept = (records,) if spec.per_key else (records, spaced)
         tensors = (
             kept_window(spec.mixed_dim, self.conv_width, dtype),
-            TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept),
+            TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept, flush="recurrence_flush"),
         )
         operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
         return (StateSpec(tensors, operations * math.prod(matrix)),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -16,17 +16,17 @@ Tensors = dict[str, Tensor]
 _ALIGN = 16  # bytes
 
 
-def places_of(arrays: Arrays) -> tuple[list[int], int]:
-    """Return the byte offset of each array in the buffer, and the buffer's size in bytes."""
+def places_of(arrays: Arrays) -> tuple[dict[str, int], int]:
+    """Return the place of each array in one buffer that holds all of them, and the buffer's size, in bytes."""
     sizes = (-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values())
     *offsets, size = itertools.accumulate(sizes, initial=0)
-    return offsets, size
+    return dict(zip(arrays, offsets, strict=True)), size
 
 
-def views(data: Tensor, arrays: Arrays, offsets: Sequence[int]) -> Tensors:
-    """Return the arrays of a packed buffer as tensor views."""
+def views(data: Tensor, arrays: Arrays, offsets: Mapping[str, int]) -> Tensors:
+    """Return a tensor for each of the arrays, whose bytes are at these places of `data`."""
     found: Tensors = {}
-    for (name, array), offset in zip(arrays.items(), offsets, strict=True):
-        like = torch.from_numpy(array)
+    for name, array in arrays.items():
+        like, offset = torch.from_numpy(array), offsets[name]
         found[name] = data[offset : offset + array.nbytes].view(like.dtype).view(like.shape)
     return found

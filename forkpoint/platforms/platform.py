@@ -119,7 +119,8 @@ class Platform(Protocol):
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
         offsets, size = places_of(arrays)
         packed = np.empty(size, np.uint8)
-        for array, offset in zip(arrays.values(), offsets, strict=True):
+        for name, array in arrays.items():
+            offset = offsets[name]
             packed[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
         return views(self.upload(packed), arrays, offsets)
 

@@ -91,23 +91,25 @@ class InputRegion:
         self._copied: list[Mark | None] = [None] * _NUM_STAGED
         self._turn = 0
 
-    def fill(self, arrays: Arrays, offsets: Sequence[int]) -> None:
-        """Copy the arrays to their places; only the last may be shorter than its place."""
+    def fill(self, arrays: Arrays, offsets: Mapping[str, int]) -> None:
+        """Copy the arrays to their places. An array may be shorter than its place."""
+        assert arrays.keys() == offsets.keys(), "a step's arrays are not those that its graph reads"
         self._turn = (self._turn + 1) % _NUM_STAGED
         mark = self._copied[self._turn]
         if mark is not None:
             mark.synchronize()
         view, end = self._views[self._turn], 0
-        for array, offset in zip(arrays.values(), offsets, strict=True):
-            end = offset + array.nbytes
-            view[offset:end] = array.tobytes()
+        for name, array in arrays.items():
+            offset = offsets[name]
+            view[offset : offset + array.nbytes] = array.tobytes()
+            end = max(end, offset + array.nbytes)
         self.device[:end].copy_(self._staged[self._turn][:end], non_blocking=True)
         self._copied[self._turn] = self._platform.mark()
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph(Generic[Outputs]):
-    offsets: Sequence[int]
+    offsets: Mapping[str, int]
     replay: Callable[[], None]
     outputs: list[Outputs]  # those of the work issued last
 

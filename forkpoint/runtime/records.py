@@ -62,7 +62,7 @@ class TokenRecords:
         self.drafts = most_tokens > 1  # whether rows may have drafts
         layers = [dict(cache) for cache in arena.layers]
         self._pending_states = list[tuple[str | None, Tensor, list[Tensor]]]()
-        self._spaced_states = list[tuple[Tensor, list[Tensor]]]()
+        self._spaced_states = list[tuple[str | None, Tensor, list[Tensor]]]()
         for number, tensor, pool in arena.states:
             own = {
                 record.name: torch.zeros(
@@ -72,7 +72,7 @@ class TokenRecords:
             }
             layers[number] |= own
             if own and interval > 1 and tensor.spaced:
-                self._spaced_states.append((pool, list(own.values())))
+                self._spaced_states.append((tensor.flush, pool, list(own.values())))
             elif own:
                 behind = [*own.values(), *constants.get((number, tensor.name), ())]
                 self._pending_states.append((tensor.fold, pool, behind))
@@ -217,8 +217,9 @@ class TokenRecords:
         written = self._written(rows.astype(np.int32), end)
         tokens, held = np.zeros(len(rows) + 1), end - written
         index = RecordIndex(self.interval, *self._upload(slot, slot, tokens, rows, written, held, none, none))
-        for pool, records in self._spaced_states:
-            self._ops.recurrence_flush(pool, index, records)
+        for name, pool, records in self._spaced_states:
+            assert name is not None, "made for states that can be flushed"
+            getattr(self._ops, name)(pool, index, records)
 
     def _upload(self, *columns: npt.NDArray[Any]) -> list[Tensor]:
         return [self._platform.upload(column.astype(np.int32)) for column in columns]

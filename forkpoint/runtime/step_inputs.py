@@ -150,12 +150,15 @@ class StepBuilder:
         if "parts" in t:
             lead = t.get("lead")
             work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else self._folded)
-        rows = (t["row_src"], t["row_dst"], t["row_cu_tokens"]) if "row_src" in t else ()
         if shape.num_verified:
-            verify = VerifyIndex(*rows, *(t[f"verify_{name}"] for name in VerifyIndex.__slots__[len(rows) :]))
+            rows = (t["row_src"], t["row_dst"], t["row_cu_tokens"], t["verify_pending"])
+            marks = (t["verify_mark"], t["verify_mark_dst"])
+            verify = VerifyIndex(*rows, *marks, t["verify_read"], t["verify_write"], t["verify_line"])
         if self._records is not None and "record_line" in t:
-            names = RecordIndex.__slots__[1 + len(rows) :]
-            record = RecordIndex(self._records.interval, *rows, *(t[f"record_{name}"] for name in names))
+            rows = (t["row_src"], t["row_dst"], t["row_cu_tokens"], t["record_line"])
+            written = (t["record_written"], t["record_held"])
+            marks = (t["record_mark"], t["record_mark_dst"])
+            record = RecordIndex(self._records.interval, *rows, *written, *marks)
         attention = AttentionIndex(
             shape.num_decodes,
             t["cu_queries"],

@@ -102,16 +102,16 @@ class PlanBuilder:
         rows = self._make_rows(readers, masks, computed)
         moves, filed = self._manager.commit(computed)
         plan = StepPlan(
-            self.step,
-            removed,
-            moves,
-            added,
-            replaced,
-            rows,
-            len(self._steady) + len(self._decodes),
-            len(rows.tokens),
-            rows.row[rows.samples],
-            _token_masks(masks),
+            step=self.step,
+            removed=removed,
+            moves=moves,
+            added=added,
+            replaced=replaced,
+            rows=rows,
+            num_decodes=len(self._steady) + len(self._decodes),
+            num_tokens=len(rows.tokens),
+            sampled_rows=rows.row[rows.samples],
+            masks=_token_masks(masks),
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
         sampled = requests
@@ -184,20 +184,20 @@ class PlanBuilder:
                 computed.append((lease, begin))
         positions, slots = np.asarray(saves, np.int32).reshape(len(saves), 2).T
         return StepRows(
-            row,
-            start,
-            num_tokens,
-            num_drafts,
-            read_slot,
-            write_slot,
-            samples,
-            np.concatenate(tokens),
-            columns[6],
-            np.asarray(blocks, np.int32),
-            columns[7],
-            positions,
-            slots,
-            optimistic,
+            row=row,
+            start=start,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            read_slot=read_slot,
+            write_slot=write_slot,
+            samples=samples,
+            tokens=np.concatenate(tokens),
+            block_ptr=columns[6],
+            new_blocks=np.asarray(blocks, np.int32),
+            save_ptr=columns[7],
+            save_positions=positions,
+            save_slots=slots,
+            optimistic=optimistic,
         )
 
 
