@@ -221,8 +221,12 @@ class CacheLayout:
 
     def num_pages_of(self, num_blocks: int, num_slots: int) -> int:
         """Return the pages that so many blocks and slots take, densely packed."""
-        pages = -(-num_blocks // self.blocks_per_page) if self.has_kv else 0
-        return pages + (-(-num_slots // self.slots_per_page) if self.has_states else 0)
+        pages = 0
+        if self.has_kv:
+            pages += -(-num_blocks // self.blocks_per_page)
+        if self.has_states:
+            pages += -(-num_slots // self.slots_per_page)
+        return pages
 
     def fallback_step(self, num_pages: int) -> int:
         """Return the distance in tokens between fallbacks, the states in a prompt that outlive its end; 0: there are
@@ -242,7 +246,9 @@ class CacheLayout:
     def capture_interval(self, asked: int) -> int:
         """Return the distance in tokens between periodic states: 64, every boundary, if slots are small. 0: none."""
         is_small = self.has_kv and self.slot_bytes <= SMALL_SLOT * self.block_bytes
-        return BLOCK_SIZE if asked and is_small else asked
+        if asked and is_small:
+            return BLOCK_SIZE
+        return asked
 
     def out_of_sight(self, num_tokens: int) -> float:
         """Return the share of the keys and values of `num_tokens` tokens that lies outside the layers' windows."""

@@ -125,7 +125,10 @@ class LearntPolicy(EvictionPolicy):
         checkpoint.note = turn._replace(stands_in_for=None)
         self._track(checkpoint)
         goes_on = checkpoint.origin in OF_CONVERSATION or checkpoint.origin is Origin.NEAR_END
-        return max(turn.number + 1 if goes_on else 0, _number(request_note))
+        number = _number(request_note)
+        if goes_on:
+            number = max(turn.number + 1, number)
+        return number
 
     def missed(self, gone: Sequence[BlockHash], request_note: object, now: float) -> tuple[object, BlockHash | None]:
         self.hazards.advance(now)
@@ -133,7 +136,9 @@ class LearntPolicy(EvictionPolicy):
         if index is None:
             return request_note, None
         used = self._note_return(self.hazards.use(gone[index], now), lost=index >= HARDLY_LOST)
-        return (request_note, None) if used is None else (max(used.uses + 1, _number(request_note)), gone[index])
+        if used is None:
+            return request_note, None
+        return max(used.uses + 1, _number(request_note)), gone[index]
 
     def saved(self, checkpoint: Checkpoint, above: Checkpoint | None, request_note: object) -> None:
         checkpoint.note = ConversationTurn(_number(request_note))
@@ -189,8 +194,12 @@ class LearntPolicy(EvictionPolicy):
         """
         if entry.kind not in OF_CONVERSATION:
             return 1.0
-        share = self._share_lost_below(entry) if entry.inside and entry.kind is Origin.FALLBACK else 1.0
-        return share * (1 - self.lost.value) if entry.above is Origin.FALLBACK else share
+        share = 1.0
+        if entry.inside and entry.kind is Origin.FALLBACK:
+            share = self._share_lost_below(entry)
+        if entry.above is Origin.FALLBACK:
+            share *= 1 - self.lost.value
+        return share
 
     def _track(self, checkpoint: Checkpoint) -> None:
         own = class_of(checkpoint)

@@ -72,4 +72,6 @@ def _explain(
         return None
     if next_was_evicted or any(ghosts.get(node.hash) is GhostKind.CHECKPOINT for node in lost):
         return MissReason.EVICTED
-    return MissReason.NO_CHECKPOINT if lost else MissReason.COLD
+    if lost:
+        return MissReason.NO_CHECKPOINT
+    return MissReason.COLD

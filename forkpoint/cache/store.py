@@ -170,7 +170,9 @@ class PrefixStore:
             )  # fmt: skip
         node, inside = entry.node, bool(entry.node.children)
         saved, kv_bytes, above = self._worth(nearest_checkpoint(node.parent), entry.num_tokens)
-        num_bytes = self.layout.slot_bytes + (0 if inside else kv_bytes)
+        num_bytes = self.layout.slot_bytes
+        if not inside:
+            num_bytes += kv_bytes
         return self.policy.key(
             EntryFacts(
                 entry.origin, saved, num_bytes, kv_bytes, entry.last_used, age, entry.num_hits, entry.num_expected,
@@ -187,7 +189,9 @@ class PrefixStore:
         """
         inside, now = origin in _INSIDE, self.arena.turnover
         saved, kv_bytes, kind = self._worth(above, num_tokens)
-        num_bytes = self.layout.slot_bytes + (0 if inside else kv_bytes)
+        num_bytes = self.layout.slot_bytes
+        if not inside:
+            num_bytes += kv_bytes
         return self.policy.key(
             EntryFacts(origin, saved, num_bytes, kv_bytes, now, 0.0, 0, 0, inside, False, kind, block_hash, note)
         )
@@ -195,9 +199,12 @@ class PrefixStore:
     def _worth(self, above: Above | None, end: int) -> tuple[float, int, Origin | None]:
         """Return the cost that a checkpoint at `end` saves, the bytes of its own keys and values, and the kind of
         `above`, the nearest state before it."""
-        start = above.num_tokens if above else 0
+        start = 0
+        kind: Origin | None = None
+        if above is not None:
+            start, kind = above.num_tokens, above.origin
         kv_bytes = (end - start) // BLOCK_SIZE * self.layout.block_bytes
-        return self._cost(start, end), kv_bytes, above.origin if above else None
+        return self._cost(start, end), kv_bytes, kind
 
     def _due(self, entry: Checkpoint | Node) -> float:
         """Return when the entry's key may fall by itself, by the cache's clock."""

@@ -246,4 +246,6 @@ def nearest_checkpoint(node: Node | None) -> Checkpoint | None:
     """Return the checkpoint at `node`, or at its deepest ancestor that has one."""
     while node is not None and node.checkpoint is None:
         node = node.parent
-    return node.checkpoint if node is not None else None
+    if node is None:
+        return None
+    return node.checkpoint

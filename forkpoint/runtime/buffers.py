@@ -43,10 +43,9 @@ class ArenaBuffer:
         """Copy whole blocks and slots, in order."""
         layout = self.layout
         for move in moves:
-            is_block = move.kind is MoveKind.BLOCK
-            stride = layout.block_stride_bytes if is_block else layout.slot_stride_bytes
-            size = layout.slot_bytes
-            if is_block:  # including the gaps between kernel blocks
+            stride, size = layout.slot_stride_bytes, layout.slot_bytes
+            if move.kind is MoveKind.BLOCK:  # including the gaps between kernel blocks
+                stride = layout.block_stride_bytes
                 size = stride - layout.kernel_block_stride_bytes + layout.block_bytes // layout.kernel_blocks
             src, dst = move.src * stride, move.dst * stride
             self.data[dst : dst + size].copy_(self.data[src : src + size])

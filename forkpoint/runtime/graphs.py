@@ -77,7 +77,11 @@ class ShapeTable:
 
 
 def _kind(shape: StepShape) -> str:
-    return "prefill" if shape.num_segments else "verify" if shape.num_verified else "decode"
+    if shape.num_segments:
+        return "prefill"
+    if shape.num_verified:
+        return "verify"
+    return "decode"
 
 
 class InputRegion:

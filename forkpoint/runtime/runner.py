@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,7 +85,9 @@ class ModelRunner:
         self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform)
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
-        splits = None if platform.shares_memory else _splits(loaded)
+        splits: KeySplits | None = None
+        if not platform.shares_memory:
+            splits = _splits(loaded)
         self._records: TokenRecords | None = None
         self._drafts: DraftGraphs | None = None
         if most or loaded.state_write_interval > 1:
@@ -95,7 +97,9 @@ class ModelRunner:
                 self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
         kept = (self._states.copies, self._records, most if self._drafts else 0)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
-        self._shapes = ShapeTable(shapes) if shapes else None  # shapes with graphs
+        self._shapes: ShapeTable | None = None  # shapes with graphs
+        if shapes:
+            self._shapes = ShapeTable(shapes)
         padding = {shape: self._builder.padding(shape) for shape in shapes}
         self._graphs: Graphs[StepShape, StepOutputs] = Graphs(platform, padding)
         self._failure: Exception | None = None
@@ -150,47 +154,62 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> RunningStep:
         """Issue a step."""
-        so_far = StepResult(plan.step, np.empty(0, np.int32), num_tokens=plan.num_tokens)
         if plan.added:
             self.batch.prepare(plan.added)
         if not plan.num_tokens:
-            return RunningStep(so_far, self.platform.mark(), plan.sampled_rows)
+            return RunningStep(StepResult(plan.step, np.empty(0, np.int32)), self.platform.mark(), plan.sampled_rows)
         sampling = self.batch.sampling(plan.sampled_rows)
         if self._drafts is not None:  # penalties count drafts
             plan = self._drafts.filled(plan, any(row.counts is not None for row in sampling))
-        windows = Windows.of(plan.rows) if plan.rows.num_drafts.any() else None
-        if windows is not None:
+        windows: Windows | None = None
+        if plan.rows.num_drafts.any():
+            windows = Windows.of(plan.rows)
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._verifies(plan))
-        asking = self._asking(plan, exact.num_decodes) if exact.num_segments else []
-        shape = None if asking or self._shapes is None else self._shapes.find(exact)
+        asking = self._asking(plan, exact.num_decodes)
+        shape: StepShape | None = None
+        if self._shapes is not None and not asking:
+            shape = self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
-        copied = self._states.place(arrays, self._ops, self.platform) if self._states.copies else 0
+        copied = self._states.place(arrays, self._ops, self.platform)
         prompts: list[tuple[int, list[Scores]]] = []
+        outputs: StepOutputs | None = None
         if shape is not None:
-            outputs: StepOutputs | None = self._graphs.replay(shape, arrays)
+            outputs = self._graphs.replay(shape, arrays)
         else:
             tensors = self.platform.upload_all(arrays)
             lens: HostLens = ((), ())
             if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
             hidden = self._forward(tensors, exact, lens)
-            outputs = self._heads(hidden, tensors, plain) if sampling else None
+            if sampling:
+                outputs = self._heads(hidden, tensors, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
-        sampled = None if outputs is None else self._sample(plan, outputs, sampling, plain, windows)
+        sampled: Sampled | None = None
+        if outputs is not None:
+            sampled = self._sample(plan, outputs, sampling, plain, windows)
         if self._records is not None:
             self._records.issued(plan)
-        so_far = replace(so_far, slot_bytes_copied=copied, replayed=shape is not None)
+        partial_result = StepResult(
+            plan.step,
+            np.empty(0, np.int32),
+            num_tokens=plan.num_tokens,
+            slot_bytes_copied=copied,
+            replayed=shape is not None,
+        )
         answers: Tensor | None = None
         verified: Verified | None = None
+        logprobs: Scores | None = None
         if sampled is not None:
+            logprobs = sampled.logprobs
             if windows is None:
                 answers = self.platform.to_host(torch.where(sampled.finite, sampled.token_ids, NOT_FINITE))
             else:
                 answers, verified = self._finish_windows(plan, windows, sampling, sampled)
-        logprobs = None if sampled is None else sampled.logprobs
-        return RunningStep(so_far, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts)
+        return RunningStep(
+            partial_result, self.platform.mark(), plan.sampled_rows, answers, verified, logprobs, prompts
+        )
 
     def _verifies(self, plan: StepPlan) -> bool:
         """Return whether the step uses the operators that verify drafts. Graphs that prefill always do."""
@@ -211,7 +230,9 @@ class ModelRunner:
         caches = (self._records or self.arena).layers
         context = self._builder.context(tensors, shape, caches, self._states, host_lens)
         if shape.num_decodes:  # fill in ids and positions that only the device has
-            drafts = (self._drafts.drafted, tensors["draft_at"]) if self._drafts and "draft_at" in tensors else ()
+            drafts: tuple[Tensor, ...] = ()
+            if self._drafts is not None and "draft_at" in tensors:
+                drafts = (self._drafts.drafted, tensors["draft_at"])
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
             self._ops.catch_up(ids, self._builder.late(tensors))
         return self._model.forward(tensors["token_ids"], context)
@@ -258,7 +279,9 @@ class ModelRunner:
         if self._records is None or not rows.optimistic.any():
             return None
         columns = np.stack([self._records.behind(rows), self._records.late(rows)])[:, rows.samples]
-        behind, places = columns if windows is None else np.repeat(columns, windows.sizes, axis=1)
+        if windows is not None:
+            columns = np.repeat(columns, windows.sizes, axis=1)
+        behind, places = columns
         return Late(behind, self._records.missed[self.platform.upload(places.astype(np.int64))])
 
     def _finish_windows(
@@ -296,6 +319,8 @@ class ModelRunner:
         Each is (row, start, end, index of its first token in the step). The segments' tokens begin at `first`.
         """
         out, rows = list[tuple[AddedRow, int, int, int]](), plan.rows
+        if plan.num_decodes == len(rows):
+            return out
         columns = (column[plan.num_decodes :].tolist() for column in (rows.row, rows.start, rows.num_tokens))
         for row, start, count in zip(*columns, strict=True):
             added = self.batch.rows[row]

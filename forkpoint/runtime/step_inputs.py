@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from forkpoint.models.context import ForwardContext, LayerCache
 from forkpoint.ops.metadata import (
@@ -78,12 +79,16 @@ class StepBuilder:
         """
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
         self._records, self._most_drafts = records, most_drafts
-        self._folded = 1 if splits is None else splits.folded
+        self._folded = 1
+        if splits is not None:
+            self._folded = splits.folded
 
     def padding(self, shape: StepShape) -> Arrays:
         """Return a step of nothing but padding, whose arrays are as large as those of any step of the shape."""
         arrays = self.build(StepPlan(0), shape, recorded=True)
-        most = 0 if self._splits is None else self._splits.most(shape.num_decodes, self._table.max_entries_per_row)
+        most = 0
+        if self._splits is not None:
+            most = self._splits.most(shape.num_decodes, self._table.max_entries_per_row)
         arrays["parts"] = np.full((most, 3), NO_ROW, np.int32)
         return arrays
 
@@ -100,9 +105,13 @@ class StepBuilder:
         table_rows = np.repeat(rows.row, lens)
         # Padding of the decode rows moves the tokens of segments back by `gap`.
         gap, num_tokens = shape.num_decodes - decodes, shape.num_tokens
-        slots = self._table.kv_slots(table_rows, positions) if self._has_kv else np.full_like(positions, NO_SLOT)
+        slots = np.full_like(positions, NO_SLOT)
+        if self._has_kv:
+            slots = self._table.kv_slots(table_rows, positions)
         last = sampled_tokens(rows)
-        num_samples = shape.num_rows if recorded else len(last)
+        num_samples = len(last)
+        if recorded:
+            num_samples = shape.num_rows
         arrays: Arrays = {
             "token_ids": _spread(rows.tokens.astype(np.int64), num_tokens, decodes, gap, 0),
             "positions": _spread(positions, num_tokens, decodes, gap, 0),
@@ -148,8 +157,10 @@ class StepBuilder:
         """Return the model's context from the arrays on the device. `lens` are for operators on a CPU."""
         (query_lens, kv_lens), work, verify, record = lens, None, None, None
         if "parts" in t:
-            lead = t.get("lead")
-            work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], lead, 1 if lead is None else self._folded)
+            folded: tuple[Tensor, int] | tuple[()] = ()
+            if "lead" in t:
+                folded = (t["lead"], self._folded)
+            work = AttentionWork(t["query_tiles"], t["parts"], t["part_ptr"], *folded)
         if shape.num_verified:
             rows = (t["row_src"], t["row_dst"], t["row_cu_tokens"], t["verify_pending"])
             marks = (t["verify_mark"], t["verify_mark_dst"])
@@ -190,7 +201,9 @@ class StepBuilder:
         count, lens, first = shape.num_segments, rows.num_tokens[decodes:], rows.save_ptr[decodes]
         pointers = rows.save_ptr[decodes:] - first
         saved = rows.save_positions[first:] - np.repeat(rows.start[decodes:], np.diff(pointers))
-        capacity = _most_tiles(shape) if recorded else len(saved)
+        capacity = len(saved)
+        if recorded:
+            capacity = _most_tiles(shape)
         arrays: Arrays = {
             "cu_seqlens": running_total(padded(lens, count, 0)),
             "decode_src": padded(rows.read_slot[:decodes], shape.num_decodes, NO_SLOT),
@@ -201,12 +214,12 @@ class StepBuilder:
             "save_pos": padded(saved, capacity, 0),
             "save_dst": padded(rows.save_slots[first:], capacity, NO_SLOT),
         }
-        for kind in KINDS if self._copies else ():
-            src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
-            arrays[f"{kind}_placed"] = np.where(dst >= 0, dst, src)
+        if self._copies:
+            for kind in KINDS:
+                src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
+                arrays[f"{kind}_placed"] = np.where(dst >= 0, dst, src)
         if self._splits is not None:
-            tiles = tile_table(lens)
-            arrays["segment_tiles"] = padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
+            arrays["segment_tiles"] = _tiles(tile_table(lens), shape, recorded)
         return arrays
 
     def _attention(
@@ -226,8 +239,7 @@ class StepBuilder:
             "table_rows": _spread(rows, shape.num_rows, num_decodes, gap, 0),
         }
         if self._splits is not None:
-            tiles = tile_table(lens, shape.num_decodes)
-            arrays["query_tiles"] = padded(tiles, _most_tiles(shape) if recorded else len(tiles), NO_ROW)
+            arrays["query_tiles"] = _tiles(tile_table(lens, shape.num_decodes), shape, recorded)
             if self._folded > 1 and shape.num_verified:
                 parts, pointers, lead = self._splits.folded_table(kv_lens[:num_decodes], decoding)
                 arrays["lead"] = np.concatenate([lead, np.arange(num_decodes, shape.num_decodes, dtype=np.int32)])
@@ -249,6 +261,13 @@ def draft_places(plan: StepPlan) -> tuple[npt.NDArray[np.int64], IntArray, IntAr
 def _most_tiles(shape: StepShape) -> int:
     """Return how many tiles the segments of such a step can have, which is also how many states they can save."""
     return shape.num_prefill_tokens // TILE + shape.num_segments
+
+
+def _tiles(tiles: IntArray, shape: StepShape, recorded: bool) -> IntArray:
+    """Return a list of tiles, padded to the most that a recorded step of this shape can have."""
+    if not recorded:
+        return tiles
+    return padded(tiles, _most_tiles(shape), NO_ROW)
 
 
 def padded(values: npt.NDArray[Any], count: int, fill: int) -> npt.NDArray[Any]:

@@ -94,7 +94,9 @@ class DraftPlanner:
             drafts = drafts[: len(masks)]
         if not self._cache.ensure_blocks(scheduled.lease, start + 1 + len(drafts)):
             drafts = drafts[: scheduled.lease.num_blocks * BLOCK_SIZE - start - 1]
-        return (drafts, masks[: len(drafts)]) if len(drafts) else (None, ())
+        if not len(drafts):
+            return None, ()
+        return drafts, masks[: len(drafts)]
 
     def begin(self, issued: IssuedStep) -> None:
         """Note when a step was planned."""
@@ -118,7 +120,9 @@ class DraftPlanner:
             self._clock(),
             max(issued.started_s, self._last_result_s),
         )  # the step may have waited for the one before
-        elapsed_s = now - began_s if issued.plan.num_decodes == len(rows) else None
+        elapsed_s: float | None = None
+        if issued.plan.num_decodes == len(rows):
+            elapsed_s = now - began_s
         self._drafter.stepped(result.num_tokens, len(result.token_ids), elapsed_s)
         self._last_result_s = now
 

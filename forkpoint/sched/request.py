@@ -87,7 +87,9 @@ class Request:
         if end <= num_prompt:
             return prompt[start:end]
         outputs = np.asarray(self.output_token_ids[max(start - num_prompt, 0) : end - num_prompt], np.int32)
-        return outputs if start >= num_prompt else np.concatenate([prompt[start:], outputs])
+        if start >= num_prompt:
+            return outputs
+        return np.concatenate([prompt[start:], outputs])
 
 
 class Ending(NamedTuple):

@@ -22,7 +22,7 @@ from forkpoint.sched.builder import PlanBuilder
 from forkpoint.sched.chunks import Chunks
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
-from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult
+from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
 from forkpoint.sched.results import confirm_tokens, take_prompt_logprobs
@@ -382,7 +382,9 @@ class Scheduler:
             if scheduled.ended:
                 continue
             outputs.append(token)
-            found = next(logprobs[scheduled.row]) if logprobs and scheduled.row in logprobs else None
+            found: TokenLogprobs | None = None
+            if logprobs and scheduled.row in logprobs:
+                found = next(logprobs[scheduled.row])
             if len(outputs) >= request.max_tokens or token in request.stop_token_ids or request.grammar is not None:
                 ending = follow(request, token)
                 if ending is not None:

@@ -46,7 +46,9 @@ class Speculator(Drafter):
     def draft(self, request: Request, lease: Lease, most: int) -> IntArray | None:
         """Return what lookups find, or else TO_DRAFT, except under a grammar, which has to see the drafts' ids."""
         count = self._length.choose(request.id, min(most, self._most))
-        drafts = self._following(request, lease, count) if count else None
+        drafts: IntArray | None = None
+        if count:
+            drafts = self._following(request, lease, count)
         if count and self._by_model and request.grammar is None and (drafts is None or not len(drafts)):
             drafts = np.full(count, TO_DRAFT, np.int32)
         self._given[request.id] = NONE if drafts is None else drafts
@@ -71,12 +73,16 @@ class Speculator(Drafter):
         """
         in_flight = lease.num_planned + 1 - request.num_tokens
         guess = _best(self._sources, request, lease, in_flight + most)
-        if guess is None or not in_flight:
-            return guess.token_ids if guess else None
+        if guess is None:
+            return None
+        if not in_flight:
+            return guess.token_ids
         ids, given = guess.token_ids, self._given.get(request.id, NONE)[: min(in_flight - 1, len(guess.token_ids))]
         agree = (given == ids[: len(given)]) | (given == TO_DRAFT)
         num_confirmed = int(agree.cumprod().sum()) + 1
-        return ids[num_confirmed:][:most] if self._length.likely(request.id, num_confirmed) >= LIKELY else NONE
+        if self._length.likely(request.id, num_confirmed) < LIKELY:
+            return NONE
+        return ids[num_confirmed:][:most]
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self._length.judged(request.id, num_drafts, num_accepted)
@@ -97,5 +103,6 @@ def _best(sources: Sequence[DraftSource], request: Request, lease: Lease, most: 
     for source in sources:
         if best is None or best.num_matched < source.most_matched:
             guess = source.draft(request, lease, most)
-            best = guess if guess and (best is None or best.num_matched < guess.num_matched) else best
+            if guess is not None and (best is None or best.num_matched < guess.num_matched):
+                best = guess
     return best

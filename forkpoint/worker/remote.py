@@ -108,7 +108,8 @@ class RemoteRunner:
                     _end(self._ranks, kill=len(self._ranks) > 1)  # the others wait for this one
                     raise message.error()
                 assert isinstance(message, WorkerFacts)
-                facts = message if rank is self._ranks[0] else facts
+                if rank is self._ranks[0]:
+                    facts = message
         assert facts is not None
         return facts
 
@@ -127,8 +128,11 @@ class RemoteRunner:
         waiting: dict[Connection, RankProcess] = {rank.socket: rank for rank in self._ranks}
         until: float | None = None
         while waiting:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            ready = connection.wait(list(waiting), left) if len(waiting) > 1 or until else list(waiting)
+            ready: Sequence[object] = list(waiting)
+            if until is not None:
+                ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+            elif len(waiting) > 1:
+                ready = connection.wait(list(waiting))
             if not ready:
                 break
             for socket in ready:
