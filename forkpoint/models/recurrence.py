@@ -176,10 +176,13 @@ class RecurrentConfig(PartConfig):
             (SPACED, (update, key, key[:1], heads), ("float32", dtype, "float32", "float32")),
         )
         records, spaced = (tuple(TensorSpec(*each) for each in zip(*kind, strict=True)) for kind in kinds)
-        kept = (records,) if spec.per_key else (records, spaced)
+        if spec.per_key:  # its states are written at every token
+            spaced = ()
         tensors = (
             kept_window(spec.mixed_dim, self.conv_width, dtype),
-            TensorSpec("matrix", matrix, state_dtype, operators, "recurrence_fold", *kept, flush="recurrence_flush"),
+            TensorSpec(
+                "matrix", matrix, state_dtype, operators, "recurrence_fold", records, spaced, "recurrence_flush"
+            ),
         )
         operations = DELTA_RULE_OPERATIONS if spec.delta else STATE_SPACE_OPERATIONS
         return (StateSpec(tensors, operations * math.prod(matrix)),)
