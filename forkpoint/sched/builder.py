@@ -143,7 +143,6 @@ class PlanBuilder:
 
         Fills in the checkpoints that the rows read, the masks by the index of their sampled position, and the leases
         with the number of tokens that can be filed: drafts apart, and only where a block or a state may be complete.
-        The loops over steady rows are this plain because there are hundreds of them.
         """
         num_steady, works = len(self._steady), self._decodes + self._prefills
         num_positions = num_steady
@@ -152,12 +151,7 @@ class PlanBuilder:
         row, start, num_tokens, num_drafts, read_slot, write_slot = columns[:6, :count]
         samples, optimistic = np.ones(count, np.bool_), np.zeros(count, np.bool_)
         if num_steady:
-            leases = [scheduled.lease for scheduled in self._steady]
-            row[:num_steady] = [scheduled.row for scheduled in self._steady]
-            start[:num_steady] = [lease.num_planned for lease in leases]
-            read_slot[:num_steady] = write_slot[:num_steady] = [lease.slot for lease in leases]
-            num_tokens[:num_steady] = 1
-            advance_steady(leases)
+            self._fill_steady(columns[:6, :num_steady])
         tokens = [np.full(num_steady, LAST_SAMPLED, np.int32), *(work.tokens for work in works)]
         blocks: list[int] = []
         saves: list[tuple[int, int]] = []
@@ -199,6 +193,16 @@ class PlanBuilder:
             save_slots=slots,
             optimistic=optimistic,
         )
+
+    def _fill_steady(self, columns: IntArray) -> None:
+        """Fill in the columns of the steady rows. The loops are this plain because there are hundreds of such rows."""
+        row, start, num_tokens, _, read_slot, write_slot = columns
+        leases = [scheduled.lease for scheduled in self._steady]
+        row[:] = [scheduled.row for scheduled in self._steady]
+        start[:] = [lease.num_planned for lease in leases]
+        read_slot[:] = write_slot[:] = [lease.slot for lease in leases]
+        num_tokens[:] = 1
+        advance_steady(leases)
 
 
 def _sent_blocks(scheduled: ScheduledRequest) -> IntArray:
