@@ -304,13 +304,14 @@ class CacheManager:
             self.filing.publish(lease, num_tokens)
         moves = self.arena.drain_moves() if self.arena.moves else ()
         self.store.counters.moves += len(moves)
-        return moves, self.drain_filed()
+        filed: list[Node | Checkpoint] = []
+        if self.filing.filed or self.filing.reusable_next:
+            filed = self.filing.drain()
+        return moves, filed
 
     def drain_filed(self) -> list[Node | Checkpoint]:
-        """Return what was filed since the last plan."""
-        if self.filing.filed or self.filing.reusable_next:
-            return self.filing.drain()
-        return []
+        """Return what was filed since the last plan, for a caller who gives up the plan under construction."""
+        return self.filing.drain()
 
     def done_reading(self, checkpoint: Checkpoint) -> None:
         """Count one reader of the checkpoint less."""

@@ -167,12 +167,16 @@ class ModelRunner:
             sampling = np.repeat(np.asarray(sampling, object), windows.sizes).tolist()
         plain = plan.masks is None and all(row.is_plain_greedy for row in sampling)
         exact = StepShape.of(plan, self._verifies(plan))
-        asking = self._asking(plan, exact.num_decodes)
+        asking: list[tuple[AddedRow, int, int, int]] = []
+        if exact.num_segments:
+            asking = self._asking(plan, exact.num_decodes)
         shape: StepShape | None = None
         if self._shapes is not None and not asking:
             shape = self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
-        copied = self._states.place(arrays, self._ops, self.platform)
+        copied = 0
+        if self._states.copies:
+            copied = self._states.place(arrays, self._ops, self.platform)
         prompts: list[tuple[int, list[Scores]]] = []
         outputs: StepOutputs | None = None
         if shape is not None:
@@ -319,8 +323,6 @@ class ModelRunner:
         Each is (row, start, end, index of its first token in the step). The segments' tokens begin at `first`.
         """
         out, rows = list[tuple[AddedRow, int, int, int]](), plan.rows
-        if plan.num_decodes == len(rows):
-            return out
         columns = (column[plan.num_decodes :].tolist() for column in (rows.row, rows.start, rows.num_tokens))
         for row, start, count in zip(*columns, strict=True):
             added = self.batch.rows[row]

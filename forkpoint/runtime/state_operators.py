@@ -52,8 +52,6 @@ class StateOperators:
         One launch serves all layers of the decode rows, another one all layers of the segments.
         """
         copied = 0
-        if not self.copies:
-            return copied
         for kind in KINDS:
             src, dst = arrays[f"{kind}_src"], arrays[f"{kind}_dst"]
             moved = np.flatnonzero((src != dst) & (dst >= 0))

@@ -101,6 +101,10 @@ class PlanBuilder:
         computed: list[tuple[Lease, int]] = []
         rows = self._make_rows(readers, masks, computed)
         moves, filed = self._manager.commit(computed)
+        token_masks: TokenMasks | None = None
+        if masks:
+            places = np.asarray([i for i, _ in masks], np.int32)
+            token_masks = TokenMasks(places, np.stack([mask for _, mask in masks]))
         plan = StepPlan(
             step=self.step,
             removed=removed,
@@ -111,7 +115,7 @@ class PlanBuilder:
             num_decodes=len(self._steady) + len(self._decodes),
             num_tokens=len(rows.tokens),
             sampled_rows=rows.row[rows.samples],
-            masks=_token_masks(masks),
+            masks=token_masks,
         )
         requests = [*self._steady, *(work.scheduled for work in itertools.chain(self._decodes, self._prefills))]
         sampled = requests
@@ -207,9 +211,3 @@ class PlanBuilder:
 
 def _sent_blocks(scheduled: ScheduledRequest) -> IntArray:
     return np.asarray(scheduled.lease.block_ids(0, scheduled.lease.num_sent_blocks), np.int32)
-
-
-def _token_masks(masks: list[tuple[int, IntArray]]) -> TokenMasks | None:
-    if not masks:
-        return None
-    return TokenMasks(np.asarray([i for i, _ in masks], np.int32), np.stack([mask for _, mask in masks]))

@@ -12,24 +12,25 @@ class Retries:
     """The requests that may have made a step fail, in the order in which they are tried.
 
     A step with several requests failed. Each of them is planned in steps of its own until it has computed as many
-    tokens as the failed step would have taken it to. If its step fails again, the fault is its own.
+    tokens as the failed step would have taken it to. If its step fails again, the fault is its own. Others may look at
+    `suspects`, the requests that are still to be tried.
     """
 
     def __init__(self) -> None:
-        self._suspects: deque[ScheduledRequest] = deque()
+        self.suspects: deque[ScheduledRequest] = deque()
 
     def add(self, requests: Iterable[ScheduledRequest]) -> None:
         """Try these requests alone, each as far as it is planned now."""
         fresh = list(requests)
         for scheduled in fresh:
             scheduled.suspect_until = scheduled.lease.num_planned
-        self._suspects = deque(sorted({*self._suspects, *fresh}, key=lambda each: each.order))
+        self.suspects = deque(sorted({*self.suspects, *fresh}, key=lambda each: each.order))
 
     def next(self) -> ScheduledRequest | None:
         """Return the request to plan alone; None if every request has passed its point of failure."""
-        while self._suspects:
-            scheduled = self._suspects[0]
+        while self.suspects:
+            scheduled = self.suspects[0]
             if not scheduled.ended and scheduled.lease.num_planned < scheduled.suspect_until:
                 return scheduled
-            self._suspects.popleft()
+            self.suspects.popleft()
         return None

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 from forkpoint.cache.capture import CapturePolicy
 from forkpoint.cache.eviction import EvictionPolicy, RecomputeCost
 from forkpoint.cache.integrity import check_integrity
@@ -15,7 +17,7 @@ from forkpoint.cache.lookup import PrefixHit
 from forkpoint.cache.manager import CacheManager
 from forkpoint.cache.policies import CAPTURE
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
-from forkpoint.errors import NonFiniteLogitsError, QueueFullError, RequestTooLargeError
+from forkpoint.errors import NonFiniteLogitsError, QueueFullError
 from forkpoint.params import FinishReason
 from forkpoint.sched.admission import Admission
 from forkpoint.sched.builder import PlanBuilder
@@ -23,12 +25,13 @@ from forkpoint.sched.chunks import Chunks
 from forkpoint.sched.drafter import Drafter
 from forkpoint.sched.drafting import DraftPlanner
 from forkpoint.sched.plan import NO_ROW, IntArray, StepPlan, StepResult, TokenLogprobs
+from forkpoint.sched.prompt_scores import take_prompt_logprobs
 from forkpoint.sched.queue import WaitingQueue
 from forkpoint.sched.request import Request, RequestUpdate, follow
-from forkpoint.sched.results import confirm_tokens, take_prompt_logprobs
 from forkpoint.sched.retries import Retries
 from forkpoint.sched.running import RunningSet
 from forkpoint.sched.scheduled_request import IssuedStep, ScheduledRequest
+from forkpoint.sched.sizes import check_size, longest_answer
 from forkpoint.sched.stats import DraftStats, SchedulerStats
 
 
@@ -84,7 +87,7 @@ class Scheduler:
                 f"max_queue_len={self.config.max_queue_len}; try again later"
             )
         self.check(request)
-        request.max_tokens = self._longest_answer(request)
+        request.max_tokens = longest_answer(request, self.cache)
         lease = self.cache.new_lease(request.id, request.params.cache_salt, request.prompt_token_ids)
         order = request.priority, next(self._arrivals)
         scheduled = ScheduledRequest(request, lease, order, waits_for_output=self._drafting is not None)
@@ -104,22 +107,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLargeError if even an otherwise empty arena cannot hold the request with all its outputs."""
-        num_outputs = self._longest_answer(request)
-        total = request.num_prompt_tokens + num_outputs
-        if not self.cache.can_ever_fit(total):
-            need = self.layout.num_pages_for(total, 1) * self.layout.page_bytes
-            have = (self.cache.num_pages - 1) * self.layout.page_bytes
-            raise RequestTooLargeError(
-                f"request {request.id}: {request.num_prompt_tokens} prompt + {num_outputs} output tokens need "
-                f"{need} bytes of cache and the arena has {have}; shorten it or raise kv_cache_memory_bytes"
-            )
-
-    def _longest_answer(self, request: Request) -> int:
-        """Return the length that the caller asked for, or else what an otherwise empty arena holds, at least 1."""
-        if request.params.max_tokens is not None or not self.layout.has_kv:
-            return request.max_tokens
-        longest = self.layout.longest_request(self.cache.num_pages) - request.num_prompt_tokens
-        return max(1, min(request.max_tokens, longest))
+        check_size(request, self.cache)
 
     @property
     def is_full(self) -> bool:
@@ -161,7 +149,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step; None if nothing can be planned before a result arrives or a request is added."""
         self._preempted_now = False
-        suspect, early = self._retries.next(), set[ScheduledRequest]()
+        suspect: ScheduledRequest | None = None
+        early = set[ScheduledRequest]()
+        if self._retries.suspects:
+            suspect = self._retries.next()
         if self._drafting is not None and self._issued and suspect is None:
             found = self._drafting.early_rows(self._running.requests)
             if found is None:
@@ -365,7 +356,7 @@ class Scheduler:
         assert issued.plan.step == result.step, f"result of step {result.step}, expected {issued.plan.step}"
         for checkpoint in issued.readers:
             self.cache.done_reading(checkpoint)
-        sampled, ends = confirm_tokens(issued, result)
+        sampled, ends = _confirm_tokens(issued, result)
         if self._drafting is not None:
             self._drafting.count_accepted(issued, result)
         updates: list[RequestUpdate] = []
@@ -432,3 +423,26 @@ class Scheduler:
         self._release_ready()
         self.cache.condemn(filed)
         return updates
+
+
+def _confirm_tokens(issued: IssuedStep, result: StepResult) -> tuple[list[ScheduledRequest], list[int]]:
+    """Confirm the tokens of rows that were not sampled, and take rejected drafts off the planned ones of the others.
+
+    Returns, for each sampled token, its request and how many of the request's tokens are confirmed with it.
+    """
+    rows, requests, sampled = issued.plan.rows, issued.requests, issued.sampled
+    ends = rows.start + rows.num_tokens
+    if len(sampled) < len(requests):
+        for i in np.flatnonzero(~rows.samples).tolist():
+            requests[i].lease.confirm(int(ends[i]))
+    for i in np.flatnonzero(rows.optimistic).tolist():
+        ends[i] = requests[i].lease.num_confirmed + rows.num_tokens[i]
+    ends, counts = ends[rows.samples], result.counts
+    if counts is None:
+        return sampled, ends.tolist()
+    rejected = 1 + rows.num_drafts[rows.samples] - counts
+    for scheduled, num_rejected in zip(sampled, rejected.tolist(), strict=True):
+        if num_rejected:
+            scheduled.lease.reject(num_rejected, in_last_step=scheduled.last_step == result.step)
+    confirmed = [each for each, count in zip(sampled, counts.tolist(), strict=True) for _ in range(count)]
+    return confirmed, np.repeat(ends - rejected, counts).tolist()
