@@ -230,13 +230,13 @@ class StepBuilder:
         `decoding` are the numbers of tokens of the decode rows, `lens` those of the segments. `kv_lens` and `rows` are
         for each token of a decode row, then for each segment.
         """
-        num_decodes = int(decoding.sum())
+        num_decodes, num_rows = int(decoding.sum()), shape.num_rows
         gap = shape.num_decodes - num_decodes
         queries = np.concatenate([np.ones(shape.num_decodes, np.int32), padded(lens, shape.num_segments, 0)])
         arrays: Arrays = {
             "cu_queries": running_total(queries),
-            "kv_lens": _spread(kv_lens, shape.num_rows, num_decodes, gap, 0),
-            "table_rows": _spread(rows, shape.num_rows, num_decodes, gap, 0),
+            "kv_lens": _spread(kv_lens, num_rows, num_decodes, gap, 0),
+            "table_rows": _spread(rows, num_rows, num_decodes, gap, 0),
         }
         if self._splits is not None:
             arrays["query_tiles"] = _tiles(tile_table(lens, shape.num_decodes), shape, recorded)
