@@ -68,8 +68,8 @@ class Filing:
 
     def take_slot(self, lease: Lease, save: StateSave, block_hash: BlockHash, owner: Lease | StateSave) -> int | None:
         """Return a slot for `owner` if the state to be saved is worth more than what eviction would take for it."""
-        pending = (other for other in lease.saves if other.num_tokens < save.num_tokens)
-        above = max(pending, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
+        earlier = (other for other in lease.saves if other.num_tokens < save.num_tokens)
+        above = max(earlier, key=_num_tokens, default=None) or nearest_checkpoint(lease.node)
         key = self._store.candidate_key(block_hash, save.num_tokens, save.origin, lease.note, above)
         return self._store.take_slot(owner, below=key)
 

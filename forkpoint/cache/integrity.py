@@ -36,8 +36,8 @@ def check_integrity(manager: CacheManager, leases: Iterable[Lease]) -> None:
     else:
         assert not own and all(node.block == NO_BLOCK for node in nodes)
     running: list[Owned] = [(lease.slot, lease) for lease in leases if lease.slot != NO_SLOT]
-    pending: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
-    _check_owners(arena.slots, [*running, *pending, *((each.slot, each) for each in checkpoints)])
+    saving: list[Owned] = [(save.slot, save) for lease in leases for save in lease.saves]
+    _check_owners(arena.slots, [*running, *saving, *((each.slot, each) for each in checkpoints)])
     num_read = sum(each.num_readers > 0 for each in checkpoints)
     assert manager.num_slots_held == len(running) + num_read, "a running slot or a reader was not counted"
     assert manager.store.num_checkpoints == len(checkpoints)

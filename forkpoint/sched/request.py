@@ -92,7 +92,7 @@ class Request:
         return np.concatenate([prompt[start:], outputs])
 
 
-class Ending(NamedTuple):
+class RequestEnding(NamedTuple):
     """Why a request ends with its newest output: the reason, and the stop token or the error."""
 
     reason: FinishReason
@@ -100,19 +100,19 @@ class Ending(NamedTuple):
     error: Exception | None = None
 
 
-def follow(request: Request, token_id: int) -> Ending | None:
+def follow(request: Request, token_id: int) -> RequestEnding | None:
     """Let the request's grammar follow `token_id`, its newest output. Returns how the request ends with it, if so."""
     num_outputs = len(request.output_token_ids)
     if token_id in request.stop_token_ids and num_outputs > request.params.min_tokens:
-        return Ending(FinishReason.STOP, token_id)
+        return RequestEnding(FinishReason.STOP, token_id)
     if request.grammar is not None:
         try:
             request.grammar.accept(token_id)
         except StructuredOutputError as error:
-            return Ending(FinishReason.ERROR, error=error)
+            return RequestEnding(FinishReason.ERROR, error=error)
         if request.grammar.mask is None:
-            return Ending(FinishReason.STOP)
-    return Ending(FinishReason.LENGTH) if num_outputs >= request.max_tokens else None
+            return RequestEnding(FinishReason.STOP)
+    return RequestEnding(FinishReason.LENGTH) if num_outputs >= request.max_tokens else None
 
 
 class RequestUpdate(NamedTuple):
