@@ -140,7 +140,7 @@ STOPS_LATE = [{"min_tokens": 30, "stop_token_ids": list(range(20, 400)), **kind}
         (True, 1, False, STOPS_LATE),
     ],
 )
-def test_a_device_goes_ahead_of_its_results(
+def test_a_device_plans_before_its_results(
     bank: ModelBank, deterministic: bool, interval: int, host: bool, kinds: list[dict[str, Any]]
 ) -> None:
     """Where a step starts is worked out where its drafts are verified: ids and log-probabilities bit for bit, or ids

@@ -117,7 +117,7 @@ class Recalling:
 
 
 @pytest.mark.parametrize("wrong_every", [1000, 25])
-def test_what_is_looked_up_goes_ahead_of_results(wrong_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_up_is_planned_early(wrong_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts follow those in flight as long as they are right, and find their place again after a wrong one."""
     monkeypatch.setattr(StepTimes, "price", 0.0)
     steps, ahead = list[int](), list[int]()
