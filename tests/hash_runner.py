@@ -46,7 +46,7 @@ class HashRunner:
     num_tokens: int = 0  # entered the model so far
     num_steps: int = 0
     num_confirmed_drafts: int = 0
-    num_ahead: int = 0  # rows that were planned before their last result was known
+    num_optimistic: int = 0  # rows that were planned before their last result was known
     draft_chance: float = 0.6  # that a draft which a plan leaves to the runner is right
     random: random.Random = field(default_factory=lambda: random.Random(0))
     closed: bool = False
@@ -87,7 +87,7 @@ class HashRunner:
         failed = [work.row for work in sampled if self._rows[work.row].added.request_id in broken]
         self.num_tokens += plan.num_tokens
         self.num_steps += 1
-        self.num_ahead += int(plan.rows.optimistic.sum())
+        self.num_optimistic += int(plan.rows.optimistic.sum())
         ids = np.asarray([token for own in outputs for token in own], np.int32)
         counts = np.asarray([len(own) for own in outputs], np.int32) if plan.rows.num_drafts.any() else None
         self.num_confirmed_drafts += sum(len(own) - 1 for own in outputs)
@@ -179,9 +179,9 @@ class HashRunner:
         blocks, positions, slots = rows.new_blocks.tolist(), rows.save_positions.tolist(), rows.save_slots.tolist()
         extents = (rows.row, rows.start, rows.num_tokens, rows.num_drafts, rows.optimistic)
         columns = (column.tolist() for column in (*extents, rows.read_slot, rows.write_slot, rows.samples))
-        for i, (row, start, count, drafts, ahead, read, write, samples) in enumerate(zip(*columns, strict=True)):
+        for i, (row, start, count, drafts, optimistic, read, write, samples) in enumerate(zip(*columns, strict=True)):
             state = self._row(plan.step, row)
-            latest, start = start, start - state.missed if ahead else start
+            latest, start = start, start - state.missed if optimistic else start
             own = slice(*rows.block_ptr[i : i + 2].tolist())
             self._append_blocks(plan.step, row, blocks[own])
             own = slice(*rows.save_ptr[i : i + 2].tolist())

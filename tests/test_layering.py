@@ -146,9 +146,10 @@ WRITERS = {
     "num_readers num_expected": "manager",
     "queue_entry": "eviction_queue",
     "note": "manager learnt",
-    "num_planned num_last num_sent_blocks num_survived_tokens hit read_from": "manager",
+    "num_planned": "lease manager",
+    "num_sent_blocks num_survived_tokens hit read_from": "manager",
     "num_confirmed": "manager scheduler",
-    "frozen": "filing scheduler",
+    "detached": "filing scheduler",
     "has_duplicates": "manager filing",
 }
 

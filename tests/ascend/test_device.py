@@ -248,7 +248,9 @@ def test_nothing_waits_for_a_step_that_is_on_its_way(
         driver.run([driver.chunk(0, 0, 5, -1, slot, samples=True)], [driver.added(0, ids)])
         end, before, got = 5, None, driver.outputs[0]
         for plan_step in range(1, 7):
-            row = Row(0, end, [-1, *[TO_DRAFT] * 2], slot, slot, num_drafts=2, decodes=True, ahead=before is not None)
+            row = Row(
+                0, end, [-1, *[TO_DRAFT] * 2], slot, slot, num_drafts=2, decodes=True, optimistic=before is not None
+            )
             waits.clear()
             fake_npu.counted()
             step = driver.runner.submit(plan_of(plan_step, [row]))

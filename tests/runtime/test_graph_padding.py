@@ -77,9 +77,9 @@ class Replays:
             for row, length in enumerate(LENGTHS)
         ]
         self.driver.run(begin, [self.driver.added(row, ids) for row, ids in enumerate(prompts)])
-        self.ends, self.ahead = [*LENGTHS], False
+        self.ends, self.optimistic = [*LENGTHS], False
         self.submit((3, 2), ())
-        self.ends, self.ahead = records._end.tolist(), True
+        self.ends, self.optimistic = records._end.tolist(), True
         self.save()
 
     def left(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class Replays:
         plan, known = list[Row](), self.runner.batch.rows
         for row, size in enumerate(windows, 2 - len(windows)):
             given = (self.ends[row], [-1, *[TO_DRAFT] * (size - 1)], self.slots[row], self.slots[row])
-            plan.append(Row(row, *given, num_drafts=size - 1, decodes=True, ahead=self.ahead))
+            plan.append(Row(row, *given, num_drafts=size - 1, decodes=True, optimistic=self.optimistic))
         for row, size in enumerate(chunks, 4 - len(chunks)):
             start, slot = LENGTHS[row], self.slots[row]
             plan.append(Row(row, start, known[row].token_ids[start : start + size], slot, slot))

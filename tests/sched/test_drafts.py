@@ -97,7 +97,7 @@ def test_steps_are_planned_before_it_is_known_where_they_start(layout: str, dete
     for name in harness.requests:
         harness.check_output(name)
     num_of_rows = 9 * 104 - harness.runner.num_confirmed_drafts
-    assert harness.runner.num_ahead > (0.5 if deterministic else 0.9) * num_of_rows
+    assert harness.runner.num_optimistic > (0.5 if deterministic else 0.9) * num_of_rows
     assert harness.runner.num_steps < (1.5 if deterministic else 1.2) * num_of_rows / 9
     histories = [request.all_token_ids() for request in harness.requests.values()]
     kept = [state.origin for history in histories for state in harness.checkpoints(history).values()]

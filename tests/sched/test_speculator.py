@@ -130,7 +130,7 @@ def test_what_is_looked_up_is_planned_early(wrong_every: int, monkeypatch: pytes
         for name in harness.requests:
             harness.check_output(name)
         steps.append(harness.runner.num_steps)
-        ahead.append(harness.runner.num_ahead)
+        ahead.append(harness.runner.num_optimistic)
     assert steps[1] <= steps[0] * (1.05 if wrong_every > 200 else 1.4)
     assert not ahead[0] and ahead[1] > 4 * steps[1] * (0.8 if wrong_every > 200 else 0.3)
 
