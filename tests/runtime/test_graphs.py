@@ -283,8 +283,8 @@ def test_drafts_that_stay_on_the_device_are_those_of_the_host(tmp_path: Path) ->
             assert result.counts is not None
             drafts = driver.runner._drafts
             assert drafts is not None
-            told = drafts.told(plan)
-            outputs.append((result.token_ids.tolist(), result.counts.tolist(), told.rows.tokens.tolist()))
+            complete = drafts.with_drafts(plan)
+            outputs.append((result.token_ids.tolist(), result.counts.tolist(), complete.rows.tokens.tolist()))
             ends = [end + count for end, count in zip(ends, [*result.counts.tolist(), 0], strict=False)]
         found.append(outputs)
     assert found[0] == found[1]
