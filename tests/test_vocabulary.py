@@ -52,10 +52,6 @@ def test_synonyms_stay_away(word: str, instead: str, elsewhere: tuple[str, ...])
     assert not found, f"say {instead}"
 
 
-# Names that two public classes of the package still share. Rename one of the two and remove the name here.
-STILL_SHARED = {"Answer", "Ending", "Entry"}
-
-
 def test_public_classes_share_no_name() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for path in sorted((ROOT / "forkpoint").rglob("*.py")):
@@ -63,5 +59,4 @@ def test_public_classes_share_no_name() -> None:
             homes[name].append(path.relative_to(ROOT).as_posix())
     assert len(homes) > 300
     shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
-    assert not shared.keys() - STILL_SHARED, f"give each class a name of its own: {shared}"
-    assert not STILL_SHARED - shared.keys(), "remove the names that are no longer shared from STILL_SHARED"
+    assert not shared, f"give each class a name of its own: {shared}"
