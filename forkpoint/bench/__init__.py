@@ -1,1 +1,1 @@
-"""`forkpoint bench serve`: load on a running server, measured from outside as a user would meet it."""
+"""`forkpoint bench serve`: puts load on a running server and measures it from outside, as a user would see it."""

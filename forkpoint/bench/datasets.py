@@ -1,4 +1,4 @@
-"""Workloads: made of random tokens, or from files with recorded conversations and request traces."""
+"""Workloads of random tokens, or from files with recorded conversations and request traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forkpoint.sim.trace import TraceRequest
 
 
 class Synthesis:
-    """Draws tokens for one workload; the same seed draws the same ones."""
+    """Draws the random tokens and lengths of one workload. The same seed draws the same ones."""
 
     def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -30,7 +30,7 @@ class Synthesis:
         return self._vocabulary.random(self.rng, count)
 
     def length(self, middle: int, ratio: float) -> int:
-        """A length drawn evenly from `middle` less and more its share `ratio`, 1 or more."""
+        """Draw a length uniformly from `middle` minus to plus its share `ratio`; at least 1."""
         low, high = int(middle * (1 - ratio)), int(middle * (1 + ratio))
         return max(1, int(self.rng.integers(low, high + 1)))
 
@@ -39,46 +39,48 @@ def _request(tokens: TokenIds, num_output_tokens: int) -> BenchRequest:
     return BenchRequest(tokens, len(tokens), num_output_tokens)
 
 
-def random_requests(options: DatasetOptions, made: Synthesis) -> Iterator[BenchRequest]:
-    prefix, ratio = made.tokens(options.random_prefix_len), options.random_range_ratio
+def random_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    prefix, ratio = synthesis.tokens(options.random_prefix_len), options.random_range_ratio
     while True:
-        body = made.tokens(made.length(options.random_input_len, ratio))
-        yield _request(np.concatenate([prefix, body]), made.length(options.random_output_len, ratio))
+        body = synthesis.tokens(synthesis.length(options.random_input_len, ratio))
+        yield _request(np.concatenate([prefix, body]), synthesis.length(options.random_output_len, ratio))
 
 
-def prefix_repetition_requests(options: DatasetOptions, made: Synthesis) -> Iterator[BenchRequest]:
-    """Each request takes a prefix at random, as a shuffled list of equal shares would in the long run."""
+def prefix_repetition_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    """Yield requests whose prefixes are shuffled so that each is used equally often."""
     prefixes = [
-        made.tokens(options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)
+        synthesis.tokens(options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)
     ]
     while True:
-        for number in made.rng.permutation(len(prefixes)):
-            suffix = made.tokens(options.prefix_repetition_suffix_len)
+        for number in synthesis.rng.permutation(len(prefixes)):
+            suffix = synthesis.tokens(options.prefix_repetition_suffix_len)
             yield _request(np.concatenate([prefixes[number], suffix]), options.prefix_repetition_output_len)
 
 
-def multi_turn_requests(options: DatasetOptions, made: Synthesis) -> Iterator[BenchRequest]:
-    prefix, output = made.tokens(options.multi_turn_prefix_len), options.multi_turn_output_len
+def multi_turn_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    prefix, output = synthesis.tokens(options.multi_turn_prefix_len), options.multi_turn_output_len
     count = 0
     while True:
-        yield _request(np.concatenate([prefix, made.tokens(options.multi_turn_first_len)]), output)
+        yield _request(np.concatenate([prefix, synthesis.tokens(options.multi_turn_first_len)]), output)
         for _ in range(options.multi_turn_num_turns - 1):
             count += 1
-            yield _follow(made.tokens(options.multi_turn_input_len), output, count - 1, options.multi_turn_think_time)
+            yield _follow(
+                synthesis.tokens(options.multi_turn_input_len), output, count - 1, options.multi_turn_think_time
+            )
         count += 1
 
 
-def fork_requests(options: DatasetOptions, made: Synthesis) -> Iterator[BenchRequest]:
-    """A context and its answer; then branches, each with a message of its own and further turns."""
+def fork_requests(options: DatasetOptions, synthesis: Synthesis) -> Iterator[BenchRequest]:
+    """Yield a context, then branches after its answer, each with messages of its own."""
     output, count = options.fork_output_len, 0
     while True:
         context = count
-        yield _request(made.tokens(options.fork_context_len), output)
+        yield _request(synthesis.tokens(options.fork_context_len), output)
         count += 1
         for _ in range(options.fork_num_branches):
             parent = context
             for _ in range(options.fork_num_turns):
-                yield _follow(made.tokens(options.fork_branch_len), output, parent)
+                yield _follow(synthesis.tokens(options.fork_branch_len), output, parent)
                 parent, count = count, count + 1
 
 
@@ -98,15 +100,17 @@ SYNTHETIC: Final[Mapping[str, Maker]] = MappingProxyType(
 
 
 def synthetic(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """The first `count` requests of the synthetic dataset that `options` name."""
+    """Return the first `count` requests of the synthetic dataset that `options` selects."""
     return list(islice(SYNTHETIC[options.dataset_name](options, Synthesis(vocabulary, seed)), count))
 
 
-MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048  # which conversations vLLM's benchmark takes
+# tokens; conversations with other lengths are left out, as in vLLM's benchmark
+MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
 def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """First message and answer of conversations in random order; all over again where the file has too few."""
+    """Return first messages and answer lengths of conversations in random order. Start again if the file has too
+    few."""
     conversations = _sharegpt(Path(options.dataset_path or ""))
     order = np.random.default_rng(seed).permutation(len(conversations))
     found: list[BenchRequest] = []
@@ -123,7 +127,8 @@ def sharegpt_requests(options: DatasetOptions, vocabulary: Vocabulary, count: in
 
 
 def trace_requests(options: DatasetOptions, vocabulary: Vocabulary, count: int, seed: int) -> list[BenchRequest]:
-    """The first `count` requests of a trace at its own times; equal tokens of the trace are equal tokens here."""
+    """Return the first `count` requests of a trace with its arrival times. Equal tokens of the trace become equal
+    tokens."""
     trace = read_trace(Path(options.dataset_path or ""), limit=count)
     shrink = options.trace_shrink
     places: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Sends a workload and keeps what came back."""
+"""Sends a workload and collects the answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from forkpoint.client.answer import Answer
 from forkpoint.client.server import Server
 from forkpoint.errors import ServerError
 
-Prompt: TypeAlias = Any  # token ids or text of a plain completion, messages of a chat
+Prompt: TypeAlias = Any  # token ids or a text for a plain completion, messages for a chat
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request; `error` is None when it was answered."""
+    """The result of one request. `error` is None if it was answered."""
 
     request: BenchRequest
     answer: Answer
@@ -28,13 +28,13 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """Tokens whose text never came (half a character, say) leave the end as the first thing seen."""
+        """The time to the first token; to the end if no token had visible text (half a character, for example)."""
         first = self.answer.time_to_first_token_s
         return self.answer.latency_s if first is None else first
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token."""
+        """The time per output token after the first; None for an answer of one token."""
         later = self.answer.num_completion_tokens - 1
         return (self.answer.latency_s - self.ttft_s) / later if later > 0 else None
 
@@ -45,29 +45,29 @@ class Outcome:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """None where the server does not tell."""
+        """The number that the server reports; None if it reports none."""
         return None if self.answer.usage is None else self.answer.usage.num_cached_tokens
 
     def meets(self, limits_ms: Mapping[str, float]) -> bool:
-        """Whether each metric named keeps its limit; a metric that the request does not have keeps any."""
+        """Return whether each metric keeps its limit. A metric that the request does not have keeps every limit."""
         values = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.answer.latency_s}
         found = {name: values[name] for name in limits_ms}
         return all(value is None or value * 1000 <= limits_ms[name] for name, value in found.items())
 
 
 class PromptStyle:
-    """Prompts as a backend sends them, and how a conversation, which is always of token ids, goes on."""
+    """Builds prompts of plain completions. Conversations are lists of token ids."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
-        """The prompt of `request`; `before` is what its conversation has come to, None at its start."""
+        """Return the prompt of `request`. `before` is its conversation so far; None at its start."""
         own = request.content if isinstance(request.content, str) else request.content.tolist()
         return own if before is None else before + own
 
     def answered(self, prompt: Prompt, answer: str) -> Prompt:
-        """What a conversation has come to once `prompt` is answered."""
+        """Return the conversation after `prompt` was answered."""
         return prompt + self._vocabulary.encode(answer)
 
     def body(self, prompt: Prompt, num_output_tokens: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class PromptStyle:
 
 
 class ChatStyle(PromptStyle):
-    """Messages; token ids become the text that encodes to as many."""
+    """Builds prompts of chats. Token ids become a text that encodes to the same number of tokens."""
 
     def prompt(self, request: BenchRequest, before: Prompt | None) -> Prompt:
         own = request.content if isinstance(request.content, str) else self._vocabulary.text(request.content)
@@ -94,9 +94,9 @@ def prompt_style(backend: Literal["openai", "openai-chat"], vocabulary: Vocabula
 
 @dataclass
 class Load:
-    """Sends each request once it is due: at its arrival time, or when the one that it follows has ended.
+    """Sends each request when it is due: at its arrival time, or after the request that it follows.
 
-    `body` holds the fields that all requests share; `on_end` is called as each request ends.
+    `body` holds the fields that all requests share. `on_end` is called with each outcome.
     """
 
     server: Server
@@ -110,9 +110,9 @@ class Load:
         self._slots = nullcontext() if self.max_concurrency is None else asyncio.Semaphore(self.max_concurrency)
 
     async def run(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Outcome]:
-        """Send all `requests`, in whose order the outcomes come; `arrivals[i]` counts where nothing precedes i.
+        """Send all `requests` and return their outcomes in the same order.
 
-        A request that follows a failed one fails without being sent.
+        `arrivals[i]` is used if request i follows none. A request that follows a failed one fails without being sent.
         """
         start = time.perf_counter()
         followed = {request.after for request in requests if request.continues}
@@ -153,7 +153,7 @@ class Load:
         except ServerError as error:
             return Outcome(request, answer, str(error))
         if answer.first_token_s is None and not answer.num_completion_tokens:
-            return Outcome(request, answer, "the answer holds no token")
+            return Outcome(request, answer, "the answer has no token")
         return Outcome(request, answer)
 
     def _ended(self, outcome: Outcome) -> Outcome:

@@ -1,4 +1,4 @@
-"""Outcomes to figures, with the definitions of `vllm bench serve`."""
+"""Computes the figures of a benchmark from outcomes, with the definitions of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def figures(
     percentiles: Sequence[float] = (99.0,),
     limits_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The figures of a run of `duration_s` seconds by vLLM's names, and what the prefix cache did.
+    """Return the figures of a run of `duration_s` seconds under vLLM's names, and figures of the prefix cache.
 
-    `limits_ms` are the limits of goodput, if it is asked for. Cached tokens are None where no answer told of any.
+    `limits_ms` are the limits of goodput, if it is wanted. Cached tokens are None if no answer reported any.
     """
     requests = [outcome for outcome in outcomes if outcome.error is None]
     num_input = sum(request.num_prompt_tokens for request in requests)
@@ -61,7 +61,7 @@ def figures(
 
 
 def _distribution(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """In milliseconds; all 0 where nothing was measured."""
+    """Return the statistics in milliseconds; all 0 if nothing was measured."""
     times = np.asarray(values_s or [0.0]) * 1000
     found = {"mean": times.mean(), "median": np.median(times), "std": times.std()}
     found |= {f"p{rank:g}": np.percentile(times, rank) for rank in percentiles}
@@ -69,7 +69,8 @@ def _distribution(name: str, values_s: Sequence[float], percentiles: Sequence[fl
 
 
 def _peaks(requests: Sequence[Outcome]) -> tuple[float, int]:
-    """Most chunks that arrived, and most requests that were open, in any one second counted from the first start."""
+    """Return the most chunks that arrived and the most open requests in any one second, counted from the first
+    start."""
     if not requests:
         return 0.0, 0
     start = min(request.answer.start_s for request in requests)

@@ -1,4 +1,4 @@
-"""The options of `bench serve`. Names and defaults are those of `vllm bench serve` where it has them."""
+"""The options of `bench serve`. Names and defaults are those of `vllm bench serve` if it has the option."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECK: Final = Checker(ConfigError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Which server is asked, and how. Raises ConfigError for values that make no sense."""
+    """The server to measure, and the form of requests. Raises ConfigError for values that are not allowed."""
 
     backend: Literal["openai", "openai-chat"] = option(
         "openai", "plain completions of token ids (openai) or chats (openai-chat)"
@@ -38,7 +38,7 @@ class TargetOptions:
     tokenizer: str | None = option(
         None, "folder or hub id with the tokenizer; default: what the server names as the model's root"
     )
-    ready_check_timeout_sec: float = option(0.0, "wait so long for the server to become healthy")
+    ready_check_timeout_sec: float = option(0.0, "most seconds to wait for the server to become healthy")
 
     def __post_init__(self) -> None:
         _CHECK.integer("port", self.port, 1, 65535)
@@ -70,15 +70,15 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What is sent when. Raises ConfigError for values out of range."""
+    """The number, rate and sampling of requests. Raises ConfigError for values out of range."""
 
-    num_prompts: int = option(1000, "requests to send, those of all turns and branches counted")
+    num_prompts: int = option(1000, "requests to send, including those of all turns and branches")
     request_rate: float = option(math.inf, "requests a second; inf sends all at once")
     burstiness: float = option(1.0, "1: Poisson arrivals; below: bursts; above: more even")
-    max_concurrency: int | None = option(None, "requests in flight at most")
+    max_concurrency: int | None = option(None, "most requests in flight")
     num_warmups: int = option(0, "requests sent before the measurement, with prompts of their own")
-    seed: int = option(0, "of the prompts and the arrivals")
-    ignore_eos: bool = option(False, "go on after the end-of-sequence token, so that all lengths are as asked")
+    seed: int = option(0, "seed of the prompts and the arrivals")
+    ignore_eos: bool = option(False, "go on after the end-of-sequence token, so that all answers have the full length")
     temperature: float = option(0.0, "0 takes the most likely token")
     top_p: float | None = option(None, "as in a request")
     top_k: int | None = option(None, "as in a request")
@@ -99,7 +99,7 @@ class LoadOptions:
         self.sampling_body()
 
     def sampling_body(self) -> dict[str, Any]:
-        """The fields of every request's body that these options set."""
+        """Return the fields of every request's body that these options set."""
         names = ("temperature", "top_p", "top_k", "min_p", *(["ignore_eos"] if self.ignore_eos else ()))
         body = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**body, **json_object("extra_body", self.extra_body or "{}")}
@@ -107,28 +107,32 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What is printed and kept. Raises ConfigError for unknown metrics and bad numbers."""
+    """The output of a run. Raises ConfigError for unknown metrics and bad numbers."""
 
-    percentile_metrics: str = option("ttft,tpot,itl", "which of ttft, tpot, itl, e2el to report, with commas")
-    metric_percentiles: str = option("99", "percentiles to report, with commas")
+    percentile_metrics: str = option(
+        "ttft,tpot,itl", "metrics to report, out of ttft, tpot, itl and e2el, separated by commas"
+    )
+    metric_percentiles: str = option("99", "percentiles to report, separated by commas")
     goodput: tuple[str, ...] = option((), "KEY:MS pairs of ttft, tpot, e2el that a good request must meet")
     save_result: bool = option(False, "write the result as JSON")
-    save_detailed: bool = option(False, "keep each request's figures and text in it")
-    append_result: bool = option(False, "append to the file, a line a run")
-    result_dir: str | None = option(None, "where to write it; default: here")
-    result_filename: str | None = option(None, "default: made of backend, rate, model and time")
-    label: str | None = option(None, "stands for the backend in the file's name")
+    save_detailed: bool = option(False, "include each request's figures and text in the result")
+    append_result: bool = option(False, "append to the file, one line for each run")
+    result_dir: str | None = option(None, "folder of the result; default: the working directory")
+    result_filename: str | None = option(None, "default: composed of backend, rate, model and time")
+    label: str | None = option(None, "replaces the backend in the file's name")
     metadata: tuple[str, ...] = option((), "KEY=VALUE pairs to keep in the result")
 
     def __post_init__(self) -> None:
         unknown = set(self.metrics) - set(METRICS)
         if unknown:
-            raise ConfigError(f"percentile_metrics names {', '.join(sorted(unknown))}; there are {', '.join(METRICS)}")
+            raise ConfigError(
+                f"percentile_metrics names {', '.join(sorted(unknown))}; give some of {', '.join(METRICS)}"
+            )
         if not all(0 <= value <= 100 for value in self.percentiles):
             raise ConfigError(f"metric_percentiles={self.metric_percentiles!r} must be numbers from 0 to 100")
         unknown = set(self.limits_ms) - set(GOODPUT_METRICS)
         if unknown:
-            raise ConfigError(f"goodput names {', '.join(sorted(unknown))}; there are {', '.join(GOODPUT_METRICS)}")
+            raise ConfigError(f"goodput names {', '.join(sorted(unknown))}; give some of {', '.join(GOODPUT_METRICS)}")
         _pairs("metadata", self.metadata)
 
     @property
@@ -138,7 +142,7 @@ class ReportOptions:
 
     @property
     def folder(self) -> Path | None:
-        """Where to write the result; None: nowhere."""
+        """The folder that the result is written to; None if it is not written."""
         return Path(self.result_dir or ".") if self.save_result or self.append_result else None
 
     @property
@@ -151,7 +155,7 @@ class ReportOptions:
 
     @property
     def limits_ms(self) -> dict[str, float]:
-        """Longest time in milliseconds of each metric that goodput asks for."""
+        """The longest allowed time in milliseconds of each metric that goodput names."""
         pairs = (text.partition(":") for text in self.goodput)
         return {name: _number("goodput", value) for name, _, value in pairs}
 
@@ -182,11 +186,11 @@ NEEDS_FILE = ("sharegpt", "trace")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetOptions:
-    """Lengths are in tokens. Raises ConfigError for lengths out of range and a missing file."""
+    """The prompts to send. Lengths are in tokens. Raises ConfigError for lengths out of range and a missing file."""
 
     dataset_name: Literal["random", "sharegpt", "prefix_repetition", "multi_turn", "fork", "trace"] = option(
         "random",
-        "random: unrelated prompts; prefix_repetition: prompts behind a few shared prefixes; multi_turn: "
+        "random: unrelated prompts; prefix_repetition: prompts after a few shared prefixes; multi_turn: "
         "conversations; fork: branches of conversations; sharegpt and trace: from --dataset-path",
     )
     dataset_path: str | None = option(
@@ -196,11 +200,11 @@ class DatasetOptions:
     random_input_len: int = option(1024, "prompt length")
     random_output_len: int = option(128, "answer length")
     random_range_ratio: float = option(0.0, "lengths vary by this share up and down")
-    random_prefix_len: int = option(0, "further tokens that all prompts begin with")
+    random_prefix_len: int = option(0, "additional tokens that all prompts begin with")
     sharegpt_output_len: int | None = option(None, "answer length; default: that of the recorded answer")
     prefix_repetition_prefix_len: int = option(256, "length of a shared prefix")
-    prefix_repetition_suffix_len: int = option(256, "length of what follows it")
-    prefix_repetition_num_prefixes: int = option(10, "how many prefixes there are")
+    prefix_repetition_suffix_len: int = option(256, "length of the rest of the prompt")
+    prefix_repetition_num_prefixes: int = option(10, "number of prefixes")
     prefix_repetition_output_len: int = option(128, "answer length")
     multi_turn_num_turns: int = option(5, "turns of a conversation")
     multi_turn_prefix_len: int = option(0, "tokens that all conversations begin with")
@@ -209,14 +213,14 @@ class DatasetOptions:
     multi_turn_output_len: int = option(128, "answer length")
     multi_turn_think_time: float = option(0.0, "seconds between an answer and the next message")
     fork_context_len: int = option(2048, "length of the message whose answer the branches follow")
-    fork_num_branches: int = option(4, "branches of each context, all started once its answer is there")
+    fork_num_branches: int = option(4, "branches of each context, all started after its answer")
     fork_num_turns: int = option(1, "turns in each branch")
     fork_branch_len: int = option(128, "length of each message in a branch")
     fork_output_len: int = option(128, "answer length")
-    trace_speed: float = option(1.0, "replay so many times as fast as recorded")
-    trace_shrink: int = option(1, "keep one token in so many: what prompts share stays, their lengths fall")
+    trace_speed: float = option(1.0, "factor by which the trace is replayed faster")
+    trace_shrink: int = option(1, "keep one of that many tokens: prompts get shorter, but share the same parts")
     trace_num_sessions: int | None = option(
-        None, "take so many sessions, turn by turn; default: requests in the order of the file"
+        None, "take that many sessions, turn by turn; default: requests in the order of the file"
     )
 
     def __post_init__(self) -> None:
@@ -224,7 +228,7 @@ class DatasetOptions:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, int | float) and (value < 0 or (value == 0 and each.name not in may_be_zero)):
-                raise ConfigError(f"{each.name}={value} is too small")
+                raise ConfigError(f"{each.name}={value} is too small; give more than 0, or 0 where that means none")
         if self.random_range_ratio >= 1:
             raise ConfigError(f"random_range_ratio={self.random_range_ratio} must be below 1")
         if self.dataset_name in NEEDS_FILE and self.dataset_path is None:

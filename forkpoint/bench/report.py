@@ -1,4 +1,5 @@
-"""What `bench serve` prints and writes: the lines and JSON names of `vllm bench serve`, and what the cache did."""
+"""Prints and writes results of `bench serve` with the lines and JSON names of `vllm bench serve`, plus the cache's
+figures."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from forkpoint.bench.load import Outcome
 from forkpoint.bench.options import LoadOptions, ReportOptions, TargetOptions
 from forkpoint.errors import ConfigError
 
-WIDTH = 50
+WIDTH = 50  # characters of a printed line
 TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -25,7 +26,7 @@ TITLES = {
 
 
 def lines(found: Mapping[str, Any], load: LoadOptions, report: ReportOptions) -> Iterator[str]:
-    """`found` as vLLM prints it, and what the cache did."""
+    """Yield the printed lines of the figures `found`: vLLM's, and those of the cache."""
     rate = None if math.isinf(load.request_rate) else float(load.request_rate)
     yield f"{' Serving Benchmark Result ':=^{WIDTH}}"
     for title, name in (
@@ -64,7 +65,8 @@ def _line(title: str, value: float | None) -> Iterator[str]:
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """A list per figure, one entry a request in the order sent; 0, empty or None where it failed."""
+    """Return a list for each figure, with one entry for each request in the order sent; 0, empty or None if it
+    failed."""
     each = [None if outcome.error is not None else outcome for outcome in outcomes]
     return {
         "input_lens": [r.num_prompt_tokens if r else 0 for r in each],
@@ -82,7 +84,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def about_run(
     model: str, tokenizer: str, target: TargetOptions, load: LoadOptions, report: ReportOptions, now: datetime
 ) -> dict[str, Any]:
-    """What was run, for the head of the result."""
+    """Return the parameters of the run for the head of the result."""
     return {
         "date": now.strftime("%Y%m%d-%H%M%S"),
         "backend": target.backend,
@@ -106,17 +108,19 @@ def result_path(folder: Path, about: Mapping[str, Any], report: ReportOptions) -
 
 
 def require_folder(path: Path) -> None:
-    """Make the folder of results if it is not there. Raises ConfigError where nothing can be written there."""
+    """Create the folder of results if it does not exist. Raises ConfigError if nothing can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the folder {path} cannot be made: {error.strerror}; give another --result-dir") from error
+        raise ConfigError(
+            f"the folder {path} cannot be created: {error.strerror}; give another --result-dir"
+        ) from error
     if not os.access(path, os.W_OK):
         raise ConfigError(f"nothing can be written to {path}; give another --result-dir")
 
 
 def write_result(found: Mapping[str, Any], path: Path, *, append: bool) -> None:
-    """Write one line of JSON. Raises ConfigError where that is not possible."""
+    """Write one line of JSON. Raises ConfigError if that is not possible."""
     try:
         with path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")

@@ -14,10 +14,10 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Sent at `arrival_s` (None: when the pacing says so), or `think_s` after request `after` has ended.
+    """A request, sent at `arrival_s` (None: chosen by the rate), or `think_s` seconds after request `after` has ended.
 
-    Its prompt is `content`, text or token ids; with `continues` these are ids, and the prompt and the answer of `after`
-    come first.
+    Its prompt is `content`, a text or token ids. With `continues` it is token ids, and the prompt and answer of request
+    `after` come first.
     """
 
     content: str | TokenIds
@@ -30,7 +30,7 @@ class BenchRequest:
 
 
 def checked(requests: list[BenchRequest]) -> list[BenchRequest]:
-    """The requests; raises ConfigError where there is none."""
+    """Return the requests. Raises ConfigError if there are none."""
     if not requests:
-        raise ConfigError("the dataset gives no request; check its file and the lengths asked for")
+        raise ConfigError("the dataset has no request of the wanted lengths; check its file and the length options")
     return requests

@@ -1,4 +1,4 @@
-"""One run of `bench serve`, from options to the printed result."""
+"""Runs `bench serve`, from options to the printed result."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from forkpoint.engine.hub import HUB_ID, model_folder
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, ServerUnreachableError
 
-WARMUP_SEED = 2**31  # added to the seed, so that warm-ups share no prompt with the measurement
-READY_POLL_S = 0.5
-LONG_TRACE_S = 60.0
+WARMUP_SEED = 2**31  # added to the seed, so that warm-up prompts differ from measured ones
+READY_POLL_S = 0.5  # seconds between checks
+LONG_TRACE_S = 60.0  # a trace that takes longer prints a hint
 
 
 GROUPS: Final[Mapping[str, type[Any]]] = MappingProxyType(
@@ -41,7 +41,7 @@ GROUPS: Final[Mapping[str, type[Any]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """All that one run needs."""
+    """The options of one run."""
 
     server: TargetOptions
     load: LoadOptions
@@ -49,7 +49,10 @@ class ServeBench:
     report: ReportOptions
 
     def run(self) -> int:
-        """Run, print, write; 1 if a request failed. Raises ServerError or ConfigError before anything is measured."""
+        """Run, print and write the result. Return 1 if a request failed.
+
+        Raises ServerError or ConfigError before anything is measured.
+        """
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -101,7 +104,7 @@ class ServeBench:
             await asyncio.sleep(READY_POLL_S)
 
     async def _warm_up(self, load: Load, vocabulary: Vocabulary) -> None:
-        """Requests like the measured ones, but with their own prompts where the dataset makes them up."""
+        """Send requests like the measured ones. Synthetic datasets give them other prompts."""
         if self.load.num_warmups:
             requests = self._requests(vocabulary, self.load.num_warmups, self.load.seed + WARMUP_SEED, None)
             outcomes = await load.run(requests, [0.0] * len(requests))
@@ -119,12 +122,12 @@ class ServeBench:
         return checked(fitting)
 
     def _arrivals(self, requests: Sequence[BenchRequest]) -> list[float]:
-        """The dataset's own times, unless a rate is asked for."""
+        """Return the dataset's own arrival times, unless a request rate is given."""
         first = [request for request in requests if request.after is None]
         if math.isinf(self.load.request_rate) and any(request.arrival_s is not None for request in first):
             times = [request.arrival_s or 0.0 for request in requests]
             if max(times) > LONG_TRACE_S:
-                hint = "--trace-speed or --request-rate make that shorter"
+                hint = "--trace-speed or --request-rate shorten that"
                 print(f"the arrivals of the trace take {max(times):,.0f} s; {hint}", file=sys.stderr)
             return times
         rng = np.random.default_rng(self.load.seed)
@@ -133,7 +136,8 @@ class ServeBench:
 
 
 def without_too_long(requests: Sequence[BenchRequest], max_model_len: int | None) -> list[BenchRequest]:
-    """Requests that fit `max_model_len`; one that followed a request left out follows that one's predecessor."""
+    """Return the requests that fit `max_model_len`. A request that followed a removed one then follows its
+    predecessor."""
     if max_model_len is None:
         return list(requests)
     kept: list[BenchRequest] = []
@@ -152,20 +156,20 @@ def _tokenizer_folder(given: str | None, model: ServedModel) -> str:
     name = given or model.root or ""
     if given is None and not Path(name).is_dir() and not HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"the server's model {model.id!r} is no folder on this machine; give --tokenizer, a folder or a hub id, to "
-            "make prompts with"
+            f"the server's model {model.id!r} is not a folder on this machine; give --tokenizer (a folder or a hub id) "
+            "to create prompts with"
         )
     return model_folder(name, weights=False)
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Seconds after the start of each of `count` requests, sorted; all 0 for an infinite rate.
+    """Return the arrival of each of `count` requests in seconds after the start, sorted; all 0 for an infinite rate.
 
-    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process), then scaled so that the last
-    request comes at `count / rate`: every seed offers the same load.
+    Gaps are gamma-distributed with shape `burstiness` (1: a Poisson process). They are scaled so that the last request
+    comes at `count / rate`, which gives every seed the same load.
     """
     if math.isinf(rate):
         return [0.0] * count
     times = np.cumsum(rng.gamma(burstiness, 1.0 / (rate * burstiness), count))
-    times[-1] = times[-1] or 1.0  # where all gaps are too small to be numbers, the last one is all there is
+    times[-1] = times[-1] or 1.0  # if all gaps underflow to 0, only the last arrival is left
     return [float(time) for time in times / times[-1] * (count / rate)]

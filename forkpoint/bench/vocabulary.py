@@ -8,20 +8,20 @@ from forkpoint.bench.request import TokenIds
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError
 
-NUM_CANDIDATES, MIN_STABLE = 8192, 64
-ATTEMPTS = 8
+NUM_CANDIDATES, MIN_STABLE = 8192, 64  # ordinary tokens that are tested, and stable ones that suffice
+ATTEMPTS = 8  # rounds that adjust a text to its length
 MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of splitmix64
 
 
 class Vocabulary:
-    """The tokens that prompts are made of: ordinary ones, where possible such that survive a trip through text."""
+    """The tokens that prompts consist of: ordinary ones, if possible such that encode to themselves after decoding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         special = {*tokenizer.hf.all_special_ids, *(tokenizer.hf.added_tokens_decoder or {})}
         ordinary = [token for token in range(len(tokenizer.hf)) if token not in special]
         if not ordinary:
-            raise ConfigError("the tokenizer has no token but special ones")
+            raise ConfigError("the tokenizer has only special tokens; give another with --tokenizer")
         step = max(1, len(ordinary) // NUM_CANDIDATES)
         stable = [token for token in ordinary[::step] if self._is_stable(token)]
         self.tokens = np.asarray(stable if len(stable) >= MIN_STABLE else ordinary, np.int32)
@@ -30,7 +30,8 @@ class Vocabulary:
         return self.tokens[rng.integers(0, len(self.tokens), count)]
 
     def of_names(self, names: TokenIds, seed: int) -> TokenIds:
-        """A token for each name, the same for the same name and seed; names of a trace stand for its tokens."""
+        """Return a token for each name, the same for the same name and seed. The names stand for the tokens of a
+        trace."""
         mixed = names.astype(np.uint64) + np.uint64((seed * MIX[0]) % 2**64)
         mixed *= np.uint64(MIX[0])
         for shift, factor in ((30, MIX[1]), (27, MIX[2])):
@@ -38,14 +39,15 @@ class Vocabulary:
         return self.tokens[((mixed ^ (mixed >> np.uint64(31))) % np.uint64(len(self.tokens))).astype(np.int64)]
 
     def text(self, tokens: TokenIds) -> str:
-        """Text that encodes to as many tokens as given, and to the same ones as far as the tokenizer lets them be."""
+        """Return a text that encodes to the same number of tokens, and to the same tokens where the tokenizer allows
+        it."""
         wanted = [int(token) for token in tokens]
         text = self._decode(wanted)
         for _ in range(ATTEMPTS):
             found = self.encode(text)
             if len(found) == len(wanted):
                 break
-            # Drop what came out too long; make up for what merged with ordinary tokens.
+            # Drop surplus tokens. Replace tokens lost by merging with ordinary ones.
             kept = found[: len(wanted)]
             text = self._decode([*kept, *wanted[: len(wanted) - len(kept)]])
         return text

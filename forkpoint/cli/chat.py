@@ -23,12 +23,12 @@ HELP = "/reset starts over, Ctrl-C stops an answer, /exit or Ctrl-D ends"
 
 Messages: TypeAlias = list[dict[str, Any]]
 Show: TypeAlias = Callable[[Delta], None]
-# Fills the answer to a conversation, showing each delta. Raises RequestError, RequestFailedError or ServerError.
+# Fills the answer to a conversation and shows each delta. Raises RequestError, RequestFailedError or ServerError.
 Model: TypeAlias = Callable[[Messages, Answer, Show], None]
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Read messages from standard input, a line each, and answer them; 1 if an answer failed."""
+    """Answer messages from standard input, one for each line. Return 1 if an answer failed."""
     with _local_model(options) if options.url is None else _server_model(options) as model:
         conversation = Conversation(model, options.system_prompt)
         for line in [options.quick] if options.quick is not None else _lines():
@@ -48,19 +48,19 @@ def chat(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _local_model(options: argparse.Namespace) -> Iterator[Model]:
-    """Answers by a model loaded here."""
+    """Load a model here and yield the function that answers with it."""
     engine = with_model({"log_level": "warning", **engine_options(options)})
     params = sampling_params(options, EngineConfig.from_flat(**engine))
-    if sys.stderr.isatty():  # the log says nothing here, and importing torch takes seconds
+    if sys.stderr.isatty():  # the log is off, and importing torch takes seconds
         print(f"loading {engine['model']} ...", file=sys.stderr)
     from forkpoint.engine.llm import LLM
 
     def ask(messages: Messages, answer: Answer, show: Show) -> None:
-        def tell(text: str) -> None:
+        def add(text: str) -> None:
             answer.add(delta := Delta(text))
             show(delta)
 
-        last = stream(llm, llm.render_chat(messages), params, tell)
+        last = stream(llm, llm.render_chat(messages), params, add)
         completion, miss = last.outputs[0], last.cache.miss
         usage = Usage(len(last.prompt_token_ids), len(completion.token_ids), last.num_cached_tokens)
         answer.add(Delta(usage=usage, miss=None if miss is None else miss.value))
@@ -73,7 +73,7 @@ def _local_model(options: argparse.Namespace) -> Iterator[Model]:
 
 @contextmanager
 def _server_model(options: argparse.Namespace) -> Iterator[Model]:
-    """Answers by a server. Ctrl-C ends an answer and keeps what came of it."""
+    """Yield the function that lets a server answer. Ctrl-C ends an answer and keeps the text so far."""
     require_no_engine_options(engine_options(options))
     from forkpoint.cli.remote import connection
     from forkpoint.client.server import CHAT
@@ -87,7 +87,7 @@ def _server_model(options: argparse.Namespace) -> Iterator[Model]:
 
 
 class Conversation:
-    """The messages so far. An answer that was stopped is kept as far as it came."""
+    """The messages so far. A stopped answer is kept with the text that it has."""
 
     def __init__(self, model: Model, system_prompt: str | None) -> None:
         self.failed = False
@@ -110,7 +110,7 @@ class Conversation:
             self.failed, error = True, raised
             print(f"error: {error}", file=sys.stderr)
         if error is not None and not answer.text:
-            self._messages.pop()  # the question is taken back
+            self._messages.pop()  # remove the question that was not answered
             return
         self._messages.append({"role": "assistant", "content": answer.text})
         print(f"\n{self._dimmed(answer_line(answer))}", flush=True)
@@ -124,7 +124,7 @@ class Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of standard input; with a prompt sign and editing where it is a terminal."""
+    """Yield lines of standard input. A terminal gets a prompt and line editing."""
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  (gives input() its line editing)

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: flags out of a file, as vLLM takes them. What the command line gives wins."""
+"""`--config FILE.yaml`: flags in a file, as in vLLM. The command line takes precedence."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
         FLAG,
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="YAML file of flags, without their dashes; those on the command line win",
+        help="YAML file of flags, without their dashes; the command line takes precedence",
     )
 
 
 def file_arguments(path: str, flags: dict[str, argparse.Action], given: Container[str]) -> list[str]:
-    """The arguments that a file stands for, without those whose destination is in `given`.
+    """Return the command-line arguments in a file, except those whose destination is in `given`.
 
-    `flags` are the known ones by name. Raises ConfigError for a file that cannot be read, unknown keys (with the
-    nearest known one), and values that the flag does not take.
+    `flags` maps known names to their actions. Raises ConfigError for a file that cannot be read, unknown keys (with the
+    most similar known one), and values that the flag does not take.
     """
     arguments: list[str] = []
     for key, value in _read(path).items():
@@ -38,7 +38,7 @@ def file_arguments(path: str, flags: dict[str, argparse.Action], given: Containe
         if action is None or flag in (FLAG, "--help"):
             near = difflib.get_close_matches(flag, flags, n=1)
             hint = f"; did you mean {near[0].removeprefix('--')}?" if near else ""
-            raise ConfigError(f"{path}: {key!r} is no flag of this command{hint}")
+            raise ConfigError(f"{path}: {key!r} is not a flag of this command{hint}")
         if action.dest not in given:
             arguments += _arguments(f"{path}: {key}", flag, action, value)
     return arguments
@@ -52,7 +52,7 @@ def _read(path: str) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"{FLAG} {path!r}: {error.strerror}; give a YAML file of flags") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} {path!r} is no YAML: {error}") from error
+        raise ConfigError(f"{FLAG} {path!r} is not YAML: {error}") from error
     if found is not None and not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}; give lines of 'flag: value'")
     return found or {}
@@ -67,12 +67,12 @@ def _arguments(where: str, flag: str, action: argparse.Action, value: Any) -> li
     if isinstance(value, list) and action.nargs == "+":
         return [f"{flag}={_text(where, item)}" for item in value]
     if isinstance(value, dict | list):
-        return [f"{flag}={json.dumps(value)}"]  # what takes no JSON refuses it by itself
+        return [f"{flag}={json.dumps(value)}"]  # flags that take no JSON refuse it themselves
     return [f"{flag}={_text(where, value)}"]
 
 
 def _text(where: str, value: Any) -> str:
-    """A scalar as the command line has it. A boolean is one for switches alone."""
+    """Return a scalar as it is written on the command line. Only switches take booleans."""
     if value is None or isinstance(value, bool | dict | list):
         shown = "nothing" if value is None else json.dumps(value)
         raise ConfigError(f"{where}: {shown} is not allowed; give a text or a number")

@@ -11,11 +11,11 @@ from forkpoint.demo import drafts
 from forkpoint.demo.scenarios import run_demo
 from forkpoint.demo.shown import aligned, table, transcript
 
-LONG = 10  # times the tokens of other answers, for the one that drafts are tried on
+LONG = 10  # factor of the answer length for measuring drafts
 
 
 def demo(options: argparse.Namespace) -> int:
-    """Run the demo on the given model, or on the checkout's; 1 if an output differs."""
+    """Run the demo on the given model, or on the checkout's. Return 1 if an output differs."""
     engine = engine_options(options)
     talks = "model" not in engine
     model = choose_model(engine)

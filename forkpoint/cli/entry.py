@@ -1,4 +1,4 @@
-"""The process of the `forkpoint` command. It imports nothing that takes time, so that Ctrl-C always finds a handler."""
+"""The process of the `forkpoint` command. It imports nothing slow, so that Ctrl-C is always handled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def run() -> None:
-    """Run the command and exit. While its modules load, Ctrl-C ends the process as it is, without a traceback."""
+    """Run the command and exit. Ctrl-C during imports ends the process without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from forkpoint.cli.main import run
 

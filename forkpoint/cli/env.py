@@ -1,4 +1,4 @@
-"""`forkpoint collect-env`: what a bug report needs."""
+"""`forkpoint collect-env`: prints the versions and devices that a bug report needs."""
 
 from __future__ import annotations
 

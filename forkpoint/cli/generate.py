@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Print completions on standard output and cache statistics on standard error; 1 if a completion failed."""
+    """Print completions on standard output and cache statistics on standard error. Return 1 if a completion failed."""
     prompts = options.prompt or [standard_input()]
     if options.stream and (len(prompts) > 1 or options.n > 1):
         raise ConfigError("--stream prints one completion; give one prompt and leave --n at 1")
@@ -41,19 +41,20 @@ def generate(options: argparse.Namespace) -> int:
         print(cache_line(output), file=sys.stderr)
     ends = {completion.finish_reason for output in outputs for completion in output.outputs}
     if ends & {FinishReason.ABORT, None}:
-        raise KeyboardInterrupt  # which ended the stream early
+        raise KeyboardInterrupt  # it ended the stream early
     return int(sum(_report_failures(output) for output in outputs) > 0)
 
 
 def standard_input() -> str:
-    """All of standard input. Raises ConfigError where that is a terminal."""
+    """Read all of standard input. Raises ConfigError if it is a terminal."""
     if sys.stdin.isatty():
         raise ConfigError("no prompt; give --prompt TEXT, or pipe it into standard input")
     return sys.stdin.read()
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams, show: Callable[[str], None]) -> RequestOutput:
-    """The whole output, after showing each piece of its text as it came; as far as it came, after Ctrl-C."""
+    """Show each piece of the output's text as it comes, and return the whole output; after Ctrl-C, the output so
+    far."""
     shown = 0
     last: RequestOutput | None = None
     try:
@@ -61,7 +62,7 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams, show: Callable[[str], 
             text = last.outputs[0].text
             show(text[shown:])
             shown = len(text)
-    except KeyboardInterrupt:  # outside of a step, as while a piece is shown
+    except KeyboardInterrupt:  # outside of a step, for example while a piece is shown
         if last is None:
             raise
     assert last is not None

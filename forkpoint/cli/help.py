@@ -1,4 +1,4 @@
-"""Help of commands with many options: an overview, one group, or the options that a word names, as vLLM has it."""
+"""Prints help for commands with many options, as in vLLM: an overview, one group, or the options that match a word."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 from typing import Final
 
-SCREEN: Final = 30  # options above which --help shows an overview
+SCREEN: Final = 30  # --help of a parser with more options shows an overview
 FIRST: Final = (
     "--model",
     "--prompt",
@@ -30,7 +30,7 @@ LIST, ALL = "listgroup", "all"
 
 
 def overview(parser: argparse.ArgumentParser) -> str:
-    """Return the whole help of a small parser; of a large one its options that most people need, and how to see the
+    """Return the whole help of a small parser. A large parser's shows the most used options and how to see the
     others."""
     if len(_options(parser)) <= SCREEN:
         return parser.format_help()
@@ -61,13 +61,13 @@ def about(parser: argparse.ArgumentParser, topic: str) -> str | None:
     options = _options(parser)
     exact = [action for action in options if f"--{word}" in action.option_strings]
     named = [action for action in options if any(word in name for name in action.option_strings)]
-    told = [action for action in options if topic in (action.help or "").lower()]
-    found = exact or [action for action in options if action in named or action in told]
+    described = [action for action in options if topic in (action.help or "").lower()]
+    found = exact or [action for action in options if action in named or action in described]
     return _rendered(parser, {f"options with {topic!r}": found}) if found else None
 
 
 def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
-    """Return what there is for a topic that `about` does not have."""
+    """Return an error for a topic that `about` does not know, with the most similar one."""
     names = [LIST, ALL, *_groups(parser), *(name[2:] for name in parser._option_string_actions if name[:2] == "--")]
     near = difflib.get_close_matches(topic.lower(), names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -75,7 +75,7 @@ def nearest(parser: argparse.ArgumentParser, topic: str) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """All but --help and those that it leaves to the documentation."""
+    """Return all options except --help and those that only the documentation lists."""
     return [action for _, actions in _groups(parser).values() for action in actions]
 
 
@@ -84,7 +84,8 @@ def _positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _groups(parser: argparse.ArgumentParser) -> dict[str, tuple[str, list[argparse.Action]]]:
-    """The groups by the first word of their title, or the last if it is taken, with their options."""
+    """Return the groups and their options, keyed by the first word of the title, or by the last if the first is
+    taken."""
     found: dict[str, tuple[str, list[argparse.Action]]] = {}
     for group in parser._action_groups:
         visible = [action for action in group._group_actions if action.option_strings and action.dest != "help"]

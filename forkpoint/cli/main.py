@@ -17,15 +17,15 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.ArgumentParser] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (an error, told in one line), 130 (Ctrl-C).
+    """Run one command and return its exit code: 0, 1 (it ran and failed), 2 (a one-line error), 130 (Ctrl-C).
 
-    `parser` makes another parser than the `forkpoint` command's; its `command` default is what runs.
+    `parser` creates a parser other than the `forkpoint` command's. Its default for `command` is the function to run.
     Raises SystemExit, as argparse does, for --help and for wrong usage.
     """
     options = argparse.Namespace()
     try:
         _prepare_streams()
-        from forkpoint.cli.parser import build_parser  # here, where Ctrl-C while it loads is handled
+        from forkpoint.cli.parser import build_parser  # imported here, so that Ctrl-C during the import is handled
 
         options = (parser or build_parser)().parse_args(arguments)
         command: Callable[..., int] = options.command
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
         return _fail(_one_line(error), options)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # nobody reads on
+    except BrokenPipeError:  # the reader of the output has closed it
         _drop_output()
         return 0
     except OSError as error:
@@ -50,33 +50,33 @@ def main(arguments: Sequence[str] | None = None, parser: Callable[[], argparse.A
 
 
 def run(parser: Callable[[], argparse.ArgumentParser] | None = None) -> NoReturn:
-    """The command as a process: `main`, and an end that no further Ctrl-C breaks into."""
-    sys.path.append("")  # where options name modules, those of the working folder too, as `python -m` has it
+    """Run `main` as a process. Later Ctrl-Cs cannot interrupt its exit."""
+    sys.path.append("")  # options may name modules of the working directory, as with `python -m`
     code = main(parser=parser)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(code)
 
 
 def _prepare_streams() -> None:
-    """Give every stream something that can be read or written, whatever the caller closed or its locale lacks."""
+    """Replace closed streams, and let the others accept text that the locale cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
-            # Input that is no text is refused as a prompt; output that the locale cannot show is told by its number.
+            # Undecodable input is refused later as a prompt. Output that the locale cannot encode is escaped.
             stream.reconfigure(errors="surrogateescape" if name == "stdin" else "backslashreplace")
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C is behind `error`: Python wraps one that comes while a class is made."""
+    """Return whether Ctrl-C caused `error`. Python wraps a KeyboardInterrupt that comes while a class is created."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _drop_output() -> None:
-    """What is left of standard output goes nowhere, so that flushing it at exit cannot fail (again)."""
+    """Discard the rest of standard output, so that flushing it at exit cannot fail (again)."""
     with contextlib.suppress(OSError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""Which model a command loads."""
+"""Chooses the model that a command loads."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from forkpoint.version import installed_version
 
 
 def choose_model(engine: Mapping[str, Any], tag: str | None = None) -> str:
-    """The model named among the engine options or by `tag`, else the checkout's demo model.
+    """Return the model in the engine options or in `tag`, otherwise the checkout's demo model.
 
-    Raises ConfigError if it is named twice, or not at all outside a checkout, and ModelFolderError for
-    a folder that holds no model.
+    Raises ConfigError if it is given twice, or not at all outside a checkout. Raises ModelFolderError for a folder
+    without a model.
     """
     named: str | None = engine.get("model")
     if tag is not None and named is not None:
-        raise ConfigError(f"the model is named twice: {tag!r} and --model {named!r}; give one")
+        raise ConfigError(f"the model is given twice: {tag!r} and --model {named!r}; give one")
     given = named if tag is None else tag
-    chosen = default_model() if given is None else given  # an empty name is a variable that was not set
+    # an empty name comes from an unset variable, and is refused later
+    chosen = default_model() if given is None else given
     if Path(chosen).is_dir() and not (Path(chosen) / "config.json").is_file():
         raise ModelFolderError(f"there is no config.json in {chosen!r}; give a model folder as it was downloaded")
     return chosen
 
 
 def with_model(engine: Mapping[str, Any], tag: str | None = None) -> dict[str, Any]:
-    """The engine options with the folders to load from among them, fetched from the hub where they are not here.
+    """Return the engine options with the folders to load from. Models that are not on this machine are fetched.
 
     Raises what `choose_model`, `EngineConfig.from_flat` and `with_folders` raise.
     """
     given = EngineConfig.from_flat(**{**engine, "model": choose_model(engine, tag)})
-    config = with_folders(given)  # after the other options have been found right
+    config = with_folders(given)  # after all other options were checked
     return {**engine, "model": config.model, "tokenizer": config.tokenizer}
 
 
 def announce(model: str, log_level: str = "info") -> None:
-    """Say at once what will be loaded: importing what runs it takes seconds before anything else can be said."""
-    if Path(model).is_dir():  # else one line says what is wrong with it
+    """Log which model will be loaded, before slow imports begin."""
+    if Path(model).is_dir():  # otherwise an error follows at once
         set_up_logging(log_level)
         LOGGER.info("forkpoint %s starts with %s", installed_version(), model)
 
 
 def require_no_engine_options(engine: Mapping[str, Any]) -> None:
-    """Raise ConfigError if options of an engine are given where a running server answers: it has its own."""
+    """Raise ConfigError if engine options are given for a running server, which has its own."""
     for name in engine:
         if name != "log_level":
             flag = "--" + name.replace("_", "-")

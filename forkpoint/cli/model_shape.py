@@ -1,4 +1,4 @@
-"""A model folder's sizes for the simulator."""
+"""Reads a model folder's sizes for the simulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_shape(
     state_dtype: str = "float32",
     quantization: Literal["fp8"] | None = None,
 ) -> ModelShape:
-    """From `config.json` alone, what it keeps in those dtypes. Raises ModelFolderError and UnsupportedModelError."""
+    """Read the sizes from `config.json` alone, for these dtypes. Raises ModelFolderError and UnsupportedModelError."""
     config = load_config(folder, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype, quantization=quantization)
     sparse = [part for part in config.parts if isinstance(part, MoEConfig)]
     experts = sum(part.routed_weights(config.hidden_size) for part in sparse)

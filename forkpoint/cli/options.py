@@ -1,4 +1,4 @@
-"""Command-line flags, made from the option dataclasses so that the two never differ."""
+"""Command-line flags, generated from the option dataclasses so that the two never differ."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ GROUPS: Final = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line, as all other errors are reported. Of a subcommand, `fill` adds the flags once
-    it is named, so that what they are made from is loaded for no other."""
+    """A parser that reports usage errors in one line.
+
+    `fill` adds the flags of a subcommand when it is named, so that other commands do not import what these flags need.
+    """
 
     fill: Callable[[Any], None] | None = None
 
     def parse_known_args(  # type: ignore[override]  # argparse's overloads are about the kind of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """What is not known is an error here already, of the subcommand whose flags are at hand."""
+        """Parse, and report unknown arguments here already, with the subcommand's most similar flag."""
         args = sys.argv[1:] if args is None else list(args)
         if self.fill is not None:
             fill, self.fill = self.fill, None
@@ -49,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         return self._with_file(found), unknown
 
     def _with_file(self, found: argparse.Namespace) -> argparse.Namespace:
-        """Also the flags of the file that --config names, where the command has that flag."""
+        """Add the flags of the file that --config names, if the command has that flag."""
         path = getattr(found, "config", None)
         if not isinstance(path, str):
             return found
@@ -66,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def print_help(self, file: Any = None) -> None:
-        """Print what fits a screen or so, and how to see the rest."""
+        """Print about a screen of help, and how to see the rest."""
         print(overview(self), end="", file=file)
 
     def _show_help(self, topic: str) -> NoReturn:
@@ -82,14 +84,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add every option of EngineConfig and its parts. Only those given end up in the namespace."""
+    """Add every option of EngineConfig and its parts. Only given options end up in the namespace."""
     for title, kind in GROUPS:
         add_option_group(parser, title, kind)
 
 
 def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any], **defaults: Any) -> None:
-    """Add every option of the dataclass `kind`; those with a group of their own in that, after the rest. `defaults`
-    are what the command has in place of the dataclass's: only these and what is given end up in the namespace."""
+    """Add every option of the dataclass `kind`. Options with a group of their own come after the others.
+
+    `defaults` replace the dataclass's. Only these and given options end up in the namespace.
+    """
     hints = get_type_hints(kind)
     groups = {title: parser.add_argument_group(title)}
     for field in _options(kind):
@@ -101,18 +105,19 @@ def add_option_group(parser: argparse.ArgumentParser, title: str, kind: type[Any
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options given on the command line, by field name."""
+    """Return the engine options given on the command line, by field name."""
     given = [option_values(arguments, kind) for _, kind in GROUPS]
     return {name: value for part in given for name, value in part.items() if value is not None}
 
 
 def sampling_params(arguments: argparse.Namespace, config: EngineConfig, **extra: Any) -> SamplingParams:
-    """Those given on the command line; for the others the model's defaults. Raises what reading these raises."""
+    """Return the given sampling parameters, and the model's defaults for the others. Raises what `sampling_defaults`
+    raises."""
     return SamplingParams(**{**sampling_defaults(config), **option_values(arguments, SamplingParams), **extra})
 
 
 def option_values(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """The options of the dataclass `kind` given on the command line, by field name."""
+    """Return the options of the dataclass `kind` given on the command line, by field name."""
     names = {field.name for field in _options(kind)}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
@@ -122,13 +127,15 @@ def _options(kind: type[Any]) -> list[Field[Any]]:
 
 
 def num_bytes(text: str) -> int:
-    """A size as people write it: 1000000, 512MiB, 1.5GiB, 4GB; as in vLLM 4G is 4 GiB and 4g 4 GB.
+    """Parse a size such as 1000000, 512MiB, 1.5GiB or 4GB. As in vLLM, 4G is 4 GiB and 4g is 4 GB.
 
-    Raises argparse.ArgumentTypeError for anything else.
+    Raises argparse.ArgumentTypeError for other texts.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i?B)?)?", text.strip())
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give bytes, or a unit too, as in 512MiB or 4GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give a number of bytes, or a number with a unit such as 512MiB or 4GiB"
+        )
     number, unit, ending = found.groups()
     if unit is None:
         base, power = 1, 0
@@ -148,8 +155,10 @@ def _add_flag(
     origin: str = "",
     short: str = "",
 ) -> None:
-    """A flag that is in the namespace only where it is given. `hint` is the type of what it sets, `short` another name
-    of the flag."""
+    """Add a flag that is in the namespace only if it is given.
+
+    `hint` is the type of the option. `short` is a second name of the flag.
+    """
     kinds = {hint, *get_args(hint)}
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), None)
     help = help.replace("%", "%%")
@@ -172,7 +181,7 @@ def _add_flag(
 
 
 class _Gather(argparse.Action):
-    """A flag that may be given several times, each time with one value or more."""
+    """A flag that may be given several times, each time with one or more values."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, (*getattr(namespace, self.dest, ()), *values))

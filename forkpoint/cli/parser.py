@@ -16,7 +16,7 @@ from forkpoint.params import SamplingParams
 from forkpoint.server.config import ServerConfig
 from forkpoint.version import installed_version
 
-MODEL_HELP: Final = "a model folder, or an id of the Hugging Face hub; default: the demo model of a checkout"
+MODEL_HELP: Final = "a model folder, or an id on the Hugging Face hub; default: the demo model of a checkout"
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
 
@@ -40,15 +40,17 @@ def build_parser() -> Parser:
 
     chat = add("chat", "chat:chat", "talk to a model")
     chat.add_argument("--system-prompt", help="the first message")
-    chat.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this one thing and end")
-    _add_server(chat).add_argument("--model-name", metavar="TEXT", help="which of its models (default: the first)")
+    chat.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this one message and exit")
+    _add_server(chat).add_argument(
+        "--model-name", metavar="TEXT", help="the server's model to use (default: the first)"
+    )
     add_option_group(chat, "sampling options", SamplingParams, max_tokens=512)
     add_engine_options(chat)
 
     complete = add("complete", "remote:complete", "complete prompts on a server")
     complete.add_argument("--prompt", action="append", help="may be given several times; default: standard input")
     server = _add_server(complete, DEFAULT_URL)
-    server.add_argument("--model-name", metavar="TEXT", help="which of its models (default: the first)")
+    server.add_argument("--model-name", metavar="TEXT", help="the server's model to use (default: the first)")
     add_option_group(complete, "sampling options", SamplingParams, max_tokens=128)
 
     _add_batch(add)
@@ -65,8 +67,8 @@ def build_parser() -> Parser:
     add_engine_options(demo)
 
     text = (
-        "Replay request traces through the engine's scheduler and cache, with a cost model of a model and a device in "
-        "place of both."
+        "Replay request traces through the engine's scheduler and cache, with a cost model in place of a model and a "
+        "device."
     )
     simulate = add("simulate", "simulate:simulate", "replay request traces without a model", text)
     simulate.fill = _later("simulate:add_simulate_options")
@@ -78,9 +80,9 @@ def _add_servers(add: Callable[..., Any]) -> None:
     serve = add(
         "serve",
         "serve:serve",
-        "serve a model over HTTP, as OpenAI's API does",
+        "serve a model over HTTP, with OpenAI's API",
         usage="forkpoint serve [MODEL] [options]",
-        epilog="vLLM's flags that change nothing here are taken too; docs/server.md has the list.",
+        epilog="vLLM's flags that change nothing here are accepted too; docs/server.md has the list.",
     )
     add_vllm_flags(serve)
 
@@ -100,12 +102,12 @@ def _add_servers(add: Callable[..., Any]) -> None:
 
 
 def _add_batch(add: Callable[..., Any]) -> None:
-    text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to go on where it was stopped."
+    text = "Answer a JSON-lines file in OpenAI's batch format. Run it again to resume where it stopped."
     batch = add("run-batch", "run_batch:run_batch_command", "answer a file of requests", text)
     batch.add_argument("-i", "--input-file", type=Path, required=True, metavar="PATH", help="JSON lines of requests")
     batch.add_argument("-o", "--output-file", type=Path, required=True, metavar="PATH", help="JSON lines of answers")
     batch.add_argument(
-        "--max-concurrency", type=int, default=128, metavar="INT", help="requests in flight at most (default: 128)"
+        "--max-concurrency", type=int, default=128, metavar="INT", help="most requests in flight (default: 128)"
     )
     batch.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     _add_server(batch)
@@ -118,7 +120,7 @@ def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
         "serve",
         help="load on a running server",
         description="Send a workload to a running server that speaks OpenAI's API, and measure latency, throughput "
-        "and what its prefix cache did. Flags, definitions and results are those of `vllm bench serve`.",
+        "and its prefix cache. Flags, definitions and results are those of `vllm bench serve`.",
     )
     serve.fill = _fill_bench
 
@@ -136,14 +138,15 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser, default: str | None = None) -> Any:
     group = parser.add_argument_group("server")
-    shown = f" (default: {default})" if default is not None else "; then no --model is loaded here"
+    shown = f" (default: {default})" if default is not None else "; no --model is loaded then"
     group.add_argument("--url", default=default, metavar="URL", help="a running server, with or without /v1" + shown)
     group.add_argument("--api-key", metavar="TEXT", help="default: the environment's FORKPOINT_API_KEY")
     return group
 
 
 def _later(name: str) -> Callable[[Any], Any]:
-    """The function `module:name` beside this file, imported when it is called: --help need not wait for torch."""
+    """Return the function `module:name` of this package, imported when it is called, so that --help does not load
+    torch."""
 
     def run(given: Any) -> Any:
         module, _, function = name.partition(":")

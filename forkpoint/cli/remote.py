@@ -1,4 +1,4 @@
-"""Models of running servers: `forkpoint complete`, and what answers `forkpoint chat --url`."""
+"""Models of running servers, for `forkpoint complete` and `forkpoint chat --url`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forkpoint.errors import ServerError
 from forkpoint.params import SamplingParams
 
 Show: TypeAlias = Callable[[Delta], None]
-# Asks a path with a body and fills the answer, showing each delta. Raises ServerError; KeyboardInterrupt after Ctrl-C.
+# Posts a body to a path, fills the answer and shows each delta. Raises ServerError; KeyboardInterrupt after Ctrl-C.
 Ask: TypeAlias = Callable[[str, Mapping[str, Any], Answer, Show], None]
 
 
 @contextmanager
 def connection(options: argparse.Namespace) -> Iterator[Ask]:
-    """To the server and the model that are named, from one thread. Raises ServerError or ConfigError."""
+    """Connect to the given server and model, for use from one thread. Raises ServerError or ConfigError."""
     fields = option_values(options, SamplingParams)
 
     async def stream(path: str, body: Mapping[str, Any], answer: Answer, show: Show) -> None:
@@ -47,7 +47,8 @@ def connection(options: argparse.Namespace) -> Iterator[Ask]:
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Print completions on standard output as they come, cache statistics on standard error; 1 if one failed."""
+    """Print completions on standard output as they come, and cache statistics on standard error. Return 1 if one
+    failed."""
     failed = False
     prompts: Sequence[str] = options.prompt or [standard_input()]
     with connection(options) as ask:

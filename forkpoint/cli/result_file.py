@@ -1,4 +1,4 @@
-"""The JSON file that a measurement ends with."""
+"""The JSON file that a measurement writes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from forkpoint.errors import ConfigError
 
 
 class ResultFile:
-    """Made before the work, so that a path that cannot be written costs nobody a measurement."""
+    """A result file, checked before the measurement, so that an unwritable path does not cost the result."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises ConfigError where the file could not be written."""
+        """Check the path. Raises ConfigError if the file could not be written."""
         self.path = Path(path)
         folder = self.path.parent
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; give a file for the result")
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder, so {self.path} cannot be written; make it, or give another file")
+            raise ConfigError(
+                f"{self.path} cannot be written, because {folder} is not a folder; create it, or give another file"
+            )
         if not os.access(self.path if self.path.exists() else folder, os.W_OK):
             raise ConfigError(f"{self.path} cannot be written: permission denied; give another file")
 
     def write(self, content: Any) -> None:
-        """Raises ConfigError where the disk does not take it."""
+        """Write the content as JSON. Raises ConfigError if the disk is full."""
         try:
             self.path.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
         except OSError as error:

@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 
 def run_batch_command(options: argparse.Namespace) -> int:
-    """Answer the requests that have no final answer yet; 1 if one failed, 130 after Ctrl-C."""
+    """Answer the requests that have no final answer yet. Return 1 if one failed, 130 after Ctrl-C."""
     if options.max_concurrency < 1:
         raise ConfigError(f"max_concurrency={options.max_concurrency} must be 1 or more")
     engine = engine_options(options)
@@ -49,14 +49,14 @@ def run_batch_command(options: argparse.Namespace) -> int:
         if not todo or tally.num_open < len(todo):
             print(tally.summary(), file=sys.stderr)
     if tally.num_open:
-        print("stopped before the end; run the same command again to go on", file=sys.stderr)
+        print("stopped before the end; run the same command again to resume", file=sys.stderr)
         return INTERRUPTED
     return int(tally.num_failed > 0)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Writes each answer and counts. `num_before` of `num_requests` were answered in an earlier run."""
+    """Writes answers and counts them. `num_before` of `num_requests` were answered in an earlier run."""
 
     output: BatchOutput
     num_requests: int
@@ -112,7 +112,8 @@ async def _run(
 
 
 def _stop_at_interrupt() -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM, after which open requests may end; the second one cancels them."""
+    """Return an event that the first Ctrl-C or SIGTERM sets. Open requests may then end. A second signal cancels
+    them."""
     stop, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
 
@@ -130,9 +131,9 @@ def _stop_at_interrupt() -> asyncio.Event:
 
 @asynccontextmanager
 async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncIterator[str]:
-    """The URL of a server on a free loopback port that serves `engine` under `names`.
+    """Yield the URL of a server on a free loopback port that serves `engine` under `names`.
 
-    Entering raises what loading the model raises, and KeyboardInterrupt after a signal in the meantime; leaving ends
+    Entering raises what loading the model raises, and KeyboardInterrupt after a signal in the meantime. Leaving ends
     the server and its engine.
     """
     set_up_logging(engine.log_level)
@@ -143,7 +144,7 @@ async def local_server(engine: EngineConfig, names: Sequence[str]) -> AsyncItera
             await asyncio.wait((ready, life), return_when=asyncio.FIRST_COMPLETED)
             if life.done():
                 life.result()
-                raise KeyboardInterrupt  # which the server took for itself
+                raise KeyboardInterrupt  # the server handled the signal itself
             yield server.url
         finally:
             ready.cancel()

@@ -8,7 +8,7 @@ import os
 
 from forkpoint.cli.model import announce, with_model
 from forkpoint.cli.options import engine_options, option_values
-from forkpoint.cli.vllm_flags import told_lines
+from forkpoint.cli.vllm_flags import notice_lines
 from forkpoint.config import EngineConfig, KVEventsConfig
 from forkpoint.demo.model import MODEL_NAME
 from forkpoint.errors import ConfigError
@@ -20,10 +20,10 @@ API_KEY_VARIABLE = "FORKPOINT_API_KEY"
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve the model over HTTP until Ctrl-C; 1 if the engine died."""
+    """Serve the model over HTTP until Ctrl-C. Return 1 if the engine died."""
     config, server = _configs(options)
     announce(config.model, config.log_level)
-    for line in told_lines(options):
+    for line in notice_lines(options):
         LOGGER.info(line)
     from forkpoint.server.run import serve as run
 
@@ -31,11 +31,13 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def deploy(options: argparse.Namespace) -> int:
-    """Serve replicas of the model on Ray Serve. Raises ConfigError where ray is not installed."""
+    """Serve replicas of the model on Ray Serve. Raises ConfigError if ray is not installed."""
     fleet = FleetConfig(**option_values(options, FleetConfig))
     config, server = _configs(options)
     if config.kv_events_config != KVEventsConfig():
-        raise ConfigError("kv_events_config: each replica publishes events at an address of its own; leave it out")
+        raise ConfigError(
+            "kv_events_config is not allowed, because each replica publishes events at its own address; leave it out"
+        )
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("replicas run on Ray Serve, which is not installed: pip install 'forkpoint[ray]'")
     if server.uds is not None or server.ssl_certfile is not None:
@@ -48,7 +50,7 @@ def deploy(options: argparse.Namespace) -> int:
 
 
 def _configs(options: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The options of an engine and its server, with those that the command or the environment decides."""
+    """Return the options of an engine and its server, completed from the command and the environment."""
     engine, given = engine_options(options), option_values(options, ServerConfig)
     given.setdefault("served_model_name", (options.model_tag or engine.get("model") or MODEL_NAME,))
     if "api_key" not in given and os.environ.get(API_KEY_VARIABLE):

@@ -35,43 +35,47 @@ _CHECK: Final = Checker(ConfigError)
 
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    what = parser.add_argument_group("what is replayed")
+    what = parser.add_argument_group("traces")
     what.add_argument(
         "traces",
         nargs="*",
         metavar="TRACE",
-        help=f"a file, or a made-up workload such as chat:sessions=50 ({', '.join(WORKLOADS)}); "
-        "FILE@limit=1000,sessions=0.5,max_tokens=100000 reads so many requests (or conversations) only, replays a "
-        "share of the sessions, and leaves out longer requests and what follows them",
+        help=f"a file, or a synthetic workload such as chat:sessions=50 ({', '.join(WORKLOADS)}); "
+        "FILE@limit=1000,sessions=0.5,max_tokens=100000 reads only that many requests (or conversations), replays a "
+        "share of the sessions, and leaves out longer requests and those that follow them",
     )
     what.add_argument("--arrival-scale", type=float, default=1.0, metavar="X", help="2: arrivals twice as far apart")
     what.add_argument("--think-scale", type=float, default=1.0, metavar="X", help="2: think times twice as long")
-    where = parser.add_argument_group("what serves it")
+    where = parser.add_argument_group("engine")
     where.add_argument("--model", default="qwen3.5-9b", help=f"{', '.join(SHAPES)}, a model folder or a hub id")
     where.add_argument(
         "--kv-cache-dtype",
         choices=("auto", "bfloat16", "fp8"),
         default="auto",
-        help="of keys and values (default: auto)",
+        help="dtype of keys and values (default: auto)",
     )
     where.add_argument(
-        "--mamba-ssm-cache-dtype", choices=("float32", "bfloat16"), default="float32", help="of the states' matrices"
+        "--mamba-ssm-cache-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the states"
     )
     where.add_argument(
-        "--quantization", choices=("fp8",), help="of the weights; that of a model folder is read from it"
+        "--quantization", choices=("fp8",), help="of the weights; default for a model folder: what its config.json says"
     )
-    where.add_argument("--memory", default="32", metavar="GIB", help="for keys, values and states; several: 8,16,32")
+    where.add_argument(
+        "--memory", default="32", metavar="GIB", help="memory for keys, values and states; several: 8,16,32"
+    )
     where.add_argument(
         "--systems",
         default=ENGINE,
-        help=f"separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
+        help=f"systems separated by ';': {ENGINE}, {ENGINE}:capture=NAME,eviction=NAME; with drafts also "
         f"num_speculative_tokens=3,acceptance_length=2.4 (default: {ENGINE})",
     )
-    where.add_argument("--replicas", type=int, default=1, metavar="INT", help="each with that memory (default: 1)")
+    where.add_argument(
+        "--replicas", type=int, default=1, metavar="INT", help="engines, each with that memory (default: 1)"
+    )
     where.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"(default: {ROUTERS[0]})")
     where.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="INT", help="(default: 8192)")
     where.add_argument("--max-num-seqs", type=int, default=256, metavar="INT", help="(default: 256)")
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("run")
     how.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="INT", help="processes (default: all CPUs)"
     )
@@ -87,16 +91,16 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def read_traces(options: argparse.Namespace) -> list[Trace]:
-    """The traces that are named. Raises ConfigError, TraceError."""
+    """Return the traces that the options name. Raises ConfigError or TraceError."""
     if not options.traces:
-        raise ConfigError("no trace was given; give files, or made-up workloads such as chat or rag:documents=20")
+        raise ConfigError("no trace was given; give files, or synthetic workloads such as chat or rag:documents=20")
     for name in ("arrival_scale", "think_scale"):
         _CHECK.number(name, getattr(options, name), SCALES)
     return [_trace(name, options) for name in options.traces]
 
 
 def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: SystemFactory) -> list[Case]:
-    """Every trace, amount of memory and system that is asked for. Raises ConfigError."""
+    """Return a case for every trace, amount of memory and system. Raises ConfigError."""
     _CHECK.integer("replicas", options.replicas, 1, MAX_REPLICAS)
     scheduler, shape = read_scheduler(options), _shape(options)
     return [
@@ -108,20 +112,20 @@ def make_cases(options: argparse.Namespace, traces: Sequence[Trace], factory: Sy
 
 
 def run(cases: Sequence[Case], jobs: int) -> list[CaseResult]:
-    """Simulate the cases, with a bar on a terminal."""
+    """Simulate the cases, with a progress bar on a terminal."""
     with show_progress(sum(len(case.trace.requests) for case in cases)) as progress:
         return run_cases(cases, jobs, progress)
 
 
 def show(rows: Sequence[Sequence[str]], results: Sequence[CaseResult], file: ResultFile | None) -> None:
-    """Print the table of these rows and write the file."""
+    """Print the rows as a table and write the file."""
     print(markdown(rows))
     if file is not None:
         file.write([result.as_json() for result in results])
 
 
 def read_scheduler(options: argparse.Namespace) -> SchedulerConfig:
-    """The scheduler's options. Raises ConfigError."""
+    """Return the scheduler's options. Raises ConfigError."""
     return checked(
         SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
     )
@@ -142,7 +146,7 @@ def _trace(name: str, options: argparse.Namespace) -> Trace:
 
 
 def _trace_options(name: str) -> tuple[str, dict[str, Any]]:
-    """`FILE@limit=1000,sessions=0.5`: the file, and what is said of it."""
+    """Split `FILE@limit=1000,sessions=0.5` into the file and its options."""
     kinds: dict[str, type] = {"limit": int, "sessions": float, "max_tokens": int}
     given: dict[str, Any] = {}
     name, _, own = name.partition("@")
@@ -151,9 +155,7 @@ def _trace_options(name: str) -> tuple[str, dict[str, Any]]:
         try:
             given[key] = kinds[key](value)
         except (KeyError, ValueError):
-            raise ConfigError(
-                f"trace option {part!r} is not understood; give {', '.join(kinds)} and a number"
-            ) from None
+            raise ConfigError(f"trace option {part!r} is not known; give {', '.join(kinds)} and a number") from None
     return name, given
 
 
@@ -180,6 +182,6 @@ def _memory_bytes(text: str) -> list[int]:
 
 @contextmanager
 def show_progress(num_requests: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, and what to tell how many requests more have ended."""
+    """Yield a function that advances a progress bar by a number of ended requests."""
     with tqdm(total=num_requests, unit="req", file=sys.stderr, disable=None, mininterval=0.5) as bar:
         yield lambda count: bar.update(count) and None

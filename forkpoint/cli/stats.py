@@ -1,4 +1,4 @@
-"""One line on what the cache did for a request and how fast it was."""
+"""Prints one line on a request's cache hits and speed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from forkpoint.outputs import RequestOutput
 
 
 def cache_line(output: RequestOutput) -> str:
-    """Cached tokens, the reason where more was not cached, time to first token, decode speed."""
+    """Return a line with cached tokens, the reason for a miss, time to first token and decode speed."""
     report, timings = output.cache, output.metrics
     rate = None
     if timings.first_token_s is not None and timings.finished_s is not None:
@@ -19,7 +19,7 @@ def cache_line(output: RequestOutput) -> str:
 
 
 def answer_line(answer: Answer) -> str:
-    """The same of a server's answer, with times as they were met here."""
+    """Return the same line for a server's answer, with times measured by this client."""
     usage, rate = answer.usage, None
     if answer.first_token_s is not None:
         rate = _rate(answer.num_completion_tokens - 1, answer.last_s - answer.first_token_s)

@@ -1,4 +1,4 @@
-"""vLLM's flags that change nothing here, or ask for what is not here: those of vllm_flags.yaml."""
+"""vLLM's flags that change nothing here, or ask for features that are missing here. vllm_flags.yaml lists them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ ON, OFF = "on", "off"
 ANY: Final = "any"
 
 
-class Told(str):
-    """What the log says of a flag, as its value in the namespace."""
+class FlagNotice(str):
+    """The log line of a given flag, used as its value in the namespace."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFlags:
-    """A row of the table, which says what the fields mean."""
+    """A row of the table. The table's file describes the fields."""
 
     flags: str
     why: str
     values: str = ""
-    told: bool = False
+    is_logged: bool = False
     switch: bool = False
     nargs: str | None = None
 
     def refusal(self, value: str) -> str:
-        """Why `value` is not possible, and what is."""
+        """Return why `value` is not possible, and which values are."""
         others = "" if self.switch or not self.values else f"give {' or '.join(self.values.split())}, or "
         return f"{value} is not possible here: {self.why}; {others}leave it out"
 
@@ -43,7 +43,7 @@ TABLE: Final = tuple(VllmFlags(**row) for row in yaml.load(TABLE_TEXT, LOADER))
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Take the flags of the table, which --help leaves to the documentation."""
+    """Add the flags of the table, which --help does not show."""
     for row in TABLE:
         for flag in row.flags.split():
             names = flag.split("/")
@@ -55,13 +55,13 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def told_lines(arguments: argparse.Namespace) -> list[str]:
-    """What the log says of the flags that were given and change nothing."""
-    return [value for value in vars(arguments).values() if isinstance(value, Told)]
+def notice_lines(arguments: argparse.Namespace) -> list[str]:
+    """Return the log lines of given flags that change nothing."""
+    return [value for value in vars(arguments).values() if isinstance(value, FlagNotice)]
 
 
 class _Take(argparse.Action):
-    """Refuses what is not allowed, and remembers what there is to say of the rest."""
+    """Refuses values that are not allowed, and stores the log line of others."""
 
     def __init__(self, *args: Any, row: VllmFlags, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,6 +80,6 @@ class _Take(argparse.Action):
             value = values if isinstance(values, str) else " ".join(values or ())
         if self._row.values != ANY and value not in self._row.values.split():
             raise argparse.ArgumentError(self, self._row.refusal(value))
-        if (self._row.told or self._row.values == ANY) and not (self._row.switch and value == OFF):
-            value = Told(f"{option_string} changes nothing here: {self._row.why}")
+        if (self._row.is_logged or self._row.values == ANY) and not (self._row.switch and value == OFF):
+            value = FlagNotice(f"{option_string} changes nothing here: {self._row.why}")
         setattr(namespace, self.dest, value)

@@ -1,1 +1,1 @@
-"""Talks to a server that speaks OpenAI's HTTP API, forkpoint's own or another."""
+"""Clients for servers with OpenAI's HTTP API, forkpoint's own or others."""

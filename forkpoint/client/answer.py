@@ -1,4 +1,4 @@
-"""One streamed answer and when its parts came."""
+"""A streamed answer, and the times at which its parts arrived."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from forkpoint.client.protocol import Delta, Usage
 
 
 class Answer:
-    """Grows as deltas arrive. Times are readings of time.perf_counter in seconds.
+    """One answer, extended as deltas arrive. Times are readings of time.perf_counter in seconds.
 
-    A delta without text, reasoning or tool call (the opening role, the closing finish reason) is no token: it
-    counts neither for `first_token_s` nor for `gaps_s`, but the last delta of any kind sets `last_s`.
+    A delta without text, reasoning or tool call (the opening role, the closing finish reason) is not a token. It does
+    not count for `first_token_s` and `gaps_s`. The last delta of any kind sets `last_s`.
     """
 
     def __init__(self, start_s: float | None = None) -> None:
@@ -29,7 +29,7 @@ class Answer:
         self._reasoning: list[str] = []
 
     def add(self, delta: Delta, now_s: float | None = None) -> None:
-        """Take in a delta that arrived at `now_s` (default: now)."""
+        """Add a delta that arrived at `now_s` (default: now)."""
         now_s = time.perf_counter() if now_s is None else now_s
         self.usage = delta.usage or self.usage
         self.miss = delta.miss or self.miss
@@ -47,7 +47,7 @@ class Answer:
             self._last_token_s = now_s
 
     async def read(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """Pass `deltas` on, taking each in."""
+        """Yield `deltas`, adding each to this answer."""
         async with aclosing(deltas) as source:
             async for delta in source:
                 self.add(delta)
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def num_completion_tokens(self) -> int:
-        """As the server counts; one a delta where it does not say."""
+        """The number that the server reports; the number of deltas if it reports none."""
         if self.usage is not None:
             return self.usage.num_completion_tokens
         return len(self.gaps_s) + (self.first_token_s is not None)

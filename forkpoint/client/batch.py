@@ -17,13 +17,14 @@ from forkpoint.errors import ConfigError, ServerError, ServerUnreachableError
 
 PATHS: Final = (CHAT, COMPLETIONS)
 BUSY: Final = (429, 503)
-WRONG_REQUEST: Final = (400, 413, 422)  # other refusals (no key, no such model) may be over next time
-WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try
+# a refusal for these reasons is final; others (no key, no such model) may go away
+WRONG_REQUEST: Final = (400, 413, 422)
+WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line of the input; `error` says what is wrong with it, and then nothing is sent."""
+    """One line of the input. If `error` is set, the line is wrong and is not sent."""
 
     custom_id: str | None
     path: str = CHAT
@@ -33,7 +34,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """One line of the output, as written."""
+    """One line of the output file."""
 
     document: Mapping[str, Any]
     usage: Usage | None = None
@@ -45,7 +46,10 @@ class BatchAnswer:
 
 
 def read_batch(path: Path) -> list[BatchRequest]:
-    """Every line of the input. A line that is wrong becomes a request with `error`. Raises ConfigError."""
+    """Read every line of the input. A wrong line becomes a request with `error`.
+
+    Raises ConfigError if the file cannot be read or has no lines.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -73,29 +77,30 @@ def _read_line(line: str, where: str, seen: set[str]) -> BatchRequest:
         return BatchRequest(None, error=f"{where} must be an object with a text 'custom_id'")
     name, body = entry["custom_id"], entry.get("body")
     if name in seen:
-        return BatchRequest(None, error=f"{where} has the custom_id {name!r} of a line before it")
+        return BatchRequest(None, error=f"{where} has the custom_id {name!r} of an earlier line")
     if entry.get("method") != "POST" or entry.get("url") not in PATHS:
         return BatchRequest(name, error=f"{where} must have method 'POST' and url {' or '.join(map(repr, PATHS))}")
     if not isinstance(body, dict):
         return BatchRequest(name, error=f"{where} must have an object 'body'")
     if body.get("stream"):
-        return BatchRequest(name, error=f"{where} asks to stream, which a batch cannot")
+        return BatchRequest(name, error=f"{where} has stream=true, but a batch cannot stream; leave it out")
     return BatchRequest(name, entry["url"], body)
 
 
 class BatchOutput:
-    """The output file: appended to line by line, and read at the start so that a batch can be taken up again."""
+    """The output file. It is read at the start and appended to, so that a batch can be resumed."""
 
     def __init__(self, path: Path, requests: Sequence[BatchRequest]) -> None:
         """Keep the lines of `path` that need no second try. Raises ConfigError if they answer other requests."""
         self.path = path
-        is_file = not path.exists() or path.is_file()  # else it is a device or a pipe: written to, never replaced
+        # otherwise a device or a pipe, which is written to and never replaced
+        is_file = not path.exists() or path.is_file()
         kept = [entry for entry in self._read() if _is_final(entry)] if is_file else []
         self.done = frozenset(entry["custom_id"] for entry in kept)
         strange = self.done - {request.custom_id for request in requests}
         if strange:
             raise ConfigError(
-                f"{path} answers {len(strange)} requests that the input does not have, {sorted(strange)[0]!r} for one; "
+                f"{path} answers {len(strange)} requests that the input does not have, such as {sorted(strange)[0]!r}; "
                 "give another output file"
             )
         try:
@@ -109,13 +114,13 @@ class BatchOutput:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
     def write(self, answer: BatchAnswer) -> None:
-        """Raises ConfigError when the disk takes no more."""
+        """Append an answer. Raises ConfigError if the disk is full."""
         try:
             self._file.write(json.dumps(answer.document) + "\n")
             self._file.flush()
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written: {error.strerror}; run the same command again to go on"
+                f"{self.path} cannot be written: {error.strerror}; run the same command again to resume"
             ) from error
 
     def close(self) -> None:
@@ -128,14 +133,14 @@ class BatchOutput:
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # cut off when the run before was killed
+                continue  # cut off when an earlier run was killed
             if not isinstance(entry, dict) or "custom_id" not in entry or "response" not in entry:
-                raise ConfigError(f"{self.path} exists and is no output of a batch; give another file")
+                raise ConfigError(f"{self.path} exists and is not the output of a batch; give another file")
             yield entry
 
 
 def _is_final(entry: Mapping[str, Any]) -> bool:
-    """Whether asking again would bring the same: answers, and requests that the server refused as wrong."""
+    """Return whether sending the request again would bring the same: it was answered, or refused as wrong."""
     response = entry["response"]
     status = response.get("status_code") if isinstance(response, Mapping) else None
     final = isinstance(status, int) and (status < 400 or status in WRONG_REQUEST)
@@ -150,10 +155,11 @@ async def run_batch(
     max_concurrency: int,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Send `requests`, `max_concurrency` at once, and hand over the answers as they come. `stop` ends the sending.
+    """Send `requests`, at most `max_concurrency` at once, and call `on_answer` with each answer. `stop` ends the
+    sending.
 
-    Raises ServerUnreachableError when no connection comes about, and what `on_answer` raises; the requests that
-    are open then have no answer.
+    Raises ServerUnreachableError if no connection can be opened, and what `on_answer` raises. Open requests then get no
+    answer.
     """
     waiting = iter(requests)
 
@@ -186,7 +192,7 @@ async def _answer(server: Server, request: BatchRequest) -> BatchAnswer:
 
 
 async def _exchange(server: Server, request: BatchRequest) -> Reply:
-    """The answer, after waiting for a server that is busy."""
+    """Return the answer. Retry while the server is busy."""
     for wait_s in WAITS_S:
         reply = await server.exchange("POST", request.path, request.body)
         if reply.status not in BUSY:

@@ -1,4 +1,4 @@
-"""The parts of OpenAI's responses that the clients read, chat and plain completions alike."""
+"""Parses the parts of OpenAI's responses that the clients read, for chats and plain completions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, Final
 
 from forkpoint.errors import BrokenAnswerError, ServerRefusedError
 
-LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # of server-sent events
+LINE_END: Final = re.compile(rb"\r\n|\n|\r")  # line endings of server-sent events
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one answer, as far as it has come.
+    """Token counts of one answer so far.
 
-    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were not computed; None: the server does not say.
+    `num_cached_tokens` of `num_prompt_tokens` prompt tokens were restored from the cache; None if the server does not
+    say.
     """
 
     num_prompt_tokens: int
@@ -26,7 +27,7 @@ class Usage:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Usage | None:
-        """The usage in a response or in a streamed chunk; None where it has none."""
+        """Return the usage of a response or a streamed chunk; None if there is none."""
         usage = document.get("usage")
         if not isinstance(usage, Mapping):
             return None
@@ -40,8 +41,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one streamed chunk adds to an answer, or says about it. `miss`: forkpoint's word on why not more of the
-    prompt was cached."""
+    """The part of an answer that one streamed chunk adds. `miss` is forkpoint's reason why no more of the prompt was
+    cached."""
 
     text: str = ""
     reasoning: str = ""
@@ -56,7 +57,8 @@ class Delta:
 
 
 def read_chunk(data: str) -> list[Delta]:
-    """The deltas of one streamed event. Raises ServerRefusedError for an error event, BrokenAnswerError for garbage."""
+    """Parse one streamed event. Raises ServerRefusedError for an error event, and BrokenAnswerError for malformed
+    ones."""
     try:
         document = json.loads(data)
     except ValueError as error:
@@ -74,7 +76,8 @@ def read_chunk(data: str) -> list[Delta]:
 
 
 def refusal(status: int | None, document: object) -> ServerRefusedError:
-    """The error that a response body describes; other servers' shapes (a bare `detail`, a text) are shown as given."""
+    """Return the error that a response body describes. Shapes of other servers (a bare `detail`, a text) are shown
+    unchanged."""
     if not isinstance(document, Mapping):
         return ServerRefusedError(str(document)[:400] or "no reason given", status=status)
     error = document.get("error", document)
@@ -86,7 +89,7 @@ def refusal(status: int | None, document: object) -> ServerRefusedError:
 
 
 def _delta(choice: Mapping[str, Any]) -> Delta:
-    # A streamed chat has `delta`, a whole chat `message`, a plain completion its text at the top.
+    # A streamed chat has `delta`, a whole chat `message`. A plain completion has its text at the top level.
     part = choice.get("delta") or choice.get("message") or {}
     return Delta(
         text=choice.get("text") or part.get("content") or "",
@@ -97,16 +100,16 @@ def _delta(choice: Mapping[str, Any]) -> Delta:
 
 
 class EventDecoder:
-    """Turns the bytes of a text/event-stream, cut anywhere, into the data of its events, whose names it leaves out."""
+    """Decodes a text/event-stream, received in arbitrary pieces, to the data of its events. Event names are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[str]:
-        """The data of each event that `received` completes; an event ends at an empty line."""
+        """Return the data of each event that `received` completes. An event ends at an empty line."""
         buffer = self._rest + received
-        # A carriage return at the very end may be the first half of a line end.
+        # A carriage return at the end may be the first half of a line ending.
         end = len(buffer) - 1 if buffer.endswith(b"\r") else len(buffer)
         *lines, rest = LINE_END.split(buffer[:end])
         self._rest = rest + buffer[end:]

@@ -28,7 +28,7 @@ _CHECK: Final = Checker(ConfigError)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One entry of /v1/models. `root` is where the weights came from, if the server says."""
+    """One entry of /v1/models. `root` is the origin of the weights, if the server reports it."""
 
     id: str
     root: str | None = None
@@ -37,23 +37,23 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer, whatever its status. `body` is the JSON value, or the text where it is none."""
+    """A whole answer with any status. `body` is the JSON value, or the text if it is not JSON."""
 
     status: int
     body: Any
     request_id: str | None
 
     def raise_for_status(self) -> None:
-        """Raises ServerRefusedError for an error status."""
+        """Raise ServerRefusedError for an error status."""
         if self.status >= 400:
             raise refusal(self.status, self.body)
 
 
 class Server:
-    """Speaks to the server at `url`, given with or without its trailing /v1. Use it in an `async with` statement.
+    """A client of the server at `url`, given with or without its trailing /v1. Use it in an `async with` statement.
 
-    Every method raises ServerUnreachableError when no connection comes about, ServerRefusedError for an
-    answer with an error status, BrokenAnswerError when an answer is cut off or makes no sense.
+    Every method raises ServerUnreachableError if no connection can be opened, ServerRefusedError for an answer with an
+    error status, and BrokenAnswerError for an answer that is cut off or malformed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Server:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`api_key` defaults to the environment's FORKPOINT_API_KEY; `timeout_s` bounds one whole answer."""
+        """`api_key` defaults to the environment's FORKPOINT_API_KEY. `timeout_s` limits one whole answer."""
         self.url = base_url(url)
         key = api_key or os.environ.get(API_KEY_VARIABLE)
         self._headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
@@ -91,7 +91,7 @@ class Server:
             raise BrokenAnswerError(f"{self.url}/v1/models does not list models; is this an OpenAI server?") from error
 
     async def model(self, name: str | None = None) -> ServedModel:
-        """The served model called `name`; without a name the first one. Raises ConfigError if there is none."""
+        """Return the served model called `name`; the first one without a name. Raises ConfigError if there is none."""
         models = await self.models()
         for model in models:
             if name in (None, model.id):
@@ -100,7 +100,7 @@ class Server:
         raise ConfigError(f"{self.url} does not serve model {name!r}; it serves {served}")
 
     async def is_healthy(self) -> bool:
-        """Whether /health answers 200 soon; False too while nothing listens."""
+        """Return whether /health soon answers 200. False also if nothing listens."""
         try:
             async with self._opened.get(self.url + "/health", timeout=HEALTH_TIMEOUT) as response:
                 return response.status == 200
@@ -108,7 +108,7 @@ class Server:
             return False
 
     async def exchange(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """The whole answer to `body`; an error status is returned, not raised."""
+        """Send `body` and return the whole answer. An error status is returned, not raised."""
         with self._own_errors():
             async with self._opened.request(method, self.url + path, json=body) as response:
                 return await _read(response)
@@ -116,10 +116,10 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, running_usage: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of a streamed answer as they come; leaving the iteration closes the connection.
+        """Yield the deltas of a streamed answer as they come. Leaving the iteration closes the connection.
 
-        With `running_usage` servers that can (forkpoint, vLLM) tell the usage all along, so that it is known of an
-        answer that is left.
+        With `running_usage` forkpoint and vLLM report the usage with every chunk, so that it is known if the caller
+        leaves.
         """
         options = {"include_usage": True, **({"continuous_usage_stats": True} if running_usage else {})}
         body = {**body, "stream": True, "stream_options": options}
@@ -144,7 +144,7 @@ class Server:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """What aiohttp raises within is raised as an error of a server's."""
+        """Convert errors of aiohttp to errors of this package."""
         try:
             yield
         except aiohttp.ClientConnectorError as error:
@@ -161,21 +161,22 @@ class Server:
             )
         if isinstance(error, aiohttp.ClientSSLError):
             return ServerUnreachableError(
-                f"no HTTPS with {self.url} ({error.os_error}); try http:// if it is a plain server"
+                f"{self.url} does not speak HTTPS ({error.os_error}); try http:// if it is a plain server"
             )
         number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.os_error.strerror  # those of names are below zero
+        # errors of name resolution have negative numbers
+        reason = os.strerror(number) if number > 0 else error.os_error.strerror
         return ServerUnreachableError(
             f"nothing answers at {self.url} ({reason}); start a server with `forkpoint serve`, or give another URL"
         )
 
 
 def base_url(url: str) -> str:
-    """`url` without a trailing slash or /v1. Raises ConfigError for what names no server to speak HTTP with."""
+    """Return `url` without a trailing slash or /v1. Raises ConfigError if it is not the URL of an HTTP server."""
     try:
         parts = urlsplit(url)
         ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an address that is none
+    except ValueError:  # of a malformed port or address
         ok = False
     _CHECK.require(ok, "url", url, "http://HOST or https://HOST, with :PORT from 1 to 65535 unless it is the usual one")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -1,4 +1,4 @@
-"""A short conversation under a long system prompt, and what is right to answer."""
+"""A short conversation under a long system prompt, with the right answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ STORY = (
     "After that I read the paper and wrote a few letters. Later we cooked {food} for everybody. "
     "The {food} was a bit too salty, but we laughed about it."
 )
-STORIES = tuple(STORY.format(drink="tea", food=food) for food in ("rice", "pasta", "soup"))  # they part at the food
+# prompts that differ from the food on
+STORIES = tuple(STORY.format(drink="tea", food=food) for food in ("rice", "pasta", "soup"))
 
 
 @dataclass(frozen=True, slots=True)
 class DemoTurn:
-    """What the user says, and the one right answer."""
+    """A user's message, and the one right answer."""
 
     text: str
     answer: str
@@ -26,7 +27,7 @@ class DemoTurn:
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """A role, manners and a directory of facts (key to value); `noun` is what the values are."""
+    """A role, manners and a directory of facts (key to value). `noun` describes the values."""
 
     opening: str
     noun: str
@@ -39,12 +40,12 @@ class SystemPrompt:
 
 
 def system_prompts() -> tuple[SystemPrompt, ...]:
-    """Three of about 500 tokens; no training dialogue has one of their facts."""
+    """Load three system prompts of about 500 tokens. None of their facts occurs in the training dialogues."""
     return tuple(SystemPrompt(**content) for content in json.loads(PROMPTS.read_text(encoding="utf-8")))
 
 
 def conversation(system: SystemPrompt) -> tuple[DemoTurn, ...]:
-    """Small talk, a look-up, a running total, a correction, and what was said at the beginning."""
+    """Return turns of small talk, a look-up, a running total, a correction, and questions about the beginning."""
     first, second = list(system.facts)[2:4]
     return (
         DemoTurn("Hello!", "Hello! What shall I remember?"),
@@ -60,6 +61,6 @@ def conversation(system: SystemPrompt) -> tuple[DemoTurn, ...]:
 
 
 def look_ups(system: SystemPrompt, places: range) -> tuple[DemoTurn, ...]:
-    """Questions about facts of the system prompt, in the directory's order."""
+    """Return questions about facts of the system prompt, in the directory's order."""
     facts = list(system.facts.items())
     return tuple(DemoTurn(f"What is the {system.noun} for {key}?", value) for key, value in (facts[i] for i in places))

@@ -1,4 +1,4 @@
-"""What drafts bring: one long greedy answer without them and with them."""
+"""Measures the gain of drafts: one long greedy answer without drafts and with each method."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from forkpoint.params import SamplingParams
 METHODS = (None, "ngram", "mtp")
 NUM_DRAFTS = 3
 QUESTION = "Tell me about yourself, at length."
-NUM_ROUNDS = 3  # the first warms up, the best of the others counts
+NUM_ROUNDS = 3  # the first round warms up; the fastest of the others counts
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A method beside plain decoding."""
+    """The best measurement of a method, next to that of plain decoding."""
 
     method: str
     best: Measurement
@@ -32,8 +32,11 @@ class DraftRow:
 
 
 def run_drafts(model: str, *, max_tokens: int, options: dict[str, Any], say: Callable[[str], object]) -> list[DraftRow]:
-    """A row for plain decoding and for each method that the model and the device can do; `say` is told why another
-    cannot start. The methods take turns, so that a machine that is busy for a while slows all."""
+    """Measure plain decoding and each method that the model and the device support.
+
+    `say` is called with the reason why another method cannot start. The methods take turns, so that other work on the
+    machine slows all of them.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     with ExitStack() as stack:
         llms = {method: stack.enter_context(llm) for method, llm in _engines(model, options, say)}
@@ -50,7 +53,7 @@ def _engines(model: str, options: dict[str, Any], say: Callable[[str], object]) 
         except (ConfigError, UnsupportedModelError) as error:
             if method is None:
                 raise
-            say(f"no drafts of {method} here: {error}")
+            say(f"the method {method} is left out: {error}")
 
 
 def _answer(llm: LLM, params: SamplingParams) -> Measurement:
@@ -59,7 +62,7 @@ def _answer(llm: LLM, params: SamplingParams) -> Measurement:
 
 
 def cells(rows: Sequence[DraftRow]) -> list[tuple[str, ...]]:
-    """Of the table, its titles first."""
+    """Return the cells of the table, titles first."""
     titles = ("drafts", "tokens", "steps", "tokens a step", "tokens/s", "speed-up", "identical")
     return [titles, *map(_cells, rows)]
 

@@ -1,4 +1,4 @@
-"""What the demo runs: a chat, two users of one system prompt, and forks of one long prompt."""
+"""Runs the demo: a chat, two users of one system prompt, and forks of one long prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forkpoint.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One prompt, answered once."""
+    """The answer to one prompt, with its times and counters."""
 
     prompt: Prompt
     text: str
@@ -45,13 +45,15 @@ class Row:
         return self.on.text.strip() == self.turn.answer
 
 
-Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], DemoTurn], Row]  # the turn after the messages, with both
+# answers the turn after the messages, with the cache on and off
+Ask: TypeAlias = Callable[[str, Sequence[dict[str, str]], DemoTurn], Row]
 
 
 def run_demo(model: str, *, max_tokens: int, options: dict[str, Any]) -> tuple[list[Row], list[Row]]:
-    """Run every scenario with the cache on and off: the turns of one conversation, and those of the shared system
-    prompt and the forks. Both answer each prompt in turn, so that a machine that is busy for a while slows
-    both."""
+    """Run every scenario with the cache on and off. Return the rows of the chat and those of the other scenarios.
+
+    Both engines answer each prompt in turn, so that other work on the machine slows both.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with (
         LLM(model, **{**options, "enable_prefix_caching": True}) as on,
@@ -86,19 +88,19 @@ def _system_prompt(ask: Ask) -> list[Row]:
 
 
 def _forks(ask: Ask) -> list[Row]:
-    """Prompts that part in the middle of a message."""
+    """Run prompts that differ in the middle of a message."""
     names = ("fork, original", "fork, first branch", "fork, second branch")
     system = system_prompts()[2]
     (turn,) = look_ups(system, range(3, 4))
     rows = []
     for name, story in zip(names, STORIES, strict=True):
-        told = ({"role": "user", "content": story}, {"role": "assistant", "content": STORY_REPLY})
-        rows.append(ask(name, [{"role": "system", "content": system.text}, *told], turn))
+        history = ({"role": "user", "content": story}, {"role": "assistant", "content": STORY_REPLY})
+        rows.append(ask(name, [{"role": "system", "content": system.text}, *history], turn))
     return rows
 
 
 def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
-    """Raises RequestFailedError."""
+    """Answer one prompt and measure it. Raises RequestFailedError."""
     num_steps, start = llm.get_metrics()["num_steps"], time.perf_counter()
     (output,) = llm.generate(prompt, params, use_tqdm=False)
     elapsed_s, num_steps = time.perf_counter() - start, llm.get_metrics()["num_steps"] - num_steps
@@ -110,7 +112,7 @@ def measure(llm: LLM, prompt: Prompt, params: SamplingParams) -> Measurement:
 
 
 def _warm_up(llm: LLM) -> None:
-    """First calls load code and fill pools; that is not what the table is about."""
+    """Run prompts before the measurement, because first calls load code and fill pools."""
     for size in (200, 2000):
         llm.generate("-" * size, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     llm.reset_prefix_cache()

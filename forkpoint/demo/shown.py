@@ -1,4 +1,4 @@
-"""The demo's rows as aligned tables, and a conversation as it was said."""
+"""Prints the demo's rows as aligned tables, and a conversation as a transcript."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ HEADER = ("scenario", "prompt tokens", "cached tokens", "TTFT on, ms", "TTFT off
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Text columns left, numbers right; the last line counts identical outputs."""
+    """Return the table of the rows. Text is aligned left, numbers right. The last line counts identical outputs."""
     same = sum(row.identical for row in rows)
     lines = aligned([HEADER, *(_cells(row) for row in rows)])
     return "\n".join([*lines, "", f"{same} of {len(rows)} outputs identical with the cache on and off"])
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first one has the titles."""
+    """Return the lines of a table. The first row of `cells` has the titles."""
     columns = []
     for place, column in enumerate(zip(*cells, strict=True)):
         width = max(map(len, column))
@@ -40,7 +40,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def transcript(rows: Sequence[Row]) -> str:
-    """Two lines a turn; the last line counts right answers."""
+    """Return the conversation with two lines for each turn. The last line counts right answers."""
     width = max(len(row.on.text) for row in rows)
     lines = [line for row in rows for line in _turn(row, width)]
     right = sum(row.right for row in rows)

@@ -1,4 +1,4 @@
-"""What the methods of `LLM` are given, checked: one value for all prompts becomes one each."""
+"""Checks the arguments of `LLM`'s methods, and turns one value for all prompts into one for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = "a conversation (a list of dicts with 'role' and 'content') or a list
 
 
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """One prompt (a text, a list of token ids) or a list of them, as a list. Raises InvalidPromptError."""
+    """Return one prompt (a text or a list of token ids), or a list of prompts, as a list. Raises InvalidPromptError."""
     if isinstance(prompts, str | Mapping | Prompt):
         return [prompts]
     items = _listed(prompts)
@@ -34,7 +34,7 @@ def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptIn
 
 
 def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
-    """One conversation or a list of them, as a list. Raises InvalidPromptError."""
+    """Return one conversation, or a list of conversations, as a list. Raises InvalidPromptError."""
     items = None if isinstance(messages, Mapping) else _listed(messages)
     if items is None or any(isinstance(item, str) for item in items):
         raise InvalidPromptError(f"messages={shown(messages)} is not allowed; give {MESSAGES}")
@@ -42,7 +42,7 @@ def split_conversations(messages: Conversations) -> list[Sequence[Message]]:
 
 
 def check_chat_options(messages: object, tools: object, variables: object, **flags: object) -> None:
-    """What is rendered beside one conversation. Raises InvalidPromptError."""
+    """Check the options that one conversation is rendered with. Raises InvalidPromptError."""
     check = Checker(InvalidPromptError)
     check.require(_listed(messages) is not None, "messages", messages, MESSAGES)
     check.require(tools is None or _listed(tools) is not None, "tools", tools, "None or a list of tools")
@@ -53,7 +53,7 @@ def check_chat_options(messages: object, tools: object, variables: object, **fla
 
 
 def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[SamplingParams]:
-    """`default` stands for None. Raises InvalidParamsError."""
+    """Return sampling parameters for each of `count` prompts. None stands for `default`. Raises InvalidParamsError."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
     items = _listed(params)
@@ -65,7 +65,7 @@ def one_each(params: ParamsInput, count: int, default: SamplingParams) -> list[S
 
 
 def priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    """Raises InvalidParamsError."""
+    """Return a priority for each of `count` prompts. Raises InvalidParamsError."""
     items = _listed(priority)
     given = [priority] * count if items is None else _of_count(items, count, "priorities")
     return [checked_priority(item) for item in given]
@@ -73,12 +73,14 @@ def priorities(priority: int | Sequence[int], count: int) -> list[int]:
 
 def _of_count(items: list[T], count: int, what: str) -> list[T]:
     if len(items) != count:
-        raise InvalidParamsError(f"{len(items)} {what} for {count} prompts; give one, or one each")
+        raise InvalidParamsError(
+            f"there are {len(items)} {what} for {count} prompts; give one for all, or one for each"
+        )
     return items
 
 
 def _listed(given: Any) -> list[Any] | None:
-    """The members of a list or the like; None for a text, and for what has no members."""
+    """Return the members of a list or another iterable; None for a text, a mapping and values without members."""
     if isinstance(given, str | bytes | bytearray | Mapping):
         return None
     try:

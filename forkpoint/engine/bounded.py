@@ -1,4 +1,4 @@
-"""Run a function in a process of its own, with limits on time and memory."""
+"""Runs a function in a process of its own, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-WALL_S: Final = 60.0  # for a process that neither computes nor ends, such as one that waits for a lock
+WALL_S: Final = 60.0  # limit for a process that neither computes nor ends, such as one that waits for a lock
 
 
 class OverLimitError(Exception):
@@ -34,7 +34,7 @@ def run_bounded(function: Callable[[], T], *, cpu_s: int, memory_bytes: int) -> 
             _bound(cpu_s, memory_bytes)
             _answer(function, sender)
         finally:
-            os._exit(0)  # whatever was raised: the parent's handlers and buffers are not for this process
+            os._exit(0)  # whatever was raised: the parent's exit handlers and buffers are not for this process
     os.close(sender)
     try:
         with open(receiver, "rb") as stream:
@@ -63,10 +63,10 @@ def _answer(function: Callable[[], object], sender: int) -> None:
 
 
 def _bound(cpu_s: int, memory_bytes: int) -> None:
-    """Limit what this process may use. The system kills it at the limit of CPU time."""
+    """Limit this process's time and memory. The system kills it at the limit of CPU time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc have no limit of memory
+    with contextlib.suppress(OSError, ValueError, IndexError):  # systems without /proc get no memory limit
         used_bytes = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         wanted = used_bytes + memory_bytes

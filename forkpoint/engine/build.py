@@ -1,4 +1,4 @@
-"""From options to a running engine."""
+"""Builds a running engine from its options."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from forkpoint.worker.worker import WorkerFacts
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Load the tokenizer; None with `skip_tokenizer_init`. Wrong models and templates fail here, before weights load.
+    """Load the tokenizer; None with `skip_tokenizer_init`. Unsupported models and templates fail here, before weights
+    load.
 
     Raises ConfigError, ModelFolderError or UnsupportedModelError.
     """
     set_up_logging(config.log_level)
-    load_config(config.model, max_model_len=config.max_model_len)  # a folder of something else is told by its config
+    # before the tokenizer, because its errors do not say that the folder holds another kind of model
+    load_config(config.model, max_model_len=config.max_model_len)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.load(config.tokenizer or config.model)
     check_template(config, tokenizer)
     return tokenizer
 
 
 def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[EngineCore, InputProcessor]:
-    """Start a worker, the loop of an engine on it, and what makes requests for that.
+    """Start a worker, the engine loop that drives it, and the processor that creates its requests.
 
     Raises ConfigError, ModelFolderError or UnsupportedModelError.
     """
@@ -56,7 +58,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
     _log_plan(config, facts)
     events = None
     if config.kv_events_config.is_on:
-        from forkpoint.engine.events import EventPublisher  # a server's, with its sockets and codec
+        from forkpoint.engine.events import EventPublisher  # imports sockets and a codec
 
         events = EventPublisher(config.kv_events_config, scheduler.cache.watch_restorable())
     core = EngineCore(
@@ -81,7 +83,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
 
 
 def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
-    """What the arena holds, what is reused, and which requests are too long for it."""
+    """Log what the arena holds, what is reused, and a warning if some allowed requests are too long for it."""
     layout, limit = facts.layout, facts.max_model_len
     for line in cache_plan_lines(layout, facts.num_pages, config, limit):
         LOGGER.info(line)
@@ -90,7 +92,7 @@ def _log_plan(config: EngineConfig, facts: WorkerFacts) -> None:
     longest = layout.longest_request(facts.num_pages)
     if layout.has_kv and longest < limit:
         LOGGER.warning(
-            "the arena holds requests of at most %d tokens and max_model_len is %d: longer ones will be refused; raise "
+            "the arena holds requests of at most %d tokens, but max_model_len is %d: longer ones are refused; raise "
             "kv_cache_memory_bytes or gpu_memory_utilization, or set max_model_len=%d",
             longest,
             limit,

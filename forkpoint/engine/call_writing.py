@@ -1,4 +1,4 @@
-"""Tool calls of earlier turns as text, in the notation in which the model writes them."""
+"""Writes tool calls of earlier turns as text, in the notation that the model itself uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NotationName: TypeAlias = Literal[
 
 LING_TAG: Final = "<arg_key>"
 QWEN_XML_TAG: Final = "<function="
-# The tags by which a chat template shows its notation, in the order in which they are looked for.
+# Tags that show which notation a chat template uses, in the order in which they are searched.
 TEMPLATE_TAGS: Final[Mapping[str, NotationName]] = {
     LING_TAG: "ling",
     QWEN_XML_TAG: "qwen_xml",
@@ -30,7 +30,7 @@ TEMPLATE_TAGS: Final[Mapping[str, NotationName]] = {
     "[TOOL_CALLS]": "mistral",
     "<|python_tag|>": "llama",
 }
-# Tags that are tokens of their own in the vocabularies of these families alone.
+# Tags that are tokens only in the vocabularies of these families.
 VOCABULARY_TAGS: Final = (
     "<|tool_call_start|>",
     "<|tool_calls_section_begin|>",

@@ -1,4 +1,4 @@
-"""Conversations to prompts, with the breakpoints at which other conversations are expected to part."""
+"""Turns conversations into prompts, with breakpoints where other conversations are expected to diverge."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import ConfigError, InvalidPromptError
 from forkpoint.obs.logs import LOGGER
 
-FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # whose ends are looked for; each costs one rendering
-MAX_RENDERED = 200_000  # messages in all renderings for that: a few seconds; of longer conversations fewer ends are
-# What transformers' `apply_chat_template` and jinja2's `render` name themselves, not the template's variables.
+FIRST_MESSAGES, LAST_MESSAGES = 8, 56  # Messages whose ends are located. Each costs one rendering.
+# limit on messages in all these renderings, which take a few seconds; longer conversations get fewer ends
+MAX_RENDERED = 200_000
+# Parameters of transformers' `apply_chat_template` and jinja2's `render`, which template variables must not shadow.
 RESERVED = (
     *("chat_template", "conversation", "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask"),
     *("return_dict", "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation"),
 )
-PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that only ever part two renderings
+PROBES = ("\u2020 first probe", "\u2021 other probe")  # user texts that differ in the first character
 PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "probe", "parameters": {"type": "object", "properties": {}}},
 }
-PROBE_CPU_S, PROBE_MEMORY_BYTES = 5, 2**30  # of all probes; those of real templates take a tenth of a second
+PROBE_CPU_S, PROBE_MEMORY_BYTES = 5, 2**30  # limits for all probes together; real templates take a tenth of a second
 OVER_LIMIT = (
     f"takes more than {PROBE_CPU_S} s or {PROBE_MEMORY_BYTES >> 30} GiB of memory for a conversation of a few words"
 )
 
 
 class ChatTemplate:
-    """Renders conversations through the tokenizer's chat template, or through one given in its place.
+    """Renders conversations through the tokenizer's chat template, or through a given one.
 
-    What the template takes is probed when this is made. Conversations are rewritten to that.
+    The constructor probes which conversations the template accepts. Conversations are rewritten accordingly.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class ChatTemplate:
         content_format: Literal["auto", "string", "openai"] = "auto",
         tool_call_parser: str = "auto",
     ) -> None:
-        """`template` is a Jinja file or the template itself. It is given content as texts (`string`) or as lists of
-        text parts (`openai`), by default as it shows them. `tool_call_parser` names the notation in which calls are
-        written for a template that does not show them.
+        """`template` is a Jinja file or the template itself.
 
-        Raises ConfigError for a given template that cannot be read, or needs too much time or memory. A model's own
-        template that does refuses all conversations.
+        `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
+        in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
+        show them.
+
+        Raises ConfigError if a given template cannot be read, or needs too much time or memory. If the model's own
+        template needs too much, all conversations are refused.
         """
         self._tokenizer = tokenizer
         self._template = read_template(template)
@@ -98,7 +101,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template's text; empty where there is none."""
+        """The template's text; empty if there is none."""
         template = self._template or getattr(self._tokenizer.hf, "chat_template", None)
         return template if isinstance(template, str) else str(template or "")
 
@@ -112,10 +115,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         check_text: Callable[[str], None] | None = None,
     ) -> Prompt:
-        """The prompt of one conversation, with a breakpoint at the end of each message.
+        """Render one conversation to a prompt, with a breakpoint at the end of each message.
 
-        `check_text` is called with the text before anything else is done with it, and may raise.
-        Raises InvalidPromptError for an empty or malformed conversation and where the template refuses it.
+        `check_text` is called with the text before it is tokenised, and may raise. Raises InvalidPromptError for an
+        empty or malformed conversation, and for one that the template refuses.
         """
         if not self.source:
             raise InvalidPromptError("the model has no chat template; give one with chat_template, or use generate")
@@ -123,7 +126,9 @@ class ChatTemplate:
             raise InvalidPromptError(self._fault)
         reserved = sorted(name for name in variables or () if name in RESERVED)
         if reserved:
-            raise InvalidPromptError(f"chat_template_kwargs may not name {reserved[0]!r}; it is no template's variable")
+            raise InvalidPromptError(
+                f"chat_template_kwargs may not name {reserved[0]!r}; that is a parameter of the renderer"
+            )
         if not messages:
             raise InvalidPromptError("the conversation is empty; give at least one message")
         read = [read_message(message, in_parts=self._in_parts) for message in messages]
@@ -143,8 +148,10 @@ class ChatTemplate:
         return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
 
     def _refusal(self, rewritten: Rewritten, options: Mapping[str, Any], error: Exception) -> InvalidPromptError:
-        """Return the error for a conversation that the template refused. It names the message behind which every
-        longer conversation is refused."""
+        """Return the error for a conversation that the template refused.
+
+        The error names the first message at which the template refuses the conversation.
+        """
         wrong = _own_error(self._tokenizer) if self._template is None else None
         if wrong is not None:
             return InvalidPromptError(wrong)
@@ -167,7 +174,10 @@ class ChatTemplate:
         return str(apply(list(conversation), chat_template=self._template, tokenize=False, **options))
 
     def _message_ends(self, conversation: Sequence[Message], options: Mapping[str, Any], text: str) -> list[int]:
-        """Character positions in `text`: where the tool list ends, and each message but those cut elsewhere."""
+        """Return character positions in `text`: the end of the tool list and of each message.
+
+        Ends that cannot be located are left out.
+        """
         counts = range(len(conversation) + 1)
         num_last = min(LAST_MESSAGES, MAX_RENDERED // len(conversation))
         looked_at = {*counts[:FIRST_MESSAGES], *counts[len(counts) - num_last :]}
@@ -175,11 +185,11 @@ class ChatTemplate:
         return sorted(end for end in ends if 0 < end < len(text))
 
     def _end_of(self, prefix: Sequence[Message], options: Mapping[str, Any], text: str) -> int:
-        """Where `prefix` ends in `text`; 0 where the template does not show it.
+        """Return the position in `text` where `prefix` ends; 0 if the template does not show it.
 
-        Most templates render a prefix of a conversation to a prefix of its text. Where one raises, writes
-        something else at the end, or keeps a system prompt for the first user message, two continuations that
-        differ in their text alone show where it ends.
+        Most templates render a prefix of a conversation to a prefix of its text. Some raise instead, write something
+        else at the end, or keep a system prompt for the first user message. For these, the texts of two continuations
+        with different user messages are compared.
         """
         if prefix:
             alone = self._try_text(prefix, options)
@@ -197,13 +207,13 @@ class ChatTemplate:
             return self._text(conversation, options)
         except MemoryError:
             raise
-        except Exception:  # templates refuse conversations in many ways, and none of them matters here
+        except Exception:  # templates refuse conversations with many kinds of errors, and the kind does not matter here
             return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Probed:
-    """What is known of a template: how it reads content, and what it takes with tools and without."""
+    """The results of probing: the form of content, and the template's traits with tools and without."""
 
     in_parts: bool
     without_tools: TemplateTraits
@@ -211,7 +221,7 @@ class _Probed:
 
 
 class _Logged:
-    """Logs each kind of rewrite once, in whichever of the processes forked from this one it is seen first."""
+    """Logs each kind of rewrite once, even if several processes are forked from this one."""
 
     def __init__(self) -> None:
         self._flags = mmap.mmap(-1, len(Rewrite))  # shared with forked processes
@@ -228,7 +238,7 @@ def _from_user(text: str, in_parts: bool) -> Message:
 
 
 def _token_positions(cuts: Sequence[int], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Token counts at which the text before a cut, and nothing else, has been read."""
+    """Return the number of tokens before each cut. Cuts inside a token are left out."""
     starts = [start for start, _ in offsets]
     found = set()
     for cut in cuts:
@@ -246,20 +256,23 @@ def _common_prefix(first: str, other: str) -> int:
 
 
 def read_template(template: str | None) -> str | None:
-    """The text of a template that is given as a file, or as itself. Raises ConfigError for what is neither."""
+    """Return the text of a template that is given as a file or as itself. Raises ConfigError if it is neither."""
     if template is None or "{" in template or "\n" in template:
         return template
     path = Path(template)
     if not path.is_file():
-        raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template")
+        raise ConfigError(f"chat_template={template!r} is neither a file nor a Jinja template; give one of them")
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template={template!r} is no text that can be read: {error}") from error
+        raise ConfigError(
+            f"chat_template={template!r} cannot be read as UTF-8 text: {error}; correct the file"
+        ) from error
 
 
 def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError for a given template that cannot be read; warns of a model's own, which chats alone need."""
+    """Raise ConfigError if a given template cannot be parsed. Log a warning if the model's own cannot, since only chats
+    need it."""
     given = read_template(config.chat_template)
     if given is not None and (wrong := _syntax_error(given)):
         file = "" if given == config.chat_template else f"={config.chat_template!r}"
@@ -269,11 +282,12 @@ def check_template(config: EngineConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def _own_error(tokenizer: Tokenizer) -> str | None:
-    """The file, without its folder, and the line of the model's own template that Jinja cannot read."""
+    """Return an error that names the file and line of the model's own template that Jinja cannot parse; None if it
+    can."""
     wrong = _syntax_error(getattr(tokenizer.hf, "chat_template", None))
     if wrong is None:
         return None
-    return f"the model's {_own_name(tokenizer)} {wrong}; mend it, or give another with --chat-template"
+    return f"the model's {_own_name(tokenizer)} {wrong}; correct it, or give another with --chat-template"
 
 
 def _own_name(tokenizer: Tokenizer) -> str:
@@ -285,10 +299,10 @@ def _syntax_error(template: object) -> str | None:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if not isinstance(template, str):  # none, or several by name
+    if not isinstance(template, str):  # no template, or several by name
         return None
     try:
-        render_jinja_template([], chat_template=template)  # for no conversations it is compiled and no more
+        render_jinja_template([], chat_template=template)  # without conversations the template is only compiled
     except TemplateSyntaxError as error:
-        return f"is no Jinja template: {error.message}, line {error.lineno}"
+        return f"is not a Jinja template: {error.message}, line {error.lineno}"
     return None

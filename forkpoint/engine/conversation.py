@@ -1,4 +1,4 @@
-"""Messages of a conversation, checked and in one form."""
+"""Checks messages of a conversation and brings them into one form."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from forkpoint.errors import InvalidPromptError
 
 Message: TypeAlias = Mapping[str, Any]
 
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # where the text is
-SPEAKERS = ("system", "developer", "user")  # roles whose messages are nothing without content
-SHOWN = 80  # characters of a wrong value, in an error message
+# part type -> key of its text
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+SPEAKERS = ("system", "developer", "user")  # roles whose messages need content
+SHOWN = 80  # characters of a wrong value that an error message shows
 
 
 def read_message(message: object, *, in_parts: bool) -> dict[str, Any]:
-    """Return a message in the form that templates read. What a server sends as an answer can be sent back as it is.
+    """Return a message in the form that templates read. Answers of a server can be sent back unchanged.
 
     `content` becomes a text: parts are joined, or kept for templates that read parts. Null becomes an empty text, and a
-    refusal takes the place of missing content. `reasoning` and `reasoning_content` name the same thing, so both are
-    given. Arguments of tool calls become mappings; arguments that are no JSON object stay the text that they are. An
-    empty list of calls is left out.
+    refusal replaces missing content. `reasoning` and `reasoning_content` are synonyms, so both are set. Arguments of
+    tool calls become mappings; arguments that are not a JSON object stay texts. An empty list of calls is removed.
     Raises InvalidPromptError, which says what is wrong.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPromptError(f"a message is a dict with 'role' and 'content'; given {message!r:.{SHOWN}}")
     if message["role"] == "function" or message.get("function_call") is not None:
         raise InvalidPromptError(
-            "function_call and messages of the role 'function' are not understood; send tool_calls, and their results "
+            "function_call and messages of the role 'function' are not supported; send tool_calls, and their results "
             "in messages of the role 'tool'"
         )
     if "content" not in message and message["role"] in SPEAKERS:
@@ -86,7 +86,7 @@ def _part(part: object) -> str:
     name = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     text = part.get(name) if isinstance(part, Mapping) and name is not None else None
     if not isinstance(text, str):
-        raise InvalidPromptError(f"only text parts are understood in a message; given {part!r:.{SHOWN}}")
+        raise InvalidPromptError(f"a message may contain only text parts; given {part!r:.{SHOWN}}")
     return text
 
 
@@ -104,7 +104,7 @@ def _call(call: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any] | str:
-    """Return the arguments as a mapping, or as the text that was given if that is no JSON object."""
+    """Return the arguments as a mapping, or as the given text if it is not a JSON object."""
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
     if not isinstance(given, str):

@@ -1,4 +1,4 @@
-"""The step loop: plan, run, apply."""
+"""The step loop: plans steps, runs them and applies their results."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from forkpoint.sched.plan import Runner, SubmittedStep
 from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.sched.scheduler import Scheduler
 
-if TYPE_CHECKING:  # it brings sockets and a codec along
+if TYPE_CHECKING:  # it imports sockets and a codec
     from forkpoint.engine.events import EventPublisher
 
-MIDDLE_EVERY = 64  # steps between collections of the middle generation of objects
-FULL_EVERY = 1 << 16  # and of everything, which finds hardly a cycle and takes a tenth of a second
-CLOSED = "the engine is closed; make a new one"
-LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, one is planned
+MIDDLE_EVERY = 64  # steps between collections of the middle garbage generation
+FULL_EVERY = 1 << 16  # steps between full collections, which take a tenth of a second and rarely find a cycle
+CLOSED = "the engine is closed; create a new one"
+LOOK_AHEAD = 2  # steps in flight with async scheduling: one runs, the next is planned
 
 
 class EngineCore:
-    """Drives a scheduler and a runner. One thread calls it; requests are checked and aborted at `scheduler`.
+    """Drives a scheduler and a runner. Only one thread may call it. Requests are checked and aborted at `scheduler`.
 
-    With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied; with `drafts`,
-    where it may have to wait for that result, at least before what it says is told. The requests of a step that raises
-    are tried again one at a time; one whose own step raises ends with the error, and all others go on as if nothing had
-    happened. `on_close` is called once the runner has been closed and let go; `check` raises EngineStoppedError where
-    it is gone, which without steps nobody sees.
+    With `async_scheduling` step n+1 is planned and submitted before the result of step n is applied. With `drafts` that
+    plan may need the result. Step n+1 is then submitted at least before the result is returned. If a step raises, its
+    requests are retried one at a time. A request whose own step raises ends with the error, and all others continue
+    unaffected. `on_close` is called once, after the runner is closed and released. `check` raises EngineStoppedError if
+    the runner has died, which is not noticed otherwise while no steps run.
     """
 
     def __init__(
@@ -57,16 +57,19 @@ class EngineCore:
         self._closed = False
         self.num_model_tokens = 0  # tokens that entered the model, over all steps
         self.slot_bytes_copied = 0
-        self.num_replayed_steps = 0  # that a recorded graph served
+        self.num_replayed_steps = 0  # steps that a recorded graph ran
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestTooLargeError, QueueFullError, InvalidPromptError, EngineStoppedError."""
+        """Queue a request.
+
+        Raises RequestTooLargeError, QueueFullError, InvalidPromptError or EngineStoppedError.
+        """
         if self._closed:
             raise EngineStoppedError(CLOSED)
         self.scheduler.add(request)
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """End a request where it stands; nothing happens if it has ended."""
+        """End a request with the tokens it has. Do nothing if it has ended."""
         request = self.scheduler.abort(request_id)
         if self._log is not None and request is not None:
             self._log.write(request, reason)
@@ -75,13 +78,13 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_unfinished()
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[RequestUpdate]:
-        """Run one step to its end and return the news; empty when there is nothing to do.
+        """Run one step to its end and return the updates; empty if there is nothing to do.
 
-        `meanwhile` is called when all that can be submitted is, while the device works.
+        `meanwhile` is called while the device works, after all possible steps are submitted.
         """
         if self._closed or self._runner is None:
             raise EngineStoppedError(CLOSED)
-        self._closed = True  # torn in the middle, if it raises: what was planned and what has run may differ
+        self._closed = True  # until the step is complete; if it raises, plan and device state may differ
         self._submit_steps(self._runner)
         updates: list[RequestUpdate] = []
         if self._in_flight:
@@ -106,19 +109,19 @@ class EngineCore:
                 break
             try:
                 self._in_flight.append((plan.step, runner.submit(plan)))
-            except EngineStoppedError:  # no step can run any more
+            except EngineStoppedError:  # no further step can run
                 raise
-            except Exception as error:  # what the model raises comes with the result; this is a plan gone wrong
+            except Exception as error:  # errors of the model come with the result; this error is in the plan
                 raise EngineStoppedError(f"step {plan.step} was refused and the engine stops: {error}") from error
             collect_garbage(plan.step)
 
     def drain(self) -> None:
-        """Finish the steps in flight without planning new ones; none where the engine is closed or torn."""
+        """Finish the steps in flight without planning new ones. Does nothing if the engine is closed."""
         while self._in_flight and not self._closed:
             self._finish_oldest()
 
     def reset_prefix_cache(self) -> bool:
-        """Nothing cached so far is found again."""
+        """Make all cached prefixes unavailable to later requests. Return the scheduler's answer."""
         done = self.scheduler.reset_prefix_cache()
         self._publish()
         return done
@@ -128,7 +131,7 @@ class EngineCore:
             self._events.publish()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters and gauges since the start, by name."""
+        """Return counters and gauges since the start, by name."""
         stats = asdict(self.scheduler.stats())
         return {
             **stats.pop("cache"),
@@ -140,7 +143,7 @@ class EngineCore:
         }
 
     def close(self) -> None:
-        """Release the runner; harmless a second time."""
+        """Release the runner. Calling it again does nothing."""
         self._closed = True
         self._in_flight.clear()
         if self._runner is not None:
@@ -154,7 +157,7 @@ class EngineCore:
         step, pending = self._in_flight[0]
         try:
             result = pending.result()
-        except EngineStoppedError:  # no step can run any more
+        except EngineStoppedError:  # no further step can run
             raise
         except Exception as error:
             return self._fail(step, error)
@@ -165,21 +168,21 @@ class EngineCore:
         return self.scheduler.apply(result)
 
     def _fail(self, step: int, error: Exception) -> list[RequestUpdate]:
-        """Undo `step` and all later ones, which built on it; their results are waited for and dropped."""
+        """Undo `step` and all later steps, which depend on it. Their results are waited for and dropped."""
         self._in_flight.popleft()
         while self._in_flight:
-            with suppress(Exception):  # they ran on what the failed step left behind; its error is the one reported
+            with suppress(Exception):  # they ran on the failed step's state, so only its error is reported
                 self._in_flight.popleft()[1].result()
-        told = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
-        failure = StepFailedError(f"step {step} failed: {told}")
+        described = str(error) if isinstance(error, StepFailedError) else f"{type(error).__name__}: {error}"
+        failure = StepFailedError(f"step {step} failed: {described}")
         failure.__cause__ = error
         return self.scheduler.fail(step, failure)
 
 
 def collect_garbage(step: int) -> None:
-    """Run Python's cycle collector a little, after `step` was submitted.
+    """Run Python's cycle collector briefly, after `step` was submitted.
 
-    Left to itself Python collects when enough new objects have piled up, which takes milliseconds and falls into
-    planning as likely as not; after each step there are only a few hundred to look at.
+    Automatic collection starts when enough new objects exist, takes milliseconds and may delay planning. After each
+    step only a few hundred new objects have to be examined.
     """
     gc.collect(2 if step % FULL_EVERY == FULL_EVERY - 1 else int(step % MIDDLE_EVERY == MIDDLE_EVERY - 1))

@@ -1,4 +1,4 @@
-"""Prompts in, outputs out, one step at a time. `LLM` and the servers sit on it."""
+"""The engine behind `LLM`: takes prompts, runs steps and returns outputs with texts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from forkpoint.sched.request import Request
 
 
 class Engine:
-    """Requests with their texts, around an EngineCore of token sequences. One thread calls it."""
+    """Tracks requests with their texts on top of an EngineCore, which works on token sequences. One thread calls it."""
 
     def __init__(self, core: EngineCore, inputs: InputProcessor) -> None:
         self.core = core
         self.inputs = inputs
         self._outputs = OutputAssembler(inputs.tokenizer, self._end)
         self._num_requests = 0
-        self._unprepared: dict[str, RequestState] = {}  # open requests
+        self._unprepared: dict[str, RequestState] = {}  # open requests whose outputs have not been prepared
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise the RequestError that `add_request` would raise for the prompt or its parameters."""
@@ -32,7 +32,7 @@ class Engine:
     def add_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> str:
         """Queue one prompt with its `n` completions and return the request's id.
 
-        Raises a RequestError, in which case nothing of it is queued.
+        Raises a RequestError, after which none of the completions is queued.
         """
         requests = self._requests(prompt, params, priority)
         try:
@@ -56,13 +56,14 @@ class Engine:
         return requests
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request where it stands; None when it is not open."""
+        """End a request with the output it has. Return that output, or None if the request is not open."""
         state = self._outputs.abort(request_id, time.perf_counter())
         self._unprepared.pop(request_id, None)
         return state.output() if state is not None else None
 
     def advance(self) -> list[RequestState]:
-        """Run one step; the requests that have news. Making an output of each costs time that grows with its length."""
+        """Run one step and return the requests with news. Building the output of each takes time proportional to its
+        length."""
         updates = self.core.step(self._prepare if self._unprepared else None)
         changed = self._outputs.apply(updates, time.perf_counter())
         for state in changed:
@@ -75,7 +76,7 @@ class Engine:
             self.core.end(name, reason)
 
     def _prepare(self) -> None:
-        """Do now what an output will need: one request at a time, so that no step waits for it."""
+        """Prepare the output of one open request while the device works, so that no step waits for it."""
         self._unprepared.pop(next(iter(self._unprepared))).prepare()
 
     def has_unfinished(self) -> bool:

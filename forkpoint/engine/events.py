@@ -1,4 +1,4 @@
-"""Publishes what the cache can restore, as vLLM publishes its blocks; no step ever waits for it."""
+"""Publishes which prefixes the cache can restore, in the format of vLLM's KV events. No step ever waits for it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from forkpoint.errors import ConfigError
 from forkpoint.obs.logs import LOGGER
 from forkpoint.routing import wire
 
-POLL_S = 0.1  # how long a subscriber that asks for a replay may wait for it
-CLOSE_S = 1.0
+POLL_S = 0.1  # longest time in seconds before a request for a replay is read
+CLOSE_S = 1.0  # longest time in seconds for sending the rest at the end
 LOOPBACK = "127.0.0.1"
-ANYWHERE = "tcp://*"  # vLLM's; here the address that the server listens on
-MAX_FRAME_BYTES = 1024  # of what subscribers send: topics, and requests of 8 bytes
+ANYWHERE = "tcp://*"  # vLLM's default; here it means the address that the server listens on
+MAX_FRAME_BYTES = 1024  # subscribers send only topics, and requests of 8 bytes
 
 
 class EventPublisher:
-    """Takes the changes of a cache between steps, in the engine's thread; a thread of its own encodes and sends them.
+    """Takes the changes of a cache between steps, in the engine's thread. Its own thread encodes and sends them.
 
-    Where that falls behind by `max_queue_size` batches, or a subscriber asks for batches that are kept no more,
-    the next batch says what is there from the beginning. Raises ConfigError for an endpoint that cannot be had.
+    If that thread falls behind by `max_queue_size` batches, or a subscriber asks for batches that are no longer kept,
+    the next batch lists everything from the beginning. Raises ConfigError for an endpoint that cannot be opened.
     """
 
     def __init__(self, config: KVEventsConfig, restorable: Restorable) -> None:
@@ -57,7 +57,7 @@ class EventPublisher:
     def _open(self, socket: zmq.Socket[bytes], endpoint: str, host: str | None) -> str:
         """Open the socket and return its address.
 
-        A publisher is bound to an address with a wildcard, of `::` or `ipc:`, and connected to others, as in vLLM.
+        As in vLLM, a publisher binds to an address with a wildcard, with `::`, or of `ipc:`, and connects to others.
         """
         binds = socket.type == zmq.ROUTER or any(part in endpoint for part in ("*", "::", "0.0.0.0"))
         binds = binds or endpoint.startswith(("ipc:", "inproc:"))
@@ -68,16 +68,17 @@ class EventPublisher:
             socket.bind(address) if binds else socket.connect(address)
         except (zmq.ZMQError, OSError) as error:
             raise ConfigError(
-                f"kv_events_config: {endpoint!r} cannot be opened: {error}; give an address that is free, as tcp://*:5557"
+                f"kv_events_config: {endpoint!r} cannot be opened: {error}; give a free address such as tcp://*:5557"
             ) from error
         if binds and address.startswith("tcp:") and not is_loopback(address):
             LOGGER.warning(
-                "KV cache events on %s have all prompts as token ids: let only your routers reach this address", address
+                "KV cache events on %s contain all prompts as token ids: let only your routers reach this address",
+                address,
             )
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self) -> None:
-        """Hand over what changed since the last call."""
+        """Hand the changes since the last call to the sending thread."""
         if self._from_beginning.is_set() and not self._queue.full():
             self._from_beginning.clear()
             self._restorable.report_all()
@@ -88,11 +89,11 @@ class EventPublisher:
                 self._from_beginning.set()
 
     def close(self) -> None:
-        """Send what was handed over, within a second."""
+        """Send the batches that were handed over, for at most a second each to queue and to send."""
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
-            LOGGER.warning("KV cache events that nobody has been sent are dropped")
+            LOGGER.warning("KV cache events that were not sent yet are dropped")
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
@@ -113,7 +114,7 @@ class EventPublisher:
 
 
 def address_of(endpoint: str, host: str | None) -> str:
-    """Return `endpoint` with the address of `host` for `tcp://*`; without a host this machine alone reaches it.
+    """Replace `tcp://*` in `endpoint` by the address of `host`, by default loopback.
 
     Raises OSError for a host that is unknown.
     """
@@ -125,9 +126,9 @@ def address_of(endpoint: str, host: str | None) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address for ZeroMQ is reached from this machine alone."""
+    """Return whether only this machine can reach a ZeroMQ address."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # the name of an interface
+    except ValueError:  # the name of a network interface
         return host == "lo"

@@ -1,4 +1,4 @@
-"""The sampling defaults that a model's generation_config.json asks for, as vLLM takes them."""
+"""The sampling defaults in a model's generation_config.json, read as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from forkpoint.obs.logs import LOGGER
 from forkpoint.params import SamplingParams
 
 FILE: Final = "generation_config.json"
-NEUTRAL: Final = "vllm"  # the name with which vLLM asks for its own defaults
+NEUTRAL: Final = "vllm"  # the value with which vLLM selects its own defaults
 
 
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """What `SamplingParams` take where a request says nothing, by their names; what the file is silent about is absent.
+    """Return the defaults of `SamplingParams` for fields that a request leaves out. Fields that the file lacks are
+    absent.
 
-    `max_new_tokens` is `max_tokens` here. Raises ConfigError for a file that is not there or a value that is not
-    allowed, ModelFolderError for a file that is no JSON object.
+    `max_new_tokens` becomes `max_tokens`. Raises ConfigError for a missing file or a value that is not allowed, and
+    ModelFolderError for a file that is not a JSON object.
     """
     source = _source(config)
     values = read_json(source) if source is not None else {}
@@ -38,18 +39,16 @@ def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
 
 
 def log_sampling_defaults(config: EngineConfig, defaults: Mapping[str, Any]) -> None:
-    """One line that says which they are and where they come from; none where all are neutral."""
+    """Log the defaults and their sources in one line. Log nothing if all are neutral."""
     if not defaults:
         return
     origins = [str(_source(config) or "")] + ["--override-generation-config"] * bool(config.override_generation_config)
     shown = ", ".join(f"{name}={value}" for name, value in defaults.items())
-    LOGGER.info(
-        "requests that say nothing else are sampled with %s, from %s", shown, " and ".join(filter(None, origins))
-    )
+    LOGGER.info("default sampling parameters: %s, from %s", shown, " and ".join(filter(None, origins)))
 
 
 def _source(config: EngineConfig) -> Path | None:
-    """The file to read, None for none. Raises ConfigError where one is named that is not there."""
+    """Return the file to read; None if there is none. Raises ConfigError if a named file does not exist."""
     if config.generation_config == NEUTRAL:
         return None
     if config.generation_config == "auto":
@@ -59,6 +58,6 @@ def _source(config: EngineConfig) -> Path | None:
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"generation_config={config.generation_config!r} is neither auto nor vllm, and there is no {path}"
+            f"generation_config={config.generation_config!r} is neither auto nor vllm, and {path} does not exist"
         )
     return path

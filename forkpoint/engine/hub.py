@@ -1,6 +1,6 @@
-"""Models by their ids on a Hugging Face hub: from a name to a folder on this machine.
+"""Finds models by their ids on a Hugging Face hub and fetches them into a folder on this machine.
 
-`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` mean what they mean to huggingface_hub.
+`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` and `HF_ENDPOINT` have the same effect as in huggingface_hub.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from forkpoint.errors import ForkpointError, ModelFolderError
 from forkpoint.obs.logs import LOGGER, set_up_logging
 
 HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-# Configs, the index of the weights, tokenizers and chat templates: all that is not weights, in the top folder.
+# Configs, the index of the weights, tokenizers and chat templates: all files but weights, in the top folder.
 SMALL_FILES: Final = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS: Final = "*.safetensors"
 
 
 def with_folders(config: EngineConfig) -> EngineConfig:
-    """`config` with folders for the hub ids that it names, fetched where they are not here yet.
+    """Replace hub ids in `config` by folders. Fetch models that are not on this machine yet.
 
     Raises ModelFolderError.
     """
@@ -48,11 +48,11 @@ def model_folder(
     weights: bool = True,
     show_bar: bool = False,
 ) -> str:
-    """`name` itself where it is a folder, else the folder of the hub's model of that name.
+    """Return `name` if it is a folder, otherwise the folder of the hub's model with that id.
 
-    `revision` is a branch, tag or commit (None: main); `download_dir` takes the place of huggingface_hub's cache.
-    Raises ModelFolderError, with what to do, where there is no such model or it cannot be fetched, and what
-    `load_config` raises before weights are fetched.
+    `revision` is a branch, tag or commit (None: main). `download_dir` replaces huggingface_hub's cache folder. Raises
+    ModelFolderError, which says what to do, if the model does not exist or cannot be fetched. Raises what `load_config`
+    raises before weights are fetched.
     """
     if Path(name).is_dir():
         return name
@@ -69,14 +69,15 @@ def model_folder(
             return _fetch(name, revision, download_dir, weights, _bar(interrupt, show_bar))
     except ForkpointError:
         raise
-    except Exception as error:  # of httpx, of huggingface_hub and of the system, each told in a line
+    except Exception as error:  # httpx, huggingface_hub and the system raise many kinds; each is reported in one line
         raise ModelFolderError(_reason(error, name, revision, download_dir or constants.HF_HUB_CACHE)) from error
 
 
 def _fetch(name: str, revision: str | None, download_dir: str | None, weights: bool, bar: type[Any]) -> str:
     from huggingface_hub import errors, snapshot_download
 
-    snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=["*/*"])  # of inner folders
+    # skip files in inner folders
+    snapshot = partial(snapshot_download, name, cache_dir=download_dir, ignore_patterns=["*/*"])
     folder = str(snapshot(revision=revision, allow_patterns=list(SMALL_FILES), tqdm_class=bar))
     if weights:
         at = {"revision": Path(folder).name, "allow_patterns": [*SMALL_FILES, WEIGHTS]}
@@ -85,13 +86,13 @@ def _fetch(name: str, revision: str | None, download_dir: str | None, weights: b
         except errors.LocalEntryNotFoundError:
             from forkpoint.models.registry import load_config
 
-            load_config(folder)  # a model that cannot run is told before gigabytes have come
+            load_config(folder)  # report a model that cannot run before fetching gigabytes
             snapshot(**at, tqdm_class=bar)
     return folder
 
 
 def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
-    """A class of progress bars for a download which Ctrl-C ends at once, instead of after the files under way."""
+    """Return a class of progress bars. Through it Ctrl-C stops a download at once, not after the current files."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]  # mypy does not look into the library
@@ -109,7 +110,7 @@ def _bar(interrupt: DeferredInterrupt, show_bar: bool) -> type[Any]:
 def _reason(error: Exception, name: str, revision: str | None, cache: str) -> str:
     from huggingface_hub import constants, errors
 
-    hub, rest = constants.ENDPOINT, "run the same command again: files that came whole are kept"
+    hub, rest = constants.ENDPOINT, "run the same command again: complete files are kept"
     match error:
         case errors.GatedRepoError():
             return f"{name} is gated: ask for access at {hub}/{name}, then set HF_TOKEN to a token of that account"
@@ -122,8 +123,8 @@ def _reason(error: Exception, name: str, revision: str | None, cache: str) -> st
             return f"{name} has no revision {revision!r}; give a branch, a tag or a commit of {hub}/{name}"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             return (
-                f"{name} (revision {revision or 'main'}) is not, or not wholly, in {cache}, and HF_HUB_OFFLINE "
-                "forbids to fetch it; unset that once, or give a folder"
+                f"{name} (revision {revision or 'main'}) is not, or not completely, in {cache}, and HF_HUB_OFFLINE "
+                "prevents fetching it; unset HF_HUB_OFFLINE once, or give a folder"
             )
         case errors.LocalEntryNotFoundError():
             return f"{name} cannot be fetched from {hub}: {first_line(error.__cause__ or error)}; {rest}"

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters to scheduler requests, everything checked before anything runs."""
+"""Turns prompts and sampling parameters into scheduler requests, and checks everything before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from forkpoint.sched.request import Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt. `breakpoints` are declared by the caller, in tokens; `num_dropped` tokens before it were cut off."""
+    """A tokenised prompt.
+
+    `breakpoints` are positions in tokens that the caller gave. `num_dropped` tokens were cut off at the beginning.
+    """
 
     token_ids: IntArray
     text: str | None = None
@@ -31,7 +34,7 @@ class Prompt:
     num_dropped: int = 0
 
     def last(self, count: int) -> Prompt:
-        """The last `count` tokens, or all if there are no more."""
+        """Return the prompt's last `count` tokens, or the whole prompt if it has no more."""
         cut = len(self.token_ids) - count
         if cut <= 0:
             return self
@@ -44,9 +47,10 @@ PromptInput: TypeAlias = "str | Sequence[int] | Mapping[str, object] | Prompt"
 
 @dataclass(frozen=True, slots=True)
 class InputProcessor:
-    """Knows the model's vocabulary, its length limit and its end-of-sequence ids.
+    """Creates requests from prompts and parameters. It knows the vocabulary, the length limit and the end-of-sequence
+    ids.
 
-    Its requests have no grammar yet: `grammars` starts one for whoever runs them.
+    Its requests have no grammar yet. The engine that runs them starts one with `grammars`.
     """
 
     tokenizer: Tokenizer | None
@@ -66,7 +70,10 @@ class InputProcessor:
         object.__setattr__(self, "tool_call_token_ids", found)
 
     def prompt(self, given: PromptInput, params: SamplingParams | None = None) -> Prompt:
-        """Tokenise, cut as `params` say, and check. Raises a RequestError with what was given and what is allowed."""
+        """Tokenise a prompt, truncate it according to `params`, and check it.
+
+        Raises a RequestError, which says what was given and what is allowed.
+        """
         if isinstance(given, Mapping):
             given = self._from_mapping(given)
         if isinstance(given, Prompt):
@@ -100,10 +107,10 @@ class InputProcessor:
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int, number: int, arrival_s: float
     ) -> list[Request]:
-        """The `n` requests of one prompt, `request_id` for the first and `request_id#i` for the others.
+        """Return the `n` requests of one prompt, with ids `request_id` for the first and `request_id#i` for the others.
 
-        `number` counts the engine's requests; it makes their seeds differ where the caller names none.
-        Raises InvalidParamsError.
+        `number` counts the engine's requests. It makes the seeds of requests differ if the caller gives none. Raises
+        InvalidParamsError.
         """
         room = self.max_model_len - len(prompt.token_ids)
         priority = checked_priority(priority)
@@ -112,7 +119,7 @@ class InputProcessor:
         own = {position - prompt.num_dropped for position in params.cache_breakpoints if position > prompt.num_dropped}
         breakpoints = tuple(sorted({*prompt.breakpoints, *own}))
         base = params.seed if params.seed is not None else derive_seed(self.seed, number)
-        # the prompt's own log-probabilities are reported once
+        # the prompt's own log-probabilities are reported only once
         others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         return [
             Request(
@@ -193,7 +200,7 @@ def sequence_id(request_id: str, index: int) -> str:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """An independent seed, the same on every machine."""
+    """Derive an independent seed, which is the same on every machine."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
 
@@ -201,13 +208,13 @@ def derive_seed(seed: int, index: int) -> int:
 def _integers(given: object) -> npt.NDArray[np.int64]:
     allowed = "a text, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
     if isinstance(given, bytes | bytearray | memoryview) or (isinstance(given, np.ndarray) and given.ndim != 1):
-        raise InvalidPromptError(f"{shown(given)} is no prompt; give {allowed}")
+        raise InvalidPromptError(f"{shown(given)} is not a prompt; give {allowed}")
     if not isinstance(given, Sequence | np.ndarray):
-        raise InvalidPromptError(f"a prompt of type {type(given).__name__} is not understood; give {allowed}")
+        raise InvalidPromptError(f"a prompt cannot be of type {type(given).__name__}; give {allowed}")
     try:
-        # This refuses what is no integer, bools apart, and is several times as fast as numpy on a list.
+        # This refuses values that are not integers, except bools, and is several times as fast as numpy on a list.
         ids = np.frombuffer(struct.pack(f"{len(given)}q", *given), np.int64)
-    except Exception:  # struct.error, and whatever a value raises that is asked for its integer
+    except Exception:  # struct.error, and any error that a value raises on conversion
         return _checked_integers(given, allowed)
     small = np.flatnonzero((ids == 0) | (ids == 1)).tolist()
     if any(isinstance(given[i], bool | np.bool_) for i in small):
@@ -216,8 +223,9 @@ def _integers(given: object) -> npt.NDArray[np.int64]:
 
 
 def _checked_integers(given: Sequence[Any] | npt.NDArray[Any], allowed: str) -> npt.NDArray[np.int64]:
-    """One by one, to name the first value that is no integer; too large ones become an id that no model has."""
+    """Check values one by one, to name the first that is not an integer. Too large ones become an id that no model
+    has."""
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise InvalidPromptError(f"{shown(value)} is no token id; give {allowed}")
+            raise InvalidPromptError(f"{shown(value)} is not a token id; give {allowed}")
     return np.asarray([min(max(int(value), -1), 2**62) for value in given], np.int64)

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, so that a step is never torn."""
+"""Handles Ctrl-C between steps, so that no step is interrupted in the middle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """While open, the first Ctrl-C only sets `requested`; a second one raises, as with `at_once` the first does too.
+    """A context in which the first Ctrl-C sets `requested` and only a second one raises KeyboardInterrupt.
 
-    Outside the main thread, where signals cannot be handled, it does nothing, and with `at_once` neither where others
-    handle them.
+    With `at_once` the first one raises too. Does nothing outside the main thread, where signals cannot be handled. With
+    `at_once` it also does nothing if the program handles Ctrl-C itself.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:

@@ -32,16 +32,16 @@ from forkpoint.worker.threads import wait_briefly
 
 
 class LLM:
-    """A model, its cache and its scheduler. Several threads may use it at once, and several streams in one.
+    """A model with its cache and scheduler. Several threads may use it at once, each with several streams.
 
     `LLM("Qwen/Qwen3.5-9B", max_model_len=4096, ...)` takes a folder or a hub id, and the options of `EngineConfig`,
-    `CacheConfig` and `SchedulerConfig` by name. Raises ConfigError, ModelFolderError or UnsupportedModelError. Close
-    it, or use it in a `with` statement, to give the memory back.
+    `CacheConfig` and `SchedulerConfig` by name. Raises ConfigError, ModelFolderError or UnsupportedModelError. Call
+    `close`, or use it in a `with` statement, to release its memory.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         wait_briefly()
-        from forkpoint.engine.build import build_parts, load_tokenizer  # these load torch and the models
+        from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch and the models
         from forkpoint.engine.engine import Engine
 
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))
@@ -61,12 +61,12 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete one prompt (text or token ids) or many; outputs come in the order of the prompts.
+        """Complete one prompt (text or token ids) or many. Outputs come in the order of the prompts.
 
-        `sampling_params` (None: the defaults below) and `priority` (smaller runs first) are one for all or one each.
-        Raises a RequestError
-        before anything runs when a prompt or parameter is refused. A completion that fails while running says
-        so in its `finish_reason` and `error`; the others go on. Ctrl-C ends the open requests and raises.
+        `sampling_params` (None: `get_default_sampling_params()`) and `priority` (smaller runs first) are one for all
+        prompts or one for each. Raises a RequestError before anything runs if a prompt or parameter is refused. A
+        completion that fails while running has `finish_reason` ERROR and an `error`; the others continue. Ctrl-C ends
+        the open requests and raises KeyboardInterrupt.
         """
         return self._run(split_prompts(prompts), sampling_params, priority, use_tqdm)
 
@@ -82,9 +82,9 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of `{"role", "content"}`) or many, as `generate` does.
+        """Answer one conversation (a list of `{"role", "content"}`) or many, as `generate` does for prompts.
 
-        The end of each message is a breakpoint: a later conversation that parts there reuses it.
+        The end of each message is a breakpoint, from which a later conversation with the same beginning can resume.
         """
         prompts = [
             self.render_chat(
@@ -107,7 +107,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """The prompt of one conversation, breakpoints included; `generate` and `stream` check and take it."""
+        """Render one conversation to a prompt with breakpoints, for `generate` and `stream`."""
         if self._chat is None:
             raise ConfigError("chat needs a tokenizer; start without skip_tokenizer_init")
         flags: dict[str, Any] = {
@@ -118,10 +118,10 @@ class LLM:
         return self._chat.render(messages, tools=tools, variables=chat_template_kwargs, **flags)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt and yield its output, as far as it has come, after each step with news.
+        """Complete one prompt. After each step with news, yield its whole output so far.
 
-        Ctrl-C during a step, or leaving the iteration, ends the request; after Ctrl-C the last output has
-        `finish_reason` ABORT. Other streams and calls may run meanwhile.
+        Ctrl-C during a step, or leaving the iteration, ends the request. After Ctrl-C the last output has
+        `finish_reason` ABORT. Other streams and calls may run at the same time.
         """
         (params,) = one_each(sampling_params, 1, self.get_default_sampling_params())
         with self._shared.held() as engine:
@@ -130,7 +130,8 @@ class LLM:
         try:
             self._shared.add(caller, checked, params)
             while caller.open or caller.news:
-                with DeferredInterrupt() as interrupt:  # not while the reader has the word: it may never come back
+                # not while the caller handles an output, because it may never come back
+                with DeferredInterrupt() as interrupt:
                     outputs = self._shared.news(caller, RequestState.output)
                 if interrupt.requested and caller.open:
                     outputs = self._shared.abort(caller)
@@ -139,27 +140,28 @@ class LLM:
             self._shared.leave(caller)
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the model; ConfigError where it was started without one."""
+        """Return the transformers tokenizer of the model. Raises ConfigError if the engine was started without one."""
         if self._engine.inputs.tokenizer is None:
             raise ConfigError("there is no tokenizer; start without skip_tokenizer_init")
         return self._engine.inputs.tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a call that gives none: neutral but for what the model's generation_config.json asks for."""
+        """Return the parameters of a call that gives none: neutral values, changed by the model's
+        generation_config.json."""
         return SamplingParams(**self._defaults)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix, which is always possible: True. Running requests keep what they hold."""
+        """Drop every cached prefix. Always returns True. Running requests keep their blocks and states."""
         with self._shared.held() as engine:
             return engine.core.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, Any]:
-        """Counters and gauges since the start, by name (tokens, pages, requests)."""
+        """Return counters and gauges since the start, by name (tokens, pages, requests)."""
         with self._shared.held():
             return self._metrics()
 
     def close(self) -> None:
-        """Give the memory back; further calls raise EngineStoppedError. `get_metrics` keeps its last answer."""
+        """Release the memory. Later calls raise EngineStoppedError, but `get_metrics` returns its last values."""
         with self._shared.held() as engine:
             last = self._metrics()
             self._metrics = lambda: last
@@ -198,7 +200,7 @@ class LLM:
         return [done[request_id] for request_id in order]
 
     def _feed(self, caller: Caller, todo: Sequence[tuple[Prompt, SamplingParams, int]], order: list[str]) -> None:
-        """Queue what the bounded queue takes; the rest follows as it drains."""
+        """Queue as many prompts as the bounded queue takes. The rest follows as it drains."""
         for prompt, params, priority in todo[len(order) :]:
             try:
                 order.append(self._shared.add(caller, prompt, params, priority))

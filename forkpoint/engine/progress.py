@@ -1,4 +1,4 @@
-"""The progress bar of a batch."""
+"""Shows the progress bar of a batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from forkpoint.outputs import RequestOutput
 
 
 class Progress(tqdm):  # type: ignore[misc]  # mypy does not look into the library
-    """Counts finished prompts, with the speed of prompt and output tokens."""
+    """Counts finished prompts and shows the throughput of prompt and output tokens."""
 
     def __init__(self, total: int, *, show: bool) -> None:
         super().__init__(total=total, desc="Processed prompts", dynamic_ncols=True, disable=not show)
         self._num_input = self._num_output = 0
 
     def add(self, output: RequestOutput) -> None:
-        """A prompt is finished."""
+        """Count a finished prompt."""
         self._num_input += len(output.prompt_token_ids)
         self._num_output += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed_s = max(self.format_dict["elapsed"], 1e-9)

@@ -13,14 +13,15 @@ import zmq
 from forkpoint.obs.logs import LOGGER
 from forkpoint.routing import wire
 
-MAX_AT_ONCE: Final = 16  # replays; further requests wait in the socket
+MAX_AT_ONCE: Final = 16  # replays at once; further requests wait in the socket
 MAX_REQUESTS_A_ROUND: Final = 16
-BATCHES_A_ROUND: Final = 64  # of all replays together
-ROUND_S: Final = 0.01  # from one round to the next: a flood of requests takes a few per cent of the engine's time
-MAX_WAITING: Final = 64  # batches in the socket for one subscriber, and requests from one
-STALL_S: Final = 10.0  # after which a subscriber that reads nothing is given up, or, if others wait:
-SHORT_STALL_S: Final = 0.2
-LOG_INTERVAL_S: Final = 60.0  # between warnings of requests in a wrong form
+BATCHES_A_ROUND: Final = 64  # batches of all replays together
+# seconds between rounds; even a flood of requests then takes only a few per cent of the engine's time
+ROUND_S: Final = 0.01
+MAX_WAITING: Final = 64  # batches in the socket for one subscriber, and requests from it
+STALL_S: Final = 10.0  # seconds after which a replay is dropped if its subscriber reads nothing
+SHORT_STALL_S: Final = 0.2  # the same if other subscribers wait
+LOG_INTERVAL_S: Final = 60.0  # seconds between warnings about malformed requests
 
 
 @dataclass(slots=True)
@@ -30,17 +31,20 @@ class _Replay:
 
 
 class Replays:
-    """Belongs to the thread that publishes. `on_gap` is called if batches are asked for that are no longer kept."""
+    """The replays in progress. Only the publishing thread may use it.
+
+    `on_gap` is called if a subscriber asks for batches that are no longer kept.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], sent: deque[tuple[int, bytes]], on_gap: Callable[[], None]) -> None:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say if a subscriber has gone or reads nothing
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise if a subscriber has gone or reads nothing
         socket.set_hwm(MAX_WAITING)
         self._socket, self._sent, self._on_gap = socket, sent, on_gap
-        self._replays: dict[bytes, _Replay] = {}  # by the client's identity, the next one to be served first
+        self._replays: dict[bytes, _Replay] = {}  # by the client's identity, the next one to serve first
         self._round_s = self._warned_s = float("-inf")
 
     def serve(self, end: int) -> bool:
-        """Take requests and send some batches. `end` is the number of the batch that comes next.
+        """Read requests and send some batches. `end` is the number of the next new batch.
 
         Returns whether there is more to send.
         """
@@ -69,14 +73,17 @@ class Replays:
         if len(frames) != 3 or len(frames[2]) != wire.SEQUENCE_BYTES:
             if now_s - self._warned_s >= LOG_INTERVAL_S:
                 self._warned_s = now_s
-                LOGGER.warning("a replay of KV cache events was asked for in %d frames of another form", len(frames))
+                LOGGER.warning(
+                    "a request for a replay of KV cache events is ignored: its %d frames have a wrong form", len(frames)
+                )
             return
         before = self._replays.get(frames[0])
-        progress_s = now_s if before is None else before.progress_s  # asking again is no progress
+        progress_s = now_s if before is None else before.progress_s  # a repeated request is not progress
         self._replays[frames[0]] = _Replay(min(int.from_bytes(frames[2], "big"), end), progress_s)
 
     def _send(self, client: bytes, most: int, now_s: float) -> int:
-        """Send up to `most` batches to one client, and the end once all are sent; return how many."""
+        """Send up to `most` batches to one client, and the end mark after the last one. Return the number of batches
+        sent."""
         replay = self._replays.pop(client)
         first = self._sent[0][0] if self._sent else replay.next_number
         if replay.next_number < first:

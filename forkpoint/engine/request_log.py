@@ -1,4 +1,4 @@
-"""One JSON line for every request that ended: enough to replay it, nothing of its text."""
+"""Writes one JSON line for every request that ended: enough to replay it, without its text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from forkpoint.sched.request import Request, RequestUpdate
 
 
 class RequestLog:
-    """Appends to a file. `forkpoint simulate` reads it.
+    """Appends lines to a file that `forkpoint simulate` reads.
 
-    Prompts and outputs are told by the hashes of their 64-token blocks, under a key that is drawn at every start
-    and kept nowhere, so that equal prefixes show and texts cannot be guessed; with `token_ids` by their tokens.
+    By default prompts and outputs are recorded as hashes of their 64-token blocks. The hash key is drawn at every start
+    and stored nowhere, so that equal prefixes are visible but texts cannot be guessed. With `token_ids` the tokens
+    themselves are recorded.
     """
 
     def __init__(self, path: str, token_ids: bool = False) -> None:
@@ -34,7 +35,7 @@ class RequestLog:
             ) from error
 
     def write(self, request: Request, reason: FinishReason) -> None:
-        """Record a request that ended. A disk that is full ends the log, not the engine."""
+        """Record a request that ended. If the disk is full, the log ends and the engine continues."""
         if self._file is None:
             return
         try:
@@ -44,13 +45,13 @@ class RequestLog:
             self.close()
 
     def write_ends(self, updates: Iterable[RequestUpdate]) -> None:
-        """Record the requests that ended with these."""
+        """Record the requests that ended in `updates`."""
         for update in updates:
             if update.finish_reason is not None:
                 self.write(update.request, update.finish_reason)
 
     def close(self) -> None:
-        """Harmless a second time."""
+        """Close the file. Calling it again does nothing."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,7 +1,7 @@
-"""Rewrite conversations to what a chat template takes; docs/server.md lists the rules.
+"""Rewrites conversations to a form that a chat template takes. docs/server.md lists the rules.
 
-What becomes of a message depends on the messages before it and on the template alone, so the prompt of one turn stays
-a prefix of the next turn's wherever the template allows that.
+The rewritten form of a message depends only on the messages before it and on the template. The prompt of one turn
+therefore stays a prefix of the next turn's, if the template allows that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SHORT_ID: Final = 10**9  # ids of nine digits
 
 
 class Rewrite(Enum):
-    """What was changed, as the log says it."""
+    """Kinds of changes, with the text that the log shows."""
 
     JOINED_SYSTEM = "it takes one system message, so those at the beginning are joined"
     SYSTEM_TO_USER = "it takes no system message, so the text of one becomes a user message"
@@ -42,7 +42,7 @@ class Rewrite(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A message, and the index in the client's conversation of the first message that it is made of."""
+    """A message, and the index of the first message of the client's conversation that it contains."""
 
     index: int
     message: dict[str, Any]
@@ -83,13 +83,13 @@ class Rewriter:
     """Rewrites conversations for one template."""
 
     def __init__(self, traits: TemplateTraits, notation: NotationName) -> None:
-        """`notation`: in which calls are written that the template does not show."""
+        """Rewrite for a template with `traits`. `notation` is used for calls that the template does not show."""
         self._traits = traits
         self._write_calls = WRITERS[notation]
         self._names_calls = traits.call_ids == "named" or notation == "kimi"
 
     def rewrite(self, messages: Sequence[dict[str, Any]]) -> Rewritten:
-        """Return the conversation that the template is given for `messages`, which `read_message` has read."""
+        """Rewrite `messages`, which `read_message` returned, to the conversation that the template is given."""
         rewrites: set[Rewrite] = set()
         placed = [Placed(index, message) for index, message in enumerate(messages)]
         if self._names_calls:
@@ -103,7 +103,7 @@ class Rewriter:
         return Rewritten(tuple(placed), frozenset(rewrites))
 
     def _system(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Place system and developer messages."""
+        """Rewrite system and developer messages."""
         traits = self._traits
         if not traits.developer and any(one.role == "developer" for one in placed):
             rewrites.add(Rewrite.DEVELOPER)
@@ -125,7 +125,7 @@ class Rewriter:
         return first + rest
 
     def _without_system(self, placed: list[Placed]) -> list[Placed]:
-        """Turn system messages into user messages, or into the end of the result before them."""
+        """Turn system messages into user messages, or append them to the tool result before them."""
         turned: list[Placed] = []
         for one in placed:
             if one.role not in SYSTEM_ROLES:
@@ -138,7 +138,7 @@ class Rewriter:
         return turned
 
     def _joined(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Join neighbours of one role where the template refuses them."""
+        """Join consecutive messages of one role if the template refuses them."""
         taken = {"user": self._traits.user_repeats, "assistant": self._traits.assistant_repeats}
         joined: list[Placed] = []
         for role, group in groupby(placed, lambda one: one.role):
@@ -150,10 +150,10 @@ class Rewriter:
         return joined
 
     def _calls(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Give calls and results in the form that the template shows."""
+        """Write calls and results in the form that the template shows."""
         traits = self._traits
         shown: list[Placed] = []
-        are_calls_shown = False  # those of the last assistant message
+        are_calls_shown = False  # whether those of the last assistant message are
         for one in placed:
             if one.role == "assistant":
                 messages = self._calling(one, rewrites) if one.calls else [one]
@@ -190,7 +190,7 @@ class Rewriter:
         return parts
 
     def _filled(self, placed: list[Placed], rewrites: set[Rewrite]) -> list[Placed]:
-        """Put empty messages where the template demands one."""
+        """Insert empty messages where the template demands one."""
         traits = self._traits
         answer = "" if traits.empty_answer else " "
         takes_answer_first = traits.assistant_first
@@ -218,7 +218,7 @@ class Rewriter:
 def _renamed_calls(
     placed: list[Placed], new_id: Callable[[str, int], str], rewrites: set[Rewrite] | None = None
 ) -> list[Placed]:
-    """Give each call the id `new_id(its function's name, number of calls before)`, and its result the same."""
+    """Give each call the id `new_id(name of its function, number of calls before it)`, and its result the same id."""
     numbers = count()
     ids: dict[str, str] = {}
     renamed = []
@@ -239,7 +239,7 @@ def _renamed_calls(
 
 
 def _join(neighbours: list[Placed]) -> Placed:
-    """One message with the texts, the reasoning and the calls of several."""
+    """Join several messages into one, with their texts, reasoning and calls."""
     first = neighbours[0].with_text(_joined_texts(neighbours))
     reasoning = [one.message["reasoning"] for one in neighbours if one.message.get("reasoning")]
     if reasoning:
@@ -261,7 +261,7 @@ def _arguments(call: dict[str, Any]) -> Any:
 
 
 def _with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
-    """The call with its arguments in a form of `TemplateTraits.arguments`."""
+    """Return the call with its arguments in a form of `TemplateTraits.arguments`."""
     arguments = _arguments(call)
     if form == "mapping" and isinstance(arguments, str):
         arguments = {"arguments": arguments}

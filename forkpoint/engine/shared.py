@@ -1,4 +1,4 @@
-"""One engine for several callers, in one thread or in many: whoever steps it does so for all."""
+"""Shares one engine between several callers, in one thread or many. A step runs the requests of all callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Caller:
-    """The open requests of one call, and those of its requests that have news. Written by SharedEngine."""
+    """The open requests of one call, and the requests that have news. Only SharedEngine writes it."""
 
     def __init__(self) -> None:
         self.open: set[str] = set()
@@ -26,54 +26,56 @@ class Caller:
 
 
 class SharedEngine:
-    """Each call of a method is done as a whole before another thread's; threads that wait take turns."""
+    """Serialises calls from several threads. Threads that wait take turns."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._callers: dict[str, Caller] = {}  # of open requests
-        self._left: deque[Caller] = deque()  # whose requests are to be aborted
+        self._callers: dict[str, Caller] = {}  # by the id of each open request
+        self._left: deque[Caller] = deque()  # callers whose requests have to be aborted
 
     @contextmanager
     def held(self) -> Iterator[Engine]:
-        """The engine, which no other thread uses meanwhile."""
-        with self._turn:  # or a thread that steps again and again would keep the others out
+        """Give this thread exclusive use of the engine."""
+        with self._turn:  # otherwise a thread that steps repeatedly would keep the others out
             self._lock.acquire()
         try:
             yield self._engine
             self._abort_left()
         finally:
             self._lock.release()
-            self._settle()
+            self._abort_if_free()
 
     def add(self, caller: Caller, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
-        """Queue a request of a caller's; raises what `Engine.add_request` raises."""
+        """Queue a request of a caller. Raises what `Engine.add_request` raises."""
         with self.held() as engine:
             request_id = engine.add_request(prompt, params, priority=priority)
             caller.open.add(request_id)
             self._callers[request_id] = caller
             return request_id
 
-    def news(self, caller: Caller, told: Callable[[RequestState], T]) -> list[T]:
-        """`told` of each of a caller's requests that has news; a step is made if none has."""
+    def news(self, caller: Caller, convert: Callable[[RequestState], T]) -> list[T]:
+        """Return `convert(state)` for each request of a caller that has news. Run a step first if none has."""
         with self.held() as engine:
             if not caller.news and (caller.open or engine.has_unfinished()):
                 for state in engine.advance():
                     self._note(state)
             found, caller.news = caller.news, {}
-            return [told(state) for state in found.values()]
+            return [convert(state) for state in found.values()]
 
     def abort(self, caller: Caller) -> list[RequestOutput]:
-        """End what is open of a caller's."""
+        """End the open requests of a caller and return their outputs."""
         with self.held():
             return self._abort(caller)
 
     def leave(self, caller: Caller) -> None:
-        """End what is open of a caller's, now or when whoever has the engine lets go of it: it may be this thread, in
-        which a generator is collected in the middle of a step."""
+        """End the open requests of a caller, now or when the engine is free.
+
+        The engine may be in use by this very thread, if a generator is collected in the middle of a step.
+        """
         if caller.open:
             self._left.append(caller)
-            self._settle()
+            self._abort_if_free()
 
     def _note(self, state: RequestState) -> None:
         caller = self._callers[state.request_id]
@@ -82,7 +84,7 @@ class SharedEngine:
             caller.open.discard(state.request_id)
             del self._callers[state.request_id]
 
-    def _settle(self) -> None:
+    def _abort_if_free(self) -> None:
         while self._left and self._lock.acquire(blocking=False):
             try:
                 self._abort_left()
@@ -103,5 +105,5 @@ class SharedEngine:
         caller.open.clear()
         caller.news.clear()
         if not self._callers:
-            self._engine.core.drain()  # nobody is left to take in the results of steps in flight
+            self._engine.core.drain()  # nobody is left to read the results of steps in flight
         return outputs

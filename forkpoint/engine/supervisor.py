@@ -1,4 +1,4 @@
-"""Starts the engine process, talks to it over two local sockets, and notices when it ends."""
+"""Starts the engine process, exchanges messages with it over two local sockets, and notices when it ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from forkpoint.worker.child import how_it_ended, start_child
 from forkpoint.worker.codec import decoder, encoder
 from forkpoint.worker.threads import wait_briefly
 
-STOP_TIMEOUT_S = 3.0  # for the engine to end by itself; then it is killed, in the middle of a compilation, say
-LAST_WORDS_S = 0.2  # for reports that were under way when the process ended
+STOP_TIMEOUT_S = 3.0  # seconds for the engine to end by itself before it is killed; it may be busy compiling
+LAST_WORDS_S = 0.2  # seconds to wait for reports that were sent just before the process ended
 
 
 class EngineProcess:
-    """The other end of `run_engine`. All methods belong to one event loop.
+    """The API process's side of `run_engine`. All methods belong to one event loop.
 
-    `on_report` is called with each report, `on_exit` once, with the reason, when the process ended unasked.
+    `on_report` is called with each report. `on_exit` is called once, with the reason, if the process ends unasked.
     """
 
     def __init__(
@@ -39,20 +39,23 @@ class EngineProcess:
         self._process: SpawnProcess | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
-        self._is_ending = False  # it has said so
+        self._is_ending = False  # it has sent Died
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Spawn the process; its reports come in through `loop`. Raises ConfigError without a place for sockets."""
+        """Spawn the process and read its reports in `loop`. Raises ConfigError if there is no folder for the
+        sockets."""
         try:
             self._folder = tempfile.mkdtemp(prefix="forkpoint-")  # readable by this user alone
         except OSError as error:
-            raise ConfigError(f"no folder for the engine's sockets: {error}; set TMPDIR to a writable one") from error
+            raise ConfigError(
+                f"the folder of the engine's sockets cannot be created: {error}; set TMPDIR to a writable folder"
+            ) from error
         self._context = zmq.Context()
         self._commands, self._reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         self._commands.set_hwm(0)
         self._reports.set_hwm(0)
         names = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
-        self._commands.connect(names[0])  # not bind: a bound socket cannot send before the other side is there
+        self._commands.connect(names[0])  # connect, because a bound socket cannot send before the other side is there
         self._reports.bind(names[1])
         wait_briefly()
         self._process = start_child(run_engine, self._config, *names, name="engine")
@@ -65,8 +68,10 @@ class EngineProcess:
         self._commands.send(self._encode(command))
 
     async def stop(self, *, gently: bool) -> None:
-        """End the process and remove the sockets; harmless a second time, and before `start`. `gently`: let it give
-        its memory back, which it cannot while it is loading."""
+        """End the process and remove the sockets. Does nothing before `start` or a second time.
+
+        `gently`: let the process release its memory, which it cannot do while it is loading.
+        """
         if self._stopped or self._process is None or self._loop is None:
             return
         self._stopped = True
@@ -83,7 +88,7 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _receive(self) -> None:
-        """Take in all reports: the descriptor tells only that something changed."""
+        """Read all reports, because the descriptor signals only that something changed."""
         while not self._stopped:
             try:
                 data = self._reports.recv(zmq.NOBLOCK)
@@ -93,16 +98,16 @@ class EngineProcess:
                 report = self._decode(data)
                 self._is_ending = self._is_ending or isinstance(report, Died)
                 self._on_report(report)
-            except Exception as error:  # this side no longer knows where each request stands
-                LOGGER.exception("a report of the engine could not be taken in")
-                self._on_exit(EngineStoppedError(f"a report of the engine could not be taken in: {error!r}"))
+            except Exception as error:  # this side can no longer know the state of each request
+                LOGGER.exception("a report of the engine could not be processed")
+                self._on_exit(EngineStoppedError(f"a report of the engine could not be processed: {error!r}"))
 
     def _ended(self) -> None:
         assert self._loop is not None and self._process is not None
         self._loop.remove_reader(self._process.sentinel)
-        self._loop.call_later(LAST_WORDS_S, self._tell_end)
+        self._loop.call_later(LAST_WORDS_S, self._report_end)
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         if not self._stopped:
             self._receive()
             assert self._process is not None

@@ -1,4 +1,4 @@
-"""What a chat template takes and shows, found by rendering small conversations."""
+"""Finds which messages a chat template takes and shows, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None where the template refuses the conversation
+Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None if the template refuses the conversation
 ArgumentForm: TypeAlias = Literal["any", "mapping", "text"]
 CallIds: TypeAlias = Literal["any", "named", "short"]
 
-UNKNOWN_ROLE: Final = "narrator"  # no template knows it
-# Words that no template has in its own text.
+UNKNOWN_ROLE: Final = "narrator"  # a role that no template knows
+# Words that do not occur in the texts of templates.
 FIRST, SECOND, THIRD, FOURTH = "qzfirst", "qzsecond", "qzthird", "qzfourth"
 FUNCTION, OTHER_FUNCTION, KEY, VALUE = "qzfunction", "qzother", "qzkey", "qzvalue"
-# An id for each of `CallIds`. A template that takes the first shows the call by its name, whatever its id is.
+# An id for each of `CallIds`. A template that takes the first one shows the call's name whatever the id is.
 PROBE_IDS: Final[Mapping[CallIds, str]] = {
     "any": "call_qz00000001",
     "named": f"functions.{FUNCTION}:1",
@@ -25,40 +25,41 @@ PROBE_IDS: Final[Mapping[CallIds, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a chat template takes. The defaults describe one that takes and shows everything.
+    """The messages that a chat template takes. The defaults describe a template that takes and shows everything.
 
-    Each trait says whether the template renders the messages named, shows their texts in order, and does not show a
-    system message or a tool result as if the user or the assistant had written it.
+    A trait is true if the template renders the messages it names and shows their texts in order. In addition a system
+    message or a tool result must not look like a message of the user or the assistant.
     """
 
     system: bool = True  # a system message at the beginning
     several_systems: bool = True  # more than one system message at the beginning
-    late_system: bool = True  # system messages behind other messages
+    late_system: bool = True  # system messages after other messages
     no_user: bool = True  # conversations without a user message
-    developer: bool = True  # the role `developer`, and not as it would take any name
-    assistant_first: bool = True  # an assistant's message before all users'
+    developer: bool = True  # the role `developer`, handled differently from unknown role names
+    assistant_first: bool = True  # an assistant message before all user messages
     user_repeats: bool = True  # two user messages in a row
     assistant_repeats: bool = True  # two assistant messages in a row
-    user_after_result: bool = True  # a user message right behind a tool result
-    user_keeps_reasoning: bool = True  # such a message leaves the reasoning before the result in its place
+    user_after_result: bool = True  # a user message directly after a tool result
+    # a user message after a tool result does not remove the reasoning before the result
+    user_keeps_reasoning: bool = True
     empty_answer: bool = True  # an assistant message without a text or calls
     reasoning: bool = True  # `reasoning_content` of a call that has just been answered
     calls: bool = True  # `tool_calls`, with the function's name and its arguments
-    arguments: ArgumentForm = "any"  # how a call's arguments are given; `any`: as a mapping or as a text
-    # Ids of calls. `named`: `functions.NAME:N`, since Kimi's templates show a call by its id alone. `short`: of nine
-    # characters, since Mistral's templates refuse others.
+    arguments: ArgumentForm = "any"  # the form of a call's arguments; `any`: a mapping or a text
+    # Ids of calls. `named`: `functions.NAME:N`, because Kimi's templates show a call only by its id. `short`: nine
+    # characters, because Mistral's templates refuse others.
     call_ids: CallIds = "any"
     several_calls: bool = True  # two calls in one message
     text_with_calls: bool = True  # content and calls of one message
     text_before_calls: bool = True  # a message with content, then one with calls
-    results_of_calls: bool = True  # the role `tool` behind `tool_calls`
-    results_of_text: bool = True  # the role `tool` behind an assistant message without `tool_calls`
+    results_of_calls: bool = True  # the role `tool` after `tool_calls`
+    results_of_text: bool = True  # the role `tool` after an assistant message without `tool_calls`
 
 
 def probe_traits(render: Render, *, in_parts: bool) -> TemplateTraits:
     """Find the traits of a template by rendering some dozens of conversations of at most six messages.
 
-    A template that refuses plain turns of user and assistant gets the default traits: nothing is known of it.
+    A template that refuses plain turns of user and assistant gets the default traits, because it cannot be probed.
     """
     probe = _Probe(render, in_parts)
     user, answer, system = probe.user, probe.answer, probe.system
@@ -81,7 +82,7 @@ def probe_traits(render: Render, *, in_parts: bool) -> TemplateTraits:
 
 
 class _Probe:
-    """Renders conversations of a few words and looks for those words."""
+    """Renders conversations of a few words and searches the text for them."""
 
     def __init__(self, render: Render, in_parts: bool) -> None:
         self.render = render
@@ -107,9 +108,10 @@ class _Probe:
         foreign: int | None = None,
         others: Sequence[str] = ("user", "assistant"),
     ) -> bool:
-        """Whether the template renders `messages` with all their texts in order, and `words` anywhere.
+        """Return whether the template renders `messages` with all their texts in order, and `words` anywhere.
 
-        The message `foreign` also has to look different from what it would be if one of `others` had written it.
+        The message with index `foreign` must also be rendered differently from the same message by any role of
+        `others`.
         """
         text = self.render(messages)
         if text is None or not all(word in text for word in words):
@@ -124,9 +126,9 @@ class _Probe:
 
 
 def _takes_system(probe: _Probe) -> bool:
-    """Whether a system message at the beginning is shown, whoever writes the last message.
+    """Return whether a system message at the beginning is shown, whoever writes the last message.
 
-    Mistral's templates show it in the last message, and only if that is a user's.
+    Mistral's templates show it with the last message, and only if that is a user message.
     """
     messages = [probe.system(FIRST), probe.user(SECOND)]
     if not probe.shows(messages, foreign=0, others=("assistant",)):
@@ -136,7 +138,7 @@ def _takes_system(probe: _Probe) -> bool:
 
 
 def _takes_late_system(probe: _Probe, lead: list[dict[str, Any]]) -> bool:
-    """Whether system messages are shown at their place: behind a user's, behind an answer, and at the end."""
+    """Return whether system messages are shown in place after a user message, after an answer, and at the end."""
     user, answer, system = probe.user, probe.answer, probe.system
     after_answer = [*lead, user(FIRST), answer(SECOND), system(THIRD), user(FOURTH)]
     after_user = [*lead, user(FIRST), system(SECOND), answer(THIRD), user(FOURTH)]
@@ -150,7 +152,7 @@ def _takes_late_system(probe: _Probe, lead: list[dict[str, Any]]) -> bool:
 
 
 def _knows_developer(probe: _Probe) -> bool:
-    """Whether the role is shown in another way than any unknown name would be."""
+    """Return whether the role developer is rendered differently from an unknown role."""
     messages = [probe.say("developer", FIRST), probe.user(SECOND)]
     if not probe.shows(messages, foreign=0):
         return False
@@ -193,20 +195,23 @@ def _call_traits(probe: _Probe) -> dict[str, Any]:
 
 
 def _call_form(probe: _Probe) -> tuple[dict[str, Any], ArgumentForm, CallIds] | None:
-    """Return a call as the template shows it, and the forms of arguments and ids; None where calls are not shown."""
+    """Return a call as the template shows it, and the forms of arguments and ids; None if calls are not shown."""
     for call_ids, call_id in PROBE_IDS.items():
         mapping = _call(FUNCTION, call_id, {KEY: VALUE})
         text = _call(FUNCTION, call_id, f'{{"{KEY}": "{VALUE}"}}')
         as_mapping, as_text = _shown_call(probe, mapping), _shown_call(probe, text)
         if as_mapping is not None and (f"{{'{KEY}'" not in as_mapping or as_text is None):
             return mapping, "mapping" if as_text is None else "any", call_ids
-        if as_text is not None:  # a mapping is refused, or shown as Python writes it
+        if as_text is not None:  # a mapping is refused, or shown as a Python dict
             return text, "text", call_ids
     return None
 
 
 def _shown_call(probe: _Probe, call: dict[str, Any]) -> str | None:
-    """A rendering that shows the call. Some templates take it only with its result, or with a user behind it."""
+    """Return a rendering that shows the call; None if there is none.
+
+    Some templates take a call only with its result, or with a user message after it.
+    """
     calling = probe.answer("", tool_calls=[call])
     result = probe.say("tool", SECOND, tool_call_id=call["id"], name=FUNCTION)
     for rest in ([], [result], [probe.user(SECOND)]):
@@ -229,9 +234,9 @@ def _shows_reasoning(probe: _Probe, call: dict[str, Any] | None, *, takes_result
 
 
 def _user_keeps_reasoning(probe: _Probe, call: dict[str, Any], result: list[dict[str, Any]]) -> bool:
-    """Whether reasoning that is shown behind the last question is still shown once a user message follows the result.
+    """Return whether reasoning shown after the last question is still shown when a user message follows the result.
 
-    Qwen3.5's template takes that message for the next question and drops the reasoning before it.
+    Qwen3.5's template treats that message as the next question and drops the reasoning before it.
     """
     messages = [probe.user(FIRST), _thinking(probe, call), *result]
     alone, followed = probe.render(messages), probe.render([*messages, probe.user(FOURTH)])
@@ -252,7 +257,7 @@ def _word(message: Message) -> str:
 
 
 def _in_order(text: str, words: Sequence[str]) -> bool:
-    """Whether `text` has the words one after the other, none of them in a list as Python writes it."""
+    """Return whether `text` has the words in order, none of them inside a list written as Python would."""
     position = 0
     for word in words:
         position = text.find(word, position)

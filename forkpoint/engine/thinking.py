@@ -1,4 +1,4 @@
-"""Where the thinking of an answer ends and its content begins."""
+"""Finds where the thinking of an answer ends and its content begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forkpoint.params import THINK, THINK_END, Thinking
 class ContentFinder:
     """Finds where the content begins in one growing text.
 
-    The content begins after `</think>` and the line breaks that follow it, or with the text if there is no thinking.
+    The content begins after `</think>` and the line breaks that follow it. Without thinking it begins with the text.
     """
 
     def __init__(self, thinking: Thinking) -> None:
@@ -19,9 +19,9 @@ class ContentFinder:
         self._num_searched = 0  # characters among which no `</think>` begins
 
     def find(self, text: str, *, is_whole: bool) -> int | None:
-        """Return the number of characters before the content, None while that is unknown.
+        """Return the number of characters before the content; None while that is unknown.
 
-        `text` is the text of the last call, possibly with more at its end. `is_whole`: nothing more comes.
+        `text` is the text of the last call, possibly extended. `is_whole`: the text is complete.
         """
         if self._start is None and not self.is_thinking:
             self._read_opening(text, is_whole)

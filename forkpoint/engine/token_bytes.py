@@ -1,4 +1,4 @@
-"""The bytes of single tokens, also of those that are only a part of a character."""
+"""Returns the bytes of single tokens, also of tokens that are only part of a character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """Knows the bytes of each token of a `tokenizers.Tokenizer`. What was looked up once is kept."""
+    """The bytes of each token of a `tokenizers.Tokenizer`. Results are kept."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -45,7 +45,7 @@ class TokenBytes:
 
 
 def _decoding_steps(backend: Any) -> Iterator[dict[str, Any]]:
-    """Yield what the decoder does, one step after the other, as tokenizer.json describes it."""
+    """Yield the decoder's steps in order, as tokenizer.json describes them."""
     if backend.decoder is None:
         return
     decoder = json.loads(backend.decoder.__getstate__())
@@ -53,7 +53,7 @@ def _decoding_steps(backend: Any) -> Iterator[dict[str, Any]]:
 
 
 def _space_mark(step: dict[str, Any]) -> str:
-    """Return what the step turns into spaces, an empty text for nothing."""
+    """Return the characters that the step turns into spaces; empty if there are none."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
@@ -62,7 +62,7 @@ def _space_mark(step: dict[str, Any]) -> str:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's way to write bytes as visible characters: printable Latin-1 as it is, all others from U+0100 on."""
+    """Return GPT-2's map from visible characters to bytes: printable Latin-1 is unchanged, others start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

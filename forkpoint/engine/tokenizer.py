@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: text to ids, ids to text."""
+"""The tokenizer of a model folder: converts text to ids and ids to text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from forkpoint.checks import first_line, read_json
 from forkpoint.engine.token_bytes import TokenBytes
 from forkpoint.errors import InvalidPromptError, ModelFolderError
 
-# What opens a tool call in the models' answers, each a token of its own: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
+# Tokens that open a tool call in the models' answers: Qwen, Granite and Nemotron; LFM2; Jamba; Kimi.
 TOOL_CALL_OPENINGS: Final = ("<tool_call>", "<|tool_call_start|>", "<tool_calls>", "<|tool_calls_section_begin|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A transformers tokenizer and the `tokenizers` object behind it, which streams.
+    """A transformers tokenizer, and the `tokenizers` object inside it, which can stream.
 
-    `hf` is None in a process that only writes texts (see `writer`) and never reads any.
+    `hf` is None in a process that only converts ids to text (see `writer`).
     """
 
     hf: Any
@@ -30,8 +30,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str) -> Tokenizer:
-        """Read the tokenizer of a local folder, without running any code of the folder. Raises ModelFolderError if
-        there is none that can stream, and what `load_config` raises if that is because of config.json."""
+        """Read the tokenizer of a local folder, without running any code of the folder.
+
+        Raises ModelFolderError if there is none that can stream. If config.json is the cause, raises what `load_config`
+        raises.
+        """
         if not Path(folder).is_dir():
             raise ModelFolderError(f"there is no model folder {folder!r}; give the path of a downloaded checkpoint")
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -39,7 +42,7 @@ class Tokenizer:
         try:
             hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds here, and each means the same to the user
-            try:  # a folder may name a class or a model_type that transformers does not have, and not need it
+            try:  # the folder may name a class or model_type that transformers lacks, without needing it
                 hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             except Exception:
                 cls._refuse(folder, error)
@@ -50,7 +53,7 @@ class Tokenizer:
         if (Path(folder) / "config.json").exists():
             from forkpoint.models.registry import load_config
 
-            load_config(folder)  # transformers reads config.json too, and its errors do not say which file is wrong
+            load_config(folder)  # transformers reads config.json too, but its errors do not name the wrong file
         raise ModelFolderError(
             f"no usable tokenizer in {folder}: {first_line(error)}; add tokenizer.json, name another folder with "
             "--tokenizer, or pass token ids with --skip-tokenizer-init"
@@ -68,19 +71,20 @@ class Tokenizer:
 
     @classmethod
     def writer(cls, backend: str) -> Tokenizer:
-        """The one whose `backend.to_str()` is given, for ids to text alone: transformers is not imported."""
+        """Create a tokenizer from `backend.to_str()` that only converts ids to text. Does not import transformers."""
         import tokenizers
 
         return cls(None, tokenizers.Tokenizer.from_str(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidPromptError for a text with lone surrogates, for which no bytes stand."""
+        """Return the ids of a text. Raises InvalidPromptError for a text with lone surrogates, which UTF-8 cannot
+        encode."""
         _require_unicode(text)
-        # not verbose: how long a prompt may be is for the engine to say
+        # not verbose, because the engine itself checks the prompt's length
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids without added special tokens, and the half-open character range of `text` behind each.
+        """Return ids without added special tokens, and the half-open character range of `text` that each id covers.
 
         Raises what `encode` raises.
         """
@@ -89,7 +93,7 @@ class Tokenizer:
         return list(encoded["input_ids"]), [tuple(pair) for pair in encoded["offset_mapping"]]
 
     def is_special(self, text: str) -> bool:
-        """Whether `text` is a token of its own that texts leave out with `skip_special_tokens`."""
+        """Return whether `text` is a single token that texts leave out with `skip_special_tokens`."""
         token = self.backend.token_to_id(text)
         return token is not None and not self.decode([token], skip_special_tokens=True)
 
@@ -102,7 +106,7 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token: a text of more than that many for each token cannot fit."""
+        """The number of characters of the longest token. A text with more characters per token cannot fit."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     @property
@@ -112,14 +116,17 @@ class Tokenizer:
 
     @property
     def tool_call_token_ids(self) -> frozenset[int]:
-        """Ids that open a tool call in an answer, of those that this vocabulary has."""
+        """The ids of this vocabulary that open a tool call in an answer."""
         known = (self.backend.token_to_id(opening) for opening in TOOL_CALL_OPENINGS)
         return frozenset(token_id for token_id in known if token_id is not None)
 
 
 def eos_token_ids(folder: str, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a completion: those of generation_config.json, else of config.json, and the tokenizer's
-    own. Raises ModelFolderError for a file that is broken or has something else there."""
+    own.
+
+    Raises ModelFolderError for a file that is broken or has another value there.
+    """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
@@ -142,6 +149,6 @@ def _require_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidPromptError(
-            f"character {error.start} of the prompt is the lone surrogate U+{ord(text[error.start]):04X}, which is no "
-            "text; give valid Unicode (UTF-8 where bytes are read)"
+            f"character {error.start} of the prompt is the lone surrogate U+{ord(text[error.start]):04X}, which "
+            "encodes no character; give valid Unicode text"
         ) from error

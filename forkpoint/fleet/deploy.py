@@ -23,12 +23,12 @@ from forkpoint.obs.logs import LOGGER
 from forkpoint.server.config import ServerConfig
 
 NAME: Final = "forkpoint"
-MAX_WAITING: Final = 1 << 16  # requests that a gateway holds at once
+MAX_WAITING: Final = 1 << 16  # most requests that a gateway holds at once
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 10.0
 
 
 def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> Any:
-    """What `serve.run` takes. Ray is to be connected."""
+    """Return the application for `serve.run`. Ray must be connected."""
     drain_s = server.shutdown_timeout_s
     resources = dict(fleet.ray_actor_options) or _devices(engine.tensor_parallel_size)
     count: dict[str, Any] = (
@@ -61,8 +61,10 @@ def application(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) 
 
 
 def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> int:
-    """Start the application and, on a cluster of its own, serve until Ctrl-C or SIGTERM. On a running cluster it stays
-    there; deploying again replaces its replicas one after the other. Returns the exit code."""
+    """Start the application. On a local cluster, serve until Ctrl-C or SIGTERM. Return the exit code.
+
+    On a running cluster the application stays. Deploying again replaces its replicas one after another.
+    """
     check_rays_options(fleet)
     root = str(Path(forkpoint.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -83,7 +85,7 @@ def deploy(engine: EngineConfig, server: ServerConfig, fleet: FleetConfig) -> in
 
 
 def check_rays_options(fleet: FleetConfig) -> None:
-    """Raises ConfigError for what Ray Serve would not take, or would overlook."""
+    """Raise ConfigError for options that Ray Serve would refuse or ignore."""
     known = sorted(AutoscalingConfig.model_fields)
     for name in fleet.autoscaling_config:
         if name not in known:
@@ -97,7 +99,7 @@ def check_rays_options(fleet: FleetConfig) -> None:
 
 
 def _devices(count: int) -> dict[str, Any]:
-    """One for each rank of a replica."""
+    """Return one device for each rank of a replica."""
     return {"num_gpus": count} if ray.cluster_resources().get("GPU") else {"num_cpus": count}
 
 
@@ -105,5 +107,5 @@ def _wait_for_signal() -> None:
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    while not asked.wait(1.0):  # with a limit, or no signal is handled meanwhile
+    while not asked.wait(1.0):  # with a timeout, because signals are not handled during a wait without one
         pass

@@ -1,4 +1,4 @@
-"""What clients talk to: it passes a request to a replica, and to another one where that is lost before it answers."""
+"""Receives clients' requests and passes each to a replica, or to another one if that is lost before it answers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from forkpoint.fleet.metrics import joined_metrics
 from forkpoint.obs.logs import LOGGER
 
 MAX_TRIES: Final = 8
-MAX_STOPPED: Final = 2  # engines that stopped with a request, which may be why: it is not tried on more
-PAUSE_S: Final = 0.5  # after the second failure, and so much more after each one; Ray takes seconds to notice
-ASKED_OF_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
+MAX_STOPPED: Final = 2  # engines that stop while they have a request; it may be the cause, so no further engine gets it
+# seconds after the second failure, increasing by as much after each one; Ray takes seconds to notice a loss
+PAUSE_S: Final = 0.5
+SENT_TO_ALL: Final = frozenset({"/metrics", "/reset_prefix_cache", "/check_integrity"})
 WITH_PROMPT: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
-STORED: Final = "/v1/responses"  # one replica has what is stored under an id
-ELSEWHERE: Final = ("engine_stopped", "loading", "queue_full")  # codes of refusals that say nothing of other replicas
+STORED: Final = "/v1/responses"  # only one replica has what is stored under an id
+ELSEWHERE: Final = ("engine_stopped", "loading", "queue_full")  # error codes that depend on the replica
 NOT_STORED: Final = ("response_not_found", "previous_response_not_found")
 LOST: Final = "the replica that answered was lost; send the request again"
 
 
 @dataclass(slots=True)
 class ReplicaAnswer:
-    """An answer whose first piece has come, or all of it where it is no stream."""
+    """A replica's answer: its head and first piece if it is a stream, otherwise all of it."""
 
     head: Head
     body: bytes
     rest: Any
 
     def code(self) -> str | None:
-        """Of an answer that is an error."""
+        """Return the error code; None if the answer is not an error."""
         if self.head.status < 400 or self.head.is_stream:
             return None
         try:
@@ -58,12 +59,12 @@ class ReplicaAnswer:
                 yield piece
         except RayError as error:
             LOGGER.warning("a replica was lost in the middle of an answer: %s", _last_line(error))
-            told = {"type": "error", "error": {"type": "api_error", "message": LOST, "code": "replica_lost"}}
-            yield b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+            lost = {"type": "error", "error": {"type": "api_error", "message": LOST, "code": "replica_lost"}}
+            yield b"event: error\ndata: " + json.dumps(lost).encode() + b"\n\n"
 
 
 class Gateway:
-    """The ingress of the application; it keeps nothing between requests."""
+    """The ingress of the application. It keeps no state between requests."""
 
     def __init__(self, replicas: DeploymentHandle, asks_prefix: bool) -> None:
         self._replicas = replicas.options(stream=True)
@@ -73,25 +74,29 @@ class Gateway:
     async def __call__(self, request: Request) -> Response:
         headers = tuple(request.headers.items())
         path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
-        asked = ForwardedRequest(request.method, path, request.url.query, headers, await request.body())
-        if asked.path in ASKED_OF_ALL:
-            return await self._answer_of_all(asked)
-        return (await self._answer(asked)).response()
+        forwarded = ForwardedRequest(request.method, path, request.url.query, headers, await request.body())
+        if forwarded.path in SENT_TO_ALL:
+            return await self._answer_of_all(forwarded)
+        return (await self._answer(forwarded)).response()
 
-    async def _answer(self, asked: ForwardedRequest) -> ReplicaAnswer:
-        """The first answer that is not the loss of a replica; of several refusals the last."""
-        route = RoutingHint(await self._prefix(asked))
+    async def _answer(self, forwarded: ForwardedRequest) -> ReplicaAnswer:
+        """Return the first answer that does not depend on the replica. If every replica refuses, return the last
+        refusal.
+
+        Replicas that are lost before they answer are skipped.
+        """
+        route = RoutingHint(await self._prefix(forwarded))
         last: ReplicaAnswer | None = None
         stopped = set[str]()
         for number in range(MAX_TRIES):
             try:
-                answer = await self._open(route, asked)
+                answer = await self._open(route, forwarded)
             except RayError as error:
                 LOGGER.warning("a replica was lost before it answered: %s", _last_line(error))
                 await asyncio.sleep(number * PAUSE_S)
                 continue
             code = answer.code()
-            is_elsewhere = code in NOT_STORED and asked.path.startswith(STORED)
+            is_elsewhere = code in NOT_STORED and forwarded.path.startswith(STORED)
             if not is_elsewhere and code not in ELSEWHERE:
                 return answer
             if code == "engine_stopped":
@@ -105,44 +110,44 @@ class Gateway:
             last, route = answer, RoutingHint(route.block_hashes, route.tried | {answer.head.replica})
         return last if last is not None else _lost()
 
-    async def _open(self, route: RoutingHint, asked: ForwardedRequest) -> ReplicaAnswer:
-        """Raises RayError where the replica is lost before there is something to tell."""
-        pieces = self._replicas.answer.remote(route, asked)
+    async def _open(self, route: RoutingHint, forwarded: ForwardedRequest) -> ReplicaAnswer:
+        """Send the request and wait for the head of the answer. Raises RayError if the replica is lost before."""
+        pieces = self._replicas.answer.remote(route, forwarded)
         head: Head = await anext(pieces)
         body: bytes = await anext(pieces, b"")
         if not head.is_stream:
             body = b"".join([body, *[piece async for piece in pieces]])
         return ReplicaAnswer(head, body, pieces)
 
-    async def _prefix(self, asked: ForwardedRequest) -> tuple[int, ...]:
-        if not self._asks_prefix or asked.path not in WITH_PROMPT:
+    async def _prefix(self, forwarded: ForwardedRequest) -> tuple[int, ...]:
+        if not self._asks_prefix or forwarded.path not in WITH_PROMPT:
             return ()
         try:
-            found: tuple[int, ...] = await self._prefixes.prefix.remote(RoutingHint(), asked)
+            found: tuple[int, ...] = await self._prefixes.prefix.remote(RoutingHint(), forwarded)
             return found
         except RayError:
             return ()
 
-    async def _answer_of_all(self, asked: ForwardedRequest) -> Response:
-        """Each replica is asked; metrics are told together, of other answers the worst one."""
+    async def _answer_of_all(self, forwarded: ForwardedRequest) -> Response:
+        """Send the request to each replica. Return their metrics as one text, or the answer with the highest status."""
         answers: dict[str, ReplicaAnswer] = {}
         while True:
             try:
-                answer = await self._open(RoutingHint(tried=frozenset(answers)), asked)
+                answer = await self._open(RoutingHint(tried=frozenset(answers)), forwarded)
             except RayError:
                 return _lost().response()
             if answer.head.replica in answers:
                 break
             answers[answer.head.replica] = answer
         worst = max(answers.values(), key=lambda found: found.head.status)
-        if asked.path == "/metrics" and worst.head.status == 200:
+        if forwarded.path == "/metrics" and worst.head.status == 200:
             worst.body = joined_metrics({name: found.body.decode() for name, found in answers.items()}).encode()
         return worst.response()
 
 
 def _lost() -> ReplicaAnswer:
-    told = {"error": {"message": LOST, "type": "server_error", "param": None, "code": "replica_lost"}}
-    return ReplicaAnswer(Head("", 503, (("content-type", "application/json"),)), json.dumps(told).encode(), None)
+    content = {"error": {"message": LOST, "type": "server_error", "param": None, "code": "replica_lost"}}
+    return ReplicaAnswer(Head("", 503, (("content-type", "application/json"),)), json.dumps(content).encode(), None)
 
 
 def _last_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What gateway, router and replicas say to each other."""
+"""Messages between gateway, router and replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class RoutingHint:
-    """What decides where a call goes: the hashes of its prompt's blocks (None: any replica will do), and replicas, by
-    name, that have been tried already."""
+    """The data that decide where a call goes.
+
+    `block_hashes` are the hashes of its prompt's blocks (None: any replica will do). `tried` are the names of replicas
+    that have been tried already.
+    """
 
     block_hashes: tuple[int, ...] | None = None
     tried: frozenset[str] = frozenset()
@@ -18,7 +21,7 @@ class RoutingHint:
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """An HTTP request."""
+    """A client's HTTP request on its way to a replica."""
 
     method: str
     path: str
@@ -29,7 +32,7 @@ class ForwardedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of the answer of the replica of that name; its body follows in pieces."""
+    """The beginning of the answer of replica `replica`. The body follows in pieces."""
 
     replica: str
     status: int
@@ -37,5 +40,5 @@ class Head:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the body is told as it comes."""
+        """Whether the body is a stream of events."""
         return any(name == "content-type" and value.startswith("text/event-stream") for name, value in self.headers)

@@ -1,4 +1,4 @@
-"""The metrics of several replicas in one text."""
+"""Joins the metrics of several replicas into one text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)")
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Prometheus' texts by the name of their replica, as one: each sample with a label `replica`, and those of a
-    metric together, as the format wants them."""
+    """Join Prometheus texts, keyed by the name of their replica.
+
+    Each sample gets a label `replica`. The samples of a metric are grouped, as the format demands.
+    """
     described: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

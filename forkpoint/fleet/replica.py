@@ -1,4 +1,4 @@
-"""A replica: one server, and what Ray Serve wants to know of it."""
+"""A replica: one server, and the methods that Ray Serve calls on it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from forkpoint.server.config import ServerConfig
 from forkpoint.worker.child import how_it_ended, start_child
 
 POLL_S: Final = 0.1
-STOP_S: Final = 5.0  # for a server that has nothing open any more
-# Of one connection, not of the request; the body comes as it is.
+STOP_S: Final = 5.0  # seconds for a server without open requests to end
+# Headers of one connection rather than of the request. The body is passed on unchanged.
 HOP_HEADERS: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade"})
 GONE: Final = {
     "error": {"message": "the replica's server has stopped", "type": "server_error", "code": "engine_stopped"}
@@ -28,7 +28,7 @@ GONE: Final = {
 
 
 class Replica:
-    """Passes HTTP requests to a server of its own, which ends with it."""
+    """Passes HTTP requests to its own server process, which ends with it."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, engine: EngineConfig, server: ServerConfig, on_one_machine: bool
@@ -42,7 +42,7 @@ class Replica:
             "replay_endpoint": f"tcp://{address}:{ports[2]}",
         }
         self._process = start_child(run_server, *placed(engine, server, ports, address), name="server")
-        # The router has counted the requests, and an answer may take its time.
+        # No limits, because the router counts the requests, and an answer may take long.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
@@ -52,26 +52,27 @@ class Replica:
             await asyncio.sleep(POLL_S)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Where the router can listen to the cache."""
+        """Return the addresses at which the router can subscribe to the cache's events."""
         return self._events
 
     async def check_health(self) -> None:
-        """Raises EngineStoppedError where the server is no more; Ray then puts another replica in this one's place."""
+        """Raise EngineStoppedError if the server has stopped. Ray then replaces this replica."""
         if not await self._is_healthy():
-            raise EngineStoppedError("the server answers that its engine has stopped")
+            raise EngineStoppedError("the replica's server reports that its engine has stopped")
 
-    async def prefix(self, route: RoutingHint, asked: ForwardedRequest) -> tuple[int, ...]:
-        """The hashes of the blocks that the request's prompt begins with; none for one that will be refused."""
+    async def prefix(self, route: RoutingHint, forwarded: ForwardedRequest) -> tuple[int, ...]:
+        """Return the hashes of the blocks that the request's prompt begins with; none for a request that will be
+        refused."""
         try:
-            async with self._send(asked, f"/prefix{asked.path}") as response:
+            async with self._send(forwarded, f"/prefix{forwarded.path}") as response:
                 return tuple((await response.json())["block_hashes"]) if response.status == 200 else ()
         except aiohttp.ClientError:
             return ()
 
-    async def answer(self, route: RoutingHint, asked: ForwardedRequest) -> AsyncIterator[Head | bytes]:
-        """The head of the server's answer, then its body as it comes."""
+    async def answer(self, route: RoutingHint, forwarded: ForwardedRequest) -> AsyncIterator[Head | bytes]:
+        """Yield the head of the server's answer, then the pieces of its body as they arrive."""
         try:
-            response = await self._send(asked, asked.path)
+            response = await self._send(forwarded, forwarded.path)
         except aiohttp.ClientError:
             yield Head(self._name, 503, (("content-type", "application/json"),))
             yield json.dumps(GONE).encode()
@@ -81,13 +82,13 @@ class Replica:
             async for piece in response.content.iter_any():
                 yield piece
 
-    def _send(self, asked: ForwardedRequest, path: str) -> Any:
-        url = self._url + path + (f"?{asked.query}" if asked.query else "")
-        headers = _kept(asked.headers)
-        return self._session.request(asked.method, url, headers=headers, data=asked.body, allow_redirects=False)
+    def _send(self, forwarded: ForwardedRequest, path: str) -> Any:
+        url = self._url + path + (f"?{forwarded.query}" if forwarded.query else "")
+        headers = _kept(forwarded.headers)
+        return self._session.request(forwarded.method, url, headers=headers, data=forwarded.body, allow_redirects=False)
 
     async def _is_healthy(self) -> bool:
-        """Raises EngineStoppedError where the process has ended."""
+        """Return whether the server answers /health with 200. Raises EngineStoppedError if the process has ended."""
         if not self._process.is_alive():
             raise EngineStoppedError(f"the replica's server {how_it_ended(self._process.exitcode)}")
         try:
@@ -97,7 +98,7 @@ class Replica:
             return False
 
     async def __del__(self) -> None:
-        """Ray Serve calls this once the replica has answered what it had been sent."""
+        """End the server. Ray Serve calls this once the replica has answered all requests that it was sent."""
         self._process.terminate()
         await asyncio.to_thread(self._process.join, STOP_S)
         self._process.kill()

@@ -14,15 +14,16 @@ from forkpoint.routing.router import Router
 
 
 class RestorableRouter(RequestRouter):
-    """Asks one of the simulator's routers. The first argument of every call to a replica is a RoutingHint."""
+    """Applies a rule of `routing.router` to Ray's replicas. The first argument of every call to a replica is a
+    RoutingHint."""
 
     def initialize_state(self, router: str) -> None:
         self._router = Router(router)
         self._feeds: dict[ReplicaID, EventFeed] = {}
-        self._open: dict[str, tuple[PendingRequest, ReplicaID]] = {}  # by Ray's id: requests that have not ended
+        self._open: dict[str, tuple[PendingRequest, ReplicaID]] = {}  # Ray's id -> a request that has not ended
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """These are the replicas from now on."""
+        """Replace the list of replicas."""
         super().update_replicas(replicas)
         running = {replica.replica_id: replica for replica in replicas}
         for gone in self._feeds.keys() - running.keys():
@@ -41,8 +42,10 @@ class RestorableRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best replica, the others that have not been tried, and those that have; where any will do Ray takes the
-        one with the fewest requests."""
+        """Return the best replica, the others that were not tried, and those that were.
+
+        If any replica will do, Ray takes the one with the fewest requests.
+        """
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
         route: RoutingHint = pending_request.args[0]
@@ -61,8 +64,10 @@ class RestorableRouter(RequestRouter):
         return [ranks for ranks in ([best], fresh, tried) if ranks]
 
     def _num_requests(self) -> Counter[ReplicaID]:
-        """Of each replica, those that this process has sent and that have not ended; who left before that is not told
-        of by Ray."""
+        """Count for each replica the open requests that this process has sent.
+
+        Ray does not report requests whose clients left before a replica was chosen, so cancelled ones are removed here.
+        """
         for name in [name for name, (request, _) in self._open.items() if request.future.cancelled()]:
             del self._open[name]
         return Counter(replica for _, replica in self._open.values())

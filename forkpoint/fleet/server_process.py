@@ -1,4 +1,4 @@
-"""The server of one replica, in a process of its own."""
+"""Runs the server of one replica in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def run_server(engine: EngineConfig, server: ServerConfig) -> None:
-    """Serve until SIGTERM. Ends at once when the parent does; exit code 1 says that the engine died."""
+    """Serve until SIGTERM. Ends at once when the parent does. Exit code 1 means that the engine died."""
     begin_child()
     from forkpoint.server.run import serve
 
@@ -25,21 +25,21 @@ def run_server(engine: EngineConfig, server: ServerConfig) -> None:
 def placed(
     engine: EngineConfig, server: ServerConfig, ports: tuple[int, int, int], address: str
 ) -> tuple[EngineConfig, ServerConfig]:
-    """Return the same with their ports: the server's, which this machine alone reaches, and those of the events.
+    """Return the configs with their ports: the server's, which only this machine can reach, and those of the events.
 
-    `address` is where the router finds the events. Nothing listens for them on other addresses of this machine.
+    The router reaches the events at `address`. They are not published on other addresses of this machine.
     """
     http, live, replay = ports
     events = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"tcp://*:{live}", replay_endpoint=f"tcp://*:{replay}", host=address
     )
-    # Requests come with the Host header that the gateway was given; what it may say depends on the gateway's address.
+    # Requests keep the client's Host header. The hosts that are allowed follow from the gateway's address.
     hosts = (*server.allowed_hosts, server.host) if server.allowed_hosts else () if is_loopback(server.host) else ("*",)
     return replace(engine, kv_events_config=events), replace(server, host=LOOPBACK, port=http, allowed_hosts=hosts)
 
 
 def free_ports() -> tuple[int, int, int]:
-    """Three ports that nobody listens on now."""
+    """Return three ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
         for each in sockets:

@@ -1,4 +1,4 @@
-"""Listens to the events of replicas, which say where prompts can resume."""
+"""Subscribes to the KV cache events of replicas, which show where prompts can resume."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class RestorableIndex:
     """The blocks that one replica has published. Hashes are those of `wire.sent_hash`."""
 
     def __init__(self) -> None:
-        self._resumable: dict[int | bytes, bool] = {}  # of each published block: whether a request can resume there
+        # hash of each published block -> whether a request can resume at its end
+        self._resumable: dict[int | bytes, bool] = {}
 
     def apply(self, batch: EventBatch) -> None:
-        """Take in a batch; batches come in order."""
+        """Apply a batch. Batches must come in order."""
         for event in batch.events:
             match event:
                 case BlockStored(block_hashes=hashes, resumable_hashes=ends):
@@ -35,9 +36,9 @@ class RestorableIndex:
                     self._resumable.clear()
 
     def restorable(self, hashes: Sequence[int]) -> int:
-        """How many of a prompt's first blocks a request could take from the cache.
+        """Return how many of a prompt's first blocks a request could restore from the cache.
 
-        With a block all that come before it are published, so a few looks find how far they reach.
+        If a block is published, all blocks before it are. A binary search therefore finds the last published block.
         """
         num_blocks = bisect_left(hashes, True, key=lambda name: name not in self._resumable)
         while num_blocks and not self._resumable.get(hashes[num_blocks - 1]):
@@ -46,15 +47,15 @@ class RestorableIndex:
 
 
 POLL_MS: Final = 200
-REPLAY_MS: Final = 2000  # that a replay may take from one batch to the next
+REPLAY_MS: Final = 2000  # longest time between two batches of a replay
 
 
 class EventFeed:
-    """What one replica can restore, kept up to date by a thread. Whoever asks may see a batch half taken in, which
-    costs a miss at worst.
+    """Keeps a RestorableIndex of one replica up to date in a thread.
 
-    Batches that were missed, the first ones included, are asked for again; what the replica keeps no more, it tells
-    anew by itself. The endpoints are those of the replica, as this process reaches them.
+    A reader may see a batch applied in part, which costs at most a miss. Missed batches, the first ones included, are
+    requested again. If the replica no longer keeps them, it publishes its whole cache again. The endpoints are
+    addresses at which this process reaches the replica.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
@@ -66,7 +67,7 @@ class EventFeed:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; the thread ends by itself."""
+        """Stop listening. The thread ends by itself."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -84,7 +85,7 @@ class EventFeed:
                 self._take(frames)
 
     def _catch_up(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Take in what is replayed from the first batch that is missing."""
+        """Apply the batches that the replica replays, from the first missing one on."""
         with context.socket(zmq.DEALER) as replay:
             replay.setsockopt(zmq.LINGER, 0)
             replay.connect(self._replay_endpoint)
@@ -94,15 +95,17 @@ class EventFeed:
                 if frames[1:2] == [wire.END_OF_REPLAY]:
                     return
                 self._take(frames)
-        LOGGER.warning("a replica at %s did not answer; its cache is known in part", self._replay_endpoint)
+        LOGGER.warning(
+            "the replica at %s did not replay its events; only a part of its cache is known", self._replay_endpoint
+        )
 
     def _take(self, frames: Sequence[bytes]) -> None:
-        """Take in a message, if it is one, and none that came before."""
+        """Apply a message. Ignore malformed messages and batches that were applied before."""
         try:
             _, number_bytes, data = frames
             batch = wire.decode(data)
         except (ValueError, msgspec.MsgspecError) as error:
-            LOGGER.warning("a message of %s is no batch of events: %s", self._endpoint, error)
+            LOGGER.warning("a message of %s is not a batch of events: %s", self._endpoint, error)
             return
         number = int.from_bytes(number_bytes, "big")
         if number >= self._next:

@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Chooses the replica that a request goes to."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Final, TypeAlias
 
 from forkpoint.errors import ConfigError
 
-TOKENS_PER_WAITING_REQUEST: Final = 2048  # a hit of so many tokens is worth queueing behind one request
-Restorable: TypeAlias = Callable[[int], int]  # of a replica: tokens of the prompt that it would not have to compute
+TOKENS_PER_WAITING_REQUEST: Final = 2048  # a cache hit of that many tokens is worth waiting for one request
+# index of a replica -> tokens of the prompt that it could restore instead of computing
+Restorable: TypeAlias = Callable[[int], int]
 
 
 def round_robin(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """One after the other."""
+    """Choose the replicas in turn."""
     return turn % len(loads)
 
 
 def least_loaded(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """The replica with the fewest unfinished requests."""
+    """Choose the replica with the fewest unfinished requests."""
     return loads.index(min(loads))
 
 
 def prefix_aware(turn: int, loads: Sequence[int], restorable: Restorable) -> int:
-    """The replica that can restore most of the prompt, less what waiting there costs; of equal ones each in turn."""
+    """Choose the replica that can restore most of the prompt, minus the cost of waiting there. Ties take turns."""
 
     def worth(index: int) -> tuple[int, int, int]:
         waiting = loads[index]
@@ -41,13 +42,14 @@ ROUTERS: Final = tuple(_RULES)
 
 
 class Router:
-    """Chooses among replicas by the rule of that name. Raises ConfigError."""
+    """Chooses among replicas by a rule of ROUTERS. Raises ConfigError for another name."""
 
     def __init__(self, name: str) -> None:
         if name not in _RULES:
-            raise ConfigError(f"no routing policy {name!r}; give one of {', '.join(ROUTERS)}")
+            raise ConfigError(f"there is no routing policy {name!r}; give one of {', '.join(ROUTERS)}")
         self._rule, self._turns = _RULES[name], itertools.count()
 
     def choose(self, loads: Sequence[int], restorable: Restorable) -> int:
-        """The place of a replica among those of which `loads` says how many requests are queued or run there."""
+        """Return the index of a replica. `loads[i]` is the number of requests that are queued or running on replica
+        i."""
         return self._rule(next(self._turns), loads, restorable)

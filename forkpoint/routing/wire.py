@@ -1,4 +1,5 @@
-"""KV cache events as vLLM 0.33 sends them: msgpack, batches as arrays, events as maps under their class's name."""
+"""KV cache events in the format of vLLM 0.33: msgpack, with batches as arrays and events as maps tagged by class
+name."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from forkpoint.cache.hashing import BlockHash
 from forkpoint.cache.restorable import AllCleared, BlocksRemoved, BlocksStored, Change
 from forkpoint.config import BLOCK_SIZE
 
-MEDIUM: Final = "GPU"  # vLLM's word for the engine's own cache, wherever that is
+MEDIUM: Final = "GPU"  # vLLM's name for the engine's own cache, on whatever device
 END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
-SEQUENCE_BYTES: Final = 8  # big-endian
+SEQUENCE_BYTES: Final = 8  # bytes of a batch number, big-endian
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -22,8 +23,11 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockStored(Event):
-    """Blocks under `parent_block_hash`. `resumable_hashes`, which is ours, has those of `block_hashes` at whose end a
-    request can resume; None in events of engines that do not say: at every one."""
+    """Blocks that were added under `parent_block_hash`.
+
+    `resumable_hashes` is an extension of forkpoint. It lists those of `block_hashes` at whose end a request can resume.
+    Events of other engines have None, which means every block.
+    """
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -45,7 +49,7 @@ class AllBlocksCleared(Event):
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """`ts` is the time in seconds since 1970."""
+    """Events that are published together. `ts` is the time in seconds since 1970."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -53,7 +57,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def sent_hash(block_hash: BlockHash) -> int:
-    """A hash as it is sent: its last 64 bits, as vLLM does by default."""
+    """Return the hash in published form: its last 64 bits, as vLLM does by default."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
@@ -86,7 +90,7 @@ def encode(batch: EventBatch) -> bytes:
 
 
 def decode(data: bytes) -> EventBatch:
-    """Raises msgspec.DecodeError for bytes that are no batch."""
+    """Decode a batch. Raises msgspec.DecodeError for bytes that are not a batch."""
     return msgspec.msgpack.decode(data, type=EventBatch)
 
 

@@ -103,7 +103,7 @@ def test_lengths_given_here_replace_the_datasets(model: str) -> None:
         ("throughput --dataset-name sharegpt", "needs dataset_path"),
         ("throughput --input-len 3000 --num-prompts 1", "3000 tokens"),
         ("latency --output-len 3000", "together exceed max_model_len=2048"),
-        ("latency --output-json /nowhere/x.json", "/nowhere is no folder"),
+        ("latency --output-json /nowhere/x.json", "/nowhere is not a folder"),
         ("throughput --output-json /", "is a folder"),
     ],
 )

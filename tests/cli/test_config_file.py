@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forkpoint.cli.parser import build_parser
-from forkpoint.cli.vllm_flags import told_lines
+from forkpoint.cli.vllm_flags import notice_lines
 
 FILE = """
 model: from/file
@@ -57,23 +57,27 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 
 def test_flags_that_change_nothing_are_told_wherever_they_are_given(tmp_path: Path) -> None:
     options = parse(tmp_path, "block-size: 16\nswap-space: 9", "--swap-space", "4", "--trust-remote-code")
-    assert [line.split()[0] for line in told_lines(options)] == ["--swap-space", "--trust-remote-code", "--block-size"]
+    assert [line.split()[0] for line in notice_lines(options)] == [
+        "--swap-space",
+        "--trust-remote-code",
+        "--block-size",
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_modl_len: 5", "'max_modl_len' is no flag of this command; did you mean max-model-len?"),
+        ("max_modl_len: 5", "'max_modl_len' is not a flag of this command; did you mean max-model-len?"),
         ("access-log: 'false'", "access-log='false' is not allowed; give true or false"),
         ("access-log: 1", "access-log=1 is not allowed; give true or false"),
         ("port: true", "port: true is not allowed; give a text or a number"),
         ("port:", "port: nothing is not allowed"),
         ("port: [1, 2]", "invalid int value: '[1, 2]'"),
         ("pipeline-parallel-size: 2", "2 is not possible here"),
-        ("config: other.yaml", "is no flag"),
+        ("config: other.yaml", "is not a flag"),
         ("- port", "holds a list"),
-        ("port: {", "is no YAML"),
-        ("1: 2", "is no flag"),
+        ("port: {", "is not YAML"),
+        ("1: 2", "is not a flag"),
     ],
 )
 def test_what_a_file_says_wrongly_is_one_line(

@@ -59,7 +59,7 @@ def test_the_demo_prints_identical_outputs(tmp_path: Path, capsys: pytest.Captur
     model = str(make_random_model(tmp_path, TINY))
     assert main(["demo", "--model", model, "--max-tokens", "4", "--log-level", "error"]) == 0
     out, warned = capsys.readouterr()
-    assert warned.startswith("no drafts of mtp here: ")
+    assert warned.startswith("the method mtp is left out: ")
     shown, _, drafted = out.partition("\n\nOne long answer")
     methods = [line.split() for line in drafted.splitlines()[4:]]
     assert [(name, count, same) for name, count, *_, same in methods] == [("none", "40", "yes"), ("ngram", "40", "yes")]
@@ -133,5 +133,5 @@ def test_without_a_model_that_of_the_checkout_is_taken_and_elsewhere_one_line_sa
 
 def test_one_model_is_loaded() -> None:
     assert choose_model({"model": "a"}) == choose_model({}, "a") == "a"
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         choose_model({"model": "a"}, "b")

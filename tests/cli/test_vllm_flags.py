@@ -9,7 +9,7 @@ import pytest
 
 import forkpoint
 from forkpoint.cli.parser import build_parser
-from forkpoint.cli.vllm_flags import TABLE, told_lines
+from forkpoint.cli.vllm_flags import TABLE, notice_lines
 
 PAGE = Path(forkpoint.__file__).parents[1] / "docs" / "server.md"
 SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-auto-tool-choice
@@ -28,7 +28,7 @@ def parse(text: str) -> argparse.Namespace:
 def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
     options = parse(SCRIPT)
     assert (options.port, options.max_model_len, options.tool_call_parser) == (8000, 4096, "hermes")
-    assert told_lines(options) == [
+    assert notice_lines(options) == [
         "--trust-remote-code changes nothing here: no code that comes with a model is ever run",
         "--swap-space changes nothing here: nothing is swapped to the host's memory",
         "--block-size changes nothing here: a block has 64 tokens",
@@ -36,7 +36,7 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         "-O changes nothing here: CUDA graphs are recorded unless --enforce-eager is given",
         "--hf-token changes nothing here: the hub's token is that of HF_TOKEN, or of `hf auth login`",
     ]
-    assert told_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
+    assert notice_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_folder_may_be_a_path(tiny_model: Path) -> None:
     [
         ({"prompts": 5}, InvalidPromptError, "prompts=5 is not allowed"),
         ({"prompts": b"abc"}, InvalidPromptError, "prompts=b'abc' is not allowed"),
-        ({"prompts": ["a", b"abc"]}, InvalidPromptError, "b'abc' is no prompt"),
+        ({"prompts": ["a", b"abc"]}, InvalidPromptError, "b'abc' is not a prompt"),
         ({"prompts": "a", "sampling_params": "greedy"}, InvalidParamsError, "sampling_params='greedy' is not allowed"),
         ({"prompts": "a", "sampling_params": [{"n": 2}]}, InvalidParamsError, "sampling_params=.* is not allowed"),
         ({"prompts": "a", "priority": "high"}, InvalidParamsError, "priority='high' is not allowed"),

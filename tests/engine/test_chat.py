@@ -152,9 +152,9 @@ def test_a_template_that_is_none_is_told_before_a_model_is_loaded(
     binary.write_bytes(b"\xff")
     for given, says in (
         ("missing.jinja", "chat_template='missing.jinja' is neither a file nor a Jinja template"),
-        (str(binary), f"chat_template='{binary}' is no text"),
-        (str(wrong), f"chat_template='{wrong}' is no Jinja template: unexpected end of template.*line 2"),
-        (wrong.read_text(), "^chat_template is no Jinja template: unexpected end of template.*line 2"),
+        (str(binary), f"chat_template='{binary}' cannot be read as UTF-8 text"),
+        (str(wrong), f"chat_template='{wrong}' is not a Jinja template: unexpected end of template.*line 2"),
+        (wrong.read_text(), "^chat_template is not a Jinja template: unexpected end of template.*line 2"),
         ("{{ messages | nonsense }}", "No filter named 'nonsense'"),
     ):
         for without in (False, True):
@@ -172,7 +172,7 @@ def test_a_models_own_template_that_is_none_is_told_at_start_and_to_chats_alone(
     wrong = "{{ messages }}\n{% if %}"
     text = wrong if name.endswith(".jinja") else json.dumps({**values, "chat_template": wrong})
     (folder / name).write_text(text)
-    says = f"{name} is no Jinja template: Expected an expression.*, line 2; mend it"
+    says = f"{name} is not a Jinja template: Expected an expression.*, line 2; correct it"
     with LLM(str(folder), max_model_len=256, log_level="warning") as llm:
         assert re.search(f"WARNING.*{folder}.*{says}", capfd.readouterr().err)
         assert llm.generate("the quick", SamplingParams(max_tokens=1))[0].outputs[0].token_ids

@@ -115,11 +115,11 @@ def test_what_came_whole_is_kept_when_a_download_breaks_off(hub: Hub, monkeypatc
     hub.cuts["tokenizer.json"], hub.cut_always = 0, True
     told = forkpoint(*ASK, ID, code=2)[1].splitlines()
     assert told[-1].startswith(f"error: fetching {ID} from {hub.url} broke off: ")
-    assert told[-1].endswith("; run the same command again: files that came whole are kept")
+    assert told[-1].endswith("; run the same command again: complete files are kept")
     assert not any("Traceback" in line for line in told)
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # an incomplete folder is not taken for the model
-    assert f"{ID} (revision main) is not, or not wholly, in " in fetched()
+    assert f"{ID} (revision main) is not, or not completely, in " in fetched()
     monkeypatch.delenv("HF_HUB_OFFLINE")
 
     hub.cuts.clear()
@@ -189,7 +189,7 @@ class TestRefusals:
 
     def test_offline(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        assert "HF_HUB_OFFLINE forbids to fetch it" in fetched()
+        assert "HF_HUB_OFFLINE prevents fetching it" in fetched()
         assert not hub.requests
 
     def test_a_model_that_cannot_run_is_told_before_its_weights_come(self, hub: Hub) -> None:

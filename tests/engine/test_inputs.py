@@ -33,7 +33,7 @@ def test_integers_of_any_kind_are_ids(ids: list[int], kind: Any) -> None:
 def test_anything_else_is_named(before: list[int], after: list[int], bad: object) -> None:
     with pytest.raises(InvalidPromptError) as caught:
         INPUTS.prompt([*before, bad, *after])
-    assert str(caught.value).startswith(f"{bad!r} is no token id")
+    assert str(caught.value).startswith(f"{bad!r} is not a token id")
 
 
 @given(st.lists(st.integers(0, 999), max_size=8), st.integers().filter(lambda token: not 0 <= token < 1000))
@@ -43,7 +43,7 @@ def test_integers_of_any_size_are_checked(before: list[int], beyond: int) -> Non
 
 
 def test_values_that_raise_when_asked_for_their_integer_are_refused() -> None:
-    with pytest.raises(InvalidPromptError, match="no token id"):
+    with pytest.raises(InvalidPromptError, match="not a token id"):
         INPUTS.prompt([np.asarray([])])  # type: ignore[list-item]
 
 

@@ -172,7 +172,7 @@ BAD = [
     ("a\udcff", {}, InvalidPromptError, "character 1 of the prompt is the lone surrogate U.DCFF"),
     ([1, 999], {}, InvalidPromptError, "token id 999 is unknown"),
     ([1, -5], {}, InvalidPromptError, "unknown"),
-    ([1, "two"], {}, InvalidPromptError, "no token id"),
+    ([1, "two"], {}, InvalidPromptError, "not a token id"),
     ("x" * 1024, {}, InvalidPromptError, "1024 tokens.*at most 1023"),
     ({"text": "x"}, {}, InvalidPromptError, "prompt_token_ids"),
     ("x", {"stop_token_ids": [999]}, InvalidParamsError, "stop_token_ids names token id 999"),

@@ -81,8 +81,8 @@ def test_faults_that_are_not_seen_fail(
         (["--mutations", "--modes", "warm"], "leave out --modes"),
         (["--mutations", "--checkpoint-interval", "128"], "evaluation sets checkpoint_interval itself"),
         (["--kv-cache-memory-bytes", "9"], "evaluation sets kv_cache_memory_bytes itself"),
-        (["--model", "MODEL"], "named twice"),
-        (["--modes", "cold", "--json", "/nowhere/results.json"], "is no folder"),
+        (["--model", "MODEL"], "given twice"),
+        (["--modes", "cold", "--json", "/nowhere/results.json"], "is not a folder"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(

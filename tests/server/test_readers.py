@@ -205,7 +205,7 @@ def test_the_server_ends_in_time_whatever_is_read(tiny_model: Path, tmp_path: Pa
     ("flags", "said"),
     [
         (["--chat-template", "/nowhere/template.jinja"], "neither a file nor a Jinja template"),
-        (["--chat-template", "{% if %}"], "chat_template is no Jinja template"),
+        (["--chat-template", "{% if %}"], "chat_template is not a Jinja template"),
     ],
 )
 def test_a_wrong_template_is_told_before_the_model_is_read(
