@@ -112,7 +112,7 @@ def main() -> None:
         check(place.startswith(str(folder)), f"forkpoint is imported from {place}")
         check("serve" in run(forkpoint, "--help", cwd=empty), "--help does not name serve")
         refused = run(forkpoint, "generate", "--prompt", "x", cwd=empty, code=2)
-        check(refused.startswith("error: no model was named") and refused.count("\n") == 1, refused)
+        check(refused.startswith("error: no model was given") and refused.count("\n") == 1, refused)
         answer = serve_one(forkpoint, empty)
         check(answer == "Hello! What shall I remember?", f"the server answered {answer!r}")
         print(f"it serves: {answer}")

@@ -1,4 +1,4 @@
-"""The engine for an asyncio program: texts on this side, the step loop in a process of its own."""
+"""The engine for asyncio programs. Texts are handled here. The step loop runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ CALL_TIMEOUT_S = 30.0
 
 
 class OpenRequest:
-    """Prompts on their way, answered together. Iterate over `deltas`; then read `states`, one for each prompt."""
+    """Prompts of one request that are answered together. Iterate over `deltas`, then read `states`, one for each
+    prompt."""
 
     def __init__(self) -> None:
         self.states: list[RequestState] = []
@@ -32,12 +33,12 @@ class OpenRequest:
         self._error: ForkpointError | None = None
 
     def wake(self, error: ForkpointError | None = None) -> None:
-        """Called by the engine: there is news, or `error` ended a prompt's request."""
+        """Signal that there is news, or that `error` ended a prompt's request. The engine calls it."""
         self._error = self._error or error
         self._news.set()
 
     async def first_news(self) -> None:
-        """Wait until each prompt has an output token, or has ended without. Raises as `deltas` does."""
+        """Wait until each prompt has an output token, or has ended without. Raises what `deltas` raises."""
         while True:
             await self._wait()
             if all(state.has_begun for state in self.states):
@@ -47,8 +48,8 @@ class OpenRequest:
     async def deltas(self, *, whole: bool = False) -> AsyncIterator[list[tuple[int, CompletionOutput]]]:
         """Yield lists of (number of the prompt, news of a completion) as they come.
 
-        News are joined where the reader is slower than the engine. `whole`: all completions of a prompt at once, when
-        it has ended. Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
+        News are merged if the reader is slower than the engine. `whole`: yield all completions of a prompt at once,
+        when it has ended. Raises the RequestError with which the engine refused a prompt, or EngineStoppedError.
         """
         running = dict(enumerate(self.states))
         while running:
@@ -76,7 +77,7 @@ class OpenRequest:
 
 
 class AsyncEngine:
-    """Owns the engine process, and makes texts of what it reports. All methods belong to one event loop."""
+    """Owns the engine process and converts its reports to texts. All methods belong to one event loop."""
 
     def __init__(self, config: EngineConfig, observer: Observer) -> None:
         self.config = config
@@ -98,7 +99,8 @@ class AsyncEngine:
     async def start(self, texts: Awaitable[tuple[Tokenizer | None, frozenset[int]]]) -> None:
         """Start the process and wait until the model is loaded. Raises what loading raised.
 
-        `texts`: what writes texts, None for token ids alone, and the ids that end a completion.
+        `texts` yields the tokenizer that converts ids to text (None: outputs have only ids), and the ids that end a
+        completion.
         """
         loop = asyncio.get_running_loop()
         self._loaded = loop.create_future()
@@ -117,7 +119,7 @@ class AsyncEngine:
         self._inputs = InputProcessor(tokenizer, ready.vocab_size, ready.max_model_len, eos, self.config.seed)
 
     async def ended(self) -> ForkpointError:
-        """Wait until the engine process is gone; why it went."""
+        """Wait until the engine process has ended, and return the reason."""
         await self._ended.wait()
         assert self._died is not None
         return self._died
@@ -128,28 +130,28 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Prompts that are being answered."""
+        """The number of prompts that are being answered."""
         return len(self._open)
 
     @property
     def num_sequences(self) -> int:
-        """Their completions that have not ended."""
+        """The number of their completions that have not ended."""
         return self._outputs.num_sequences
 
     @property
     def is_full(self) -> bool:
         """Whether the engine would have refused any request after its last step."""
-        return self._is_full and self.num_sequences > 0  # what has been aborted since is reported by no step
+        return self._is_full and self.num_sequences > 0  # steps do not report what was aborted later
 
     def check_ready(self) -> None:
-        """Raises EngineNotReadyError while the model is loading, EngineStoppedError after the end."""
+        """Raise EngineNotReadyError while the model is loading, and EngineStoppedError after the end."""
         if self._died is not None:
             raise self._died
         if self._inputs is None:
             raise EngineNotReadyError("the model is still loading; try again in a while")
 
     async def close(self) -> None:
-        """End open requests with an error and the process with them; harmless a second time."""
+        """End open requests with an error, then end the process. Calling it again does nothing."""
         self._end_all(EngineStoppedError("the server is shutting down"))
         await self._process.stop(gently=self._inputs is not None)
 
@@ -164,10 +166,10 @@ class AsyncEngine:
     def add(
         self, opened: OpenRequest, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
     ) -> None:
-        """Send one prompt with its `n` completions to the engine, as the next one of `opened`.
+        """Send one prompt with its `n` completions to the engine, as the next prompt of `opened`.
 
-        Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. What the engine itself refuses
-        (QueueFullError, RequestTooLargeError) is raised by the first news of `opened`.
+        Raises InvalidParamsError, EngineNotReadyError or EngineStoppedError. Refusals of the engine itself
+        (QueueFullError, RequestTooLargeError) are raised by `opened.first_news`.
         """
         now = time.perf_counter()
         number = next(self._numbers)
@@ -178,18 +180,21 @@ class AsyncEngine:
             for request in requests:
                 self._process.send(messages.AddSequence(request))
         except Exception:
-            self.abort(request_id)  # what was not sent would never end
+            self.abort(request_id)  # sequences that were not sent would never end
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request where it stands; nothing happens if it has ended."""
+        """End a request with the tokens it has. Do nothing if it has ended."""
         state = self._outputs.abort(request_id, time.perf_counter())
         if state is not None:
             self._observer.finished(state)
             self._open.pop(request_id).wake()
 
     async def call(self, name: Literal["stats", "reset_prefix_cache", "check_integrity"]) -> Any:
-        """Ask the engine between two steps. Raises EngineStoppedError, also where no answer comes in time."""
+        """Call the engine between two steps and return its answer.
+
+        Raises EngineStoppedError, also if no answer comes within CALL_TIMEOUT_S.
+        """
         self.check_ready()
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -241,7 +246,7 @@ class AsyncEngine:
 
     def _refuse(self, name: str, error: ForkpointError) -> None:
         found = self._outputs.find(name)
-        if found is not None:  # else its request was refused or aborted as a whole
+        if found is not None:  # otherwise the whole request was refused or aborted
             request_id = found[0].request_id
             self._outputs.abort(request_id, time.perf_counter())
             self._observer.refused(error)
@@ -269,10 +274,10 @@ class AsyncEngine:
 
 
 def _update(request: Request, news: messages.SequenceNews) -> RequestUpdate:
-    """Bring this side's copy of the request up to date, and tell the news as the scheduler would."""
+    """Update this side's copy of the request, and return the news in the scheduler's form."""
     if news.cache is not None:
         request.cache = news.cache
     request.first_scheduled_s, request.num_preemptions = news.first_scheduled_s, news.num_preemptions
     error = news.failure.error() if news.failure is not None else None
-    told = news.token_id, news.logprobs, news.prompt_logprobs, news.finish_reason, news.stop_token_id
-    return RequestUpdate(request, *told, error)
+    values = news.token_id, news.logprobs, news.prompt_logprobs, news.finish_reason, news.stop_token_id
+    return RequestUpdate(request, *values, error)

@@ -1,4 +1,4 @@
-"""Ids to text, one at a time, and the strings that end a completion."""
+"""Converts ids to text, one at a time, and finds the strings that end a completion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from forkpoint.sched.plan import IntArray
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
-CONTEXT_TOKENS = 8  # earlier ids that decide how the next one reads (a leading space, a split character)
-REPLACEMENT = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
+# number of earlier ids that influence how the next id is decoded (a leading space, a split character)
+CONTEXT_TOKENS = 8
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not (yet) a character
 
 
 class Detokenizer:
-    """Streams the text of one completion. Text of an unfinished character waits for its last token."""
+    """Streams the text of one completion. Incomplete characters are held back until their last token."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] | IntArray, *, skip_special_tokens: bool
@@ -29,11 +30,11 @@ class Detokenizer:
         self._stream = self._open_stream()
 
     def add(self, token_id: int) -> str:
-        """The text that became certain with this token; often one word, sometimes none."""
+        """Return the text that became certain with this token: often a word, sometimes nothing."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:  # the stream refuses a decoder that rewrites earlier text; start again behind it
+        except Exception:  # the stream refuses decoders that rewrite earlier text; start a new one after it
             return self.flush()
         if text is None:
             return ""
@@ -41,7 +42,7 @@ class Detokenizer:
         return str(text)
 
     def flush(self) -> str:
-        """The text still held back, incomplete characters included."""
+        """Return the text that was held back, including incomplete characters."""
         before = self._decode(self._context)
         after = self._decode(self._context + self._held)
         text = after[len(before) :] if after.startswith(before) else self._decode(self._held)
@@ -55,24 +56,24 @@ class Detokenizer:
     def _open_stream(self) -> DecodeStream:
         from tokenizers.decoders import DecodeStream
 
-        # A context that ends inside a character would be told again as new text.
+        # With a context that ends inside a character, the stream would return that character again.
         usable = not self._decode(self._context).endswith(REPLACEMENT)
         self._context = self._context if usable else []
         return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip)
 
 
 class StopStrings:
-    """Finds stop strings in one growing text, also those that span tokens; a shallow copy does the same in another.
+    """Finds stop strings in one growing text, even if they span tokens. A shallow copy can search another text.
 
-    What may begin one is told by an automaton (Aho and Corasick's): each further character costs the same, however
-    many strings there are and however long they get.
+    An Aho-Corasick automaton finds what may begin a stop string. Each character takes the same time, however many
+    strings there are and however long they are.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self._stops = tuple(stops)
         self._include = include
-        self._next: list[dict[str, int]] = [{}]  # by state, which is a beginning of a stop string
-        self._fallback = [0]  # the longest other beginning with which that one ends
+        self._next: list[dict[str, int]] = [{}]  # transitions of each state; a state is a prefix of a stop string
+        self._fallback = [0]  # for each state, the longest shorter prefix that is its suffix
         self._length = [0]
         for stop in self._stops:
             state = 0
@@ -88,15 +89,16 @@ class StopStrings:
             for character, longer in self._next[state].items():
                 self._fallback[longer] = self._step(self._fallback[state], character)
         self._state = 0
-        self._num_read = 0  # characters of the text that `_state` is about
+        self._num_read = 0  # characters of the text that `_state` has read
         self._start = 0
 
     def skip(self, num_characters: int) -> None:
-        """Ignore the first `num_characters` of the text; to be called before any of the rest is read."""
+        """Ignore the first `num_characters` of the text. Must be called before the rest is read."""
         self._start = self._num_read = num_characters
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:
-        """Return the first stop string that ends in the last `num_new` characters of `text`, and where to cut there."""
+        """Return the first stop string that ends in the last `num_new` characters of `text`, and the length to cut
+        to."""
         if not num_new:
             return None
         known = len(text) - num_new
@@ -105,10 +107,9 @@ class StopStrings:
         return (stop, at + len(stop) if self._include else at) if stop else None
 
     def num_undecided(self, text: str) -> int:
-        """Characters at the end of `text` that may turn out to begin a stop string, and must not be shown: those of
-        the longest beginning, shorter than the longest stop string, with which it ends.
+        """Return the number of characters at the end of `text` that may begin a stop string and must be held back.
 
-        `text` is that of the last call, and more; what is new is all that is looked at.
+        `text` is the text of the last call, possibly extended. Only new characters are read.
         """
         if self._include or not self._stops:
             return 0

@@ -1,6 +1,6 @@
-"""What the API process and the engine process say to each other. Token ids only; texts stay with the API.
+"""Messages between the API process and the engine process. They contain only token ids; texts stay in the API process.
 
-Commands go to the engine, reports come back; both travel as msgpack arrays.
+Commands go to the engine, and reports come back. Both are encoded as msgpack arrays.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class AddSequence(Message, frozen=True):
-    """A sequence to generate. The API process makes its id, which no other sequence ever has."""
+    """A sequence to generate. The API process chooses its id, which no other sequence ever has."""
 
     request: Request
 
 
 class EndSequences(Message, frozen=True):
-    """The API process wants no more of these: a stop string ended them, or the caller left."""
+    """Ends sequences that are no longer wanted: a stop string ended them, or the caller left."""
 
     ids: tuple[str, ...]
     reason: FinishReason = FinishReason.ABORT
@@ -41,14 +41,14 @@ class Call(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End the process; what is still running is dropped."""
+    """Ends the process. Running sequences are dropped."""
 
 
 Command: TypeAlias = AddSequence | EndSequences | Call | Stop
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded; `stats` are the first reading of counters and gauges."""
+    """The model is loaded. `stats` is the first reading of counters and gauges."""
 
     vocab_size: int
     max_model_len: int
@@ -56,7 +56,7 @@ class Ready(Message, frozen=True):
 
 
 class SequenceNews(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
-    """News of one sequence from one step that are more than a token."""
+    """One sequence's news from one step, if it is more than a token."""
 
     id: str
     token_id: int | None = None
@@ -71,11 +71,11 @@ class SequenceNews(msgspec.Struct, array_like=True, frozen=True, omit_defaults=T
 
 
 class StepReport(Message, frozen=True):
-    """One step: sequence `ids[i]` got `token_ids[i]` and nothing else happened to it; `news` has all others.
+    """The result of one step. Sequence `ids[i]` got `token_ids[i]` and nothing else. `news` has all other sequences.
 
-    `num_tokens` entered the model. `refused` sequences were not accepted. `drafts`: by the id of a sequence that
-    got something and has had drafts, how many so far, and how many of them were accepted. `is_full`: another
-    sequence would be refused now.
+    `num_tokens` is the number of tokens that entered the model. `refused` are sequences that were not accepted.
+    `drafts` maps the id of a sequence with news and drafts to (drafts so far, accepted drafts so far). `is_full`:
+    another sequence would be refused now.
     """
 
     ids: list[str]
@@ -88,7 +88,7 @@ class StepReport(Message, frozen=True):
 
 
 class CallReply(Message, frozen=True):
-    """The answer to a Call; `failure` says why there is no `value`."""
+    """The answer to a Call. `failure` says why there is no `value`."""
 
     number: int
     value: Any = None

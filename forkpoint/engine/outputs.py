@@ -1,4 +1,4 @@
-"""News of sequences to what the caller sees: texts, log-probabilities, timings, cache reports."""
+"""Turns updates of sequences into what the caller sees: texts, log-probabilities, timings and cache reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forkpoint.sched.request import Request, RequestUpdate
 
 
 class Observer(Protocol):
-    """Is told what happens, for metrics. Times are in seconds."""
+    """Receives events for metrics. Times are in seconds."""
 
     def step(self, num_tokens: int) -> None: ...
 
@@ -34,7 +34,7 @@ class Observer(Protocol):
 
 
 class Completion:
-    """One sequence on its way to a CompletionOutput, whole or in deltas."""
+    """One sequence whose CompletionOutput is built token by token. It is read whole or in deltas."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None, stops: StopStrings) -> None:
         params = request.params
@@ -50,24 +50,25 @@ class Completion:
             self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=skip)
         self._stops = stops
         self._content = ContentFinder(params.thinking)
-        self._content_start: int | None = None  # where the search for stop strings begins, once that is known
-        self._num_searched = 0  # characters in which no stop string ends that would count
+        self._content_start: int | None = None  # where the search for stop strings begins; None while that is unknown
+        self._num_searched = 0  # characters in which no valid stop string ends
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
         self._stop_reason: str | int | None = None
         self.error: str | None = None
-        self._told_text = 0
-        self._told_tokens = 0
-        self._told_end = False
+        self._reported_text = 0
+        self._reported_tokens = 0
+        self._reported_end = False
 
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
     def apply(self, update: RequestUpdate, now_s: float) -> bool:
-        """Take in one update. True: a stop string ended the completion and the scheduler does not know yet."""
+        """Apply one update. Return True if a stop string ended the completion, which the scheduler does not know
+        yet."""
         params, token_id = self.request.params, update.token_id
         if token_id is not None:
             self.first_token_s = now_s if self.first_token_s is None else self.first_token_s
@@ -93,27 +94,27 @@ class Completion:
             self.finish_reason = FinishReason.ABORT
 
     def fail(self, error: Exception) -> None:
-        """What was to be told of the newest token raised `error`: the completion ends with what was told before."""
-        LOGGER.error("the text of request %s could not be told", self.request.id, exc_info=error)
+        """End the completion with what was reported before, because converting the newest token raised `error`."""
+        LOGGER.error("the output of request %s could not be converted to text", self.request.id, exc_info=error)
         self.finish_reason = FinishReason.ERROR
         if self._wants_logprobs:
             del self._token_ids[len(self._logprobs) :]
-        self.error = f"RequestFailedError: the output could not be told: {type(error).__name__}: {error}"
+        self.error = f"RequestFailedError: the output could not be converted to text: {type(error).__name__}: {error}"
 
     def take_delta(self) -> CompletionOutput | None:
-        """The news since the last call; None when there are none. `output` is not affected."""
+        """Return the news since the last call; None if there are none. Does not change `output`."""
         text, tokens, ended = self._num_certain, len(self._token_ids), self.finish_reason is not None
-        if text <= self._told_text and tokens == self._told_tokens and ended == self._told_end:
+        if text <= self._reported_text and tokens == self._reported_tokens and ended == self._reported_end:
             return None
-        delta = self._output(self._told_text, text, self._told_tokens)
-        self._told_text, self._told_tokens, self._told_end = max(text, self._told_text), tokens, ended
+        delta = self._output(self._reported_text, text, self._reported_tokens)
+        self._reported_text, self._reported_tokens, self._reported_end = max(text, self._reported_text), tokens, ended
         return delta
 
     def output(self) -> CompletionOutput:
         return self._output(0, self._num_certain, 0)
 
     def _output(self, start: int, end: int, token: int) -> CompletionOutput:
-        """Characters `[start, end)` of the text, and tokens from `token` on."""
+        """Return an output with characters `[start, end)` of the text, and the tokens from `token` on."""
         wanted = self._wants_logprobs
         return CompletionOutput(
             index=self._index,
@@ -132,7 +133,7 @@ class Completion:
 
     @property
     def _num_certain(self) -> int:
-        """Number of characters that no stop string can remove."""
+        """The number of characters that no stop string can remove."""
         if self.finish_reason is not None or not self.request.params.stop:
             return len(self._text)
         if self._content_start is not None:
@@ -140,7 +141,7 @@ class Completion:
         return len(self._text) if self._content.is_thinking else 0
 
     def _extend(self, text: str, *, is_last: bool = False) -> None:
-        """Append text and look for a stop string in the content, once there are `min_tokens`."""
+        """Append text, and look for a stop string in the content once there are `min_tokens`."""
         self._text += text
         params = self.request.params
         if not params.stop:
@@ -176,7 +177,7 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The completions of one prompt and what they have in common."""
+    """The completions of one prompt, and their common state."""
 
     request_id: str
     prompt: Prompt
@@ -188,14 +189,15 @@ class RequestState:
     _prompt_ids: tuple[int, ...] | None = None
 
     def prepare(self) -> tuple[int, ...]:
-        """The prompt's ids as outputs have them, made once: for a long prompt that takes a while."""
+        """Return the prompt's ids as outputs contain them. Converting a long prompt takes a while, so it is done
+        once."""
         if self._prompt_ids is None:
             self._prompt_ids = tuple(self.prompt.token_ids.tolist())
         return self._prompt_ids
 
     @property
     def has_begun(self) -> bool:
-        """Whether an output token is there, or none will come."""
+        """Whether there is an output token, or none will come."""
         return any(c.num_tokens or c.finish_reason is not None for c in self.completions)
 
     @property
@@ -204,7 +206,7 @@ class RequestState:
 
     @property
     def cache(self) -> CacheReport:
-        """Of the first completion."""
+        """The cache report of the first completion."""
         return self.completions[0].request.cache
 
     @property
@@ -242,7 +244,7 @@ class RequestState:
         )
 
     def all_prompt_logprobs(self) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """One entry per prompt token; nothing foretells the first. None if they were not asked for."""
+        """Return one entry for each prompt token; None if they were not requested. The first token's entry is None."""
         if self.completions[0].request.params.prompt_logprobs is None:
             return None
         return tuple(self.prompt_logprobs.get(position) for position in range(len(self.prompt.token_ids)))
@@ -251,7 +253,7 @@ class RequestState:
 class OutputAssembler:
     """Holds the open requests and turns updates of their sequences into outputs.
 
-    `end` is called with the ids of sequences that end here before whoever generates them knows, and why.
+    `end` is called with the ids of sequences that end here first, and the reason, so that the engine stops them.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class OutputAssembler:
         self._by_sequence: dict[str, tuple[RequestState, Completion]] = {}
 
     def add(self, prompt: Prompt, requests: Sequence[Request]) -> RequestState:
-        """The sequences of one prompt, of which the first has the name of all."""
+        """Add the sequences of one prompt. The id of the first is the id of the request."""
         first = requests[0]
         stops = StopStrings(first.params.stop, include=first.params.include_stop_str_in_output)
         completions = [Completion(each, index, self._tokenizer, copy(stops)) for index, each in enumerate(requests)]
@@ -279,22 +281,25 @@ class OutputAssembler:
 
     @property
     def num_sequences(self) -> int:
-        """Those that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self._by_sequence)
 
     def find(self, name: str) -> tuple[RequestState, Completion] | None:
-        """The sequence of that name and its request; None if it has ended."""
+        """Return the sequence with this id and its request; None if it has ended."""
         return self._by_sequence.get(name)
 
     def apply(self, updates: Sequence[RequestUpdate], now_s: float) -> list[RequestState]:
-        """The requests that have news. A sequence ends here by a stop string, or because its text could not be told."""
+        """Apply updates and return the requests with news.
+
+        A sequence ends here if it has a stop string, or if its tokens cannot be converted.
+        """
         stopped: list[str] = []
         changed: dict[str, RequestState] = {}
-        elapsed_s: list[float] = []  # since the token before, of all later tokens of completions
+        elapsed_s: list[float] = []  # times since the previous token, for all tokens but first ones
         for update in updates:
             entry = self._by_sequence.get(update.request.id)
             if entry is None:
-                continue  # it ended by a stop string or an abort after this step was issued
+                continue  # a stop string or an abort ended it after this step was issued
             state, completion = entry
             changed[state.request_id] = state
             if self._observer is not None and update.token_id is not None:
@@ -306,14 +311,14 @@ class OutputAssembler:
                 for position, logprobs in update.prompt_logprobs:
                     state.prompt_logprobs[position] = logprob_dict(logprobs, self._tokenizer)
                 ended_here = completion.apply(update, now_s)
-            except Exception as error:  # of whatever kind, it is this completion's alone
+            except Exception as error:  # any error ends only this completion
                 completion.fail(error)
                 ended_here = update.finish_reason is None
             if ended_here:
                 stopped.append(update.request.id)
             if completion.finish_reason is not None:
                 del self._by_sequence[update.request.id]
-                self._settle(state, now_s)
+                self._close_if_ended(state, now_s)
         if self._observer is not None and elapsed_s:
             self._observer.next_tokens(elapsed_s)
         if stopped:
@@ -321,7 +326,7 @@ class OutputAssembler:
         return list(changed.values())
 
     def abort(self, request_id: str, now_s: float) -> RequestState | None:
-        """The request as far as it came; None for one that is not open."""
+        """End a request and return it with the output so far; None if it is not open."""
         state = self._states.get(request_id)
         if state is None:
             return None
@@ -329,18 +334,18 @@ class OutputAssembler:
         for completion in state.completions:
             completion.abort()
             self._by_sequence.pop(completion.request.id, None)
-        self._settle(state, now_s)
+        self._close_if_ended(state, now_s)
         self._end(sequences, FinishReason.ABORT)
         return state
 
-    def _settle(self, state: RequestState, now_s: float) -> None:
+    def _close_if_ended(self, state: RequestState, now_s: float) -> None:
         if all(c.finish_reason is not None for c in state.completions):
             state.finished_s = now_s
             del self._states[state.request_id]
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """The chosen token first, then the most likely ones."""
+    """Return the chosen token first, then the most likely ones."""
     found = {entry.token_id: _logprob(entry.token_id, entry.logprob, entry.rank, tokenizer)}
     for rank, (token, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
         found.setdefault(token, _logprob(token, value, rank, tokenizer))

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: commands in, steps, reports out. It never sees a text."""
+"""Runs the engine in a process of its own: receives commands, runs steps and sends reports. It never sees a text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from forkpoint.sched.request import Request, RequestUpdate
 from forkpoint.worker.child import EXIT_FAILED, begin_child
 from forkpoint.worker.codec import Failure, decoder, encoder
 
-MAX_TAKING_S = 0.01  # for commands between two steps: thousands that come at once are taken over several
-IDLE_POLL_MS = 1000  # how often an idle engine looks whether its worker's processes are there
-NUM_COMPILERS = 16  # threads; what they compile has been compiled once elsewhere
-STARTING_POLL_MS = 2  # how often an idle engine looks whether a grammar has been compiled
+MAX_TAKING_S = 0.01  # seconds for commands between two steps; thousands that come at once are spread over several steps
+IDLE_POLL_MS = 1000  # how often an idle engine checks that its worker's processes are alive
+NUM_COMPILERS = 16  # threads; grammars were compiled once elsewhere before, so these are quick
+STARTING_POLL_MS = 2  # how often an idle engine checks whether a grammar has been compiled
 
 
 def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
-    """The engine process: load the model, serve `commands` until Stop, report on `reports` (ZeroMQ addresses).
+    """Run the engine process: load the model, serve `commands` until Stop, and report on `reports` (ZeroMQ addresses).
 
-    An error ends it with a Died report and exit code 1. It ends at once when its parent does.
+    After an error it sends a Died report and exits with code 1. It ends at once when its parent does.
     """
     begin_child()  # the parent decides when the engine ends
-    from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent has no use for
+    from forkpoint.engine.build import build_parts, load_tokenizer  # imports torch, which the parent does not need
 
     encode = encoder()
     with zmq.Context() as context, context.socket(zmq.PULL) as inbox, context.socket(zmq.PUSH) as outbox:
@@ -42,7 +42,8 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
             try:
                 inputs.grammars.prepare()
                 gc.collect()
-                gc.freeze()  # else every full collection would go through all that was imported: a tenth of a second
+                # otherwise full collections would examine all imported objects, which takes a tenth of a second
+                gc.freeze()
                 gc.disable()  # the core collects between steps
                 outbox.send(encode(messages.Ready(inputs.vocab_size, inputs.max_model_len, core.metrics())))
                 EngineLoop(core, inputs.grammars, inbox, outbox).run()
@@ -56,7 +57,7 @@ def run_engine(config: EngineConfig, commands: str, reports: str) -> None:
 
 
 class EngineLoop:
-    """Serves commands between steps. One thread calls it."""
+    """Serves commands between steps. Only one thread may call it."""
 
     def __init__(
         self, core: EngineCore, grammars: GrammarCompiler, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
@@ -64,16 +65,17 @@ class EngineLoop:
         self._core = core
         self._grammars = grammars
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars")
-        self._starting: dict[str, tuple[Request, Future[TokenRules | None]]] = {}  # whose grammars are compiled, by id
+        # id -> sequence whose grammar is being compiled
+        self._starting: dict[str, tuple[Request, Future[TokenRules | None]]] = {}
         self._inbox = inbox
         self._outbox = outbox
         self._decode = decoder(messages.Command)
         self._encode = encoder()
-        self._open: dict[str, bool] = {}  # sequences by id: whether their cache report is out
+        self._open: dict[str, bool] = {}  # id of each open sequence -> whether its cache report was sent
         self._refused: list[tuple[str, Failure]] = []
 
     def run(self) -> None:
-        """Serve until Stop. Raises EngineStoppedError when the engine cannot go on."""
+        """Serve commands until Stop. Raises EngineStoppedError if the engine cannot continue."""
         try:
             while self._take_commands():
                 self._take_started()
@@ -85,7 +87,8 @@ class EngineLoop:
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _take_commands(self) -> bool:
-        """Carry out what has arrived, waiting for it if there is nothing else to do; False: stop."""
+        """Carry out the commands that have arrived; wait for one if there is nothing else to do. Return False for
+        Stop."""
         is_idle = not self._core.has_unfinished() and not self._refused
         if is_idle and not self._inbox.poll(STARTING_POLL_MS if self._starting else IDLE_POLL_MS):
             self._core.check()
@@ -138,17 +141,17 @@ class EngineLoop:
             self._open[request.id] = False
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """Whatever one sequence made raise concerns it alone."""
+        """Refuse a sequence. Any error that one sequence raises ends only that sequence."""
         if not isinstance(error, RequestError):
-            LOGGER.error("a request could not be taken in", exc_info=error)
-            error = RequestFailedError(f"the request could not be taken in: {type(error).__name__}: {error}")
+            LOGGER.error("a request could not be processed", exc_info=error)
+            error = RequestFailedError(f"the request could not be processed: {type(error).__name__}: {error}")
         self._refused.append((name, Failure.of(error)))
 
     def _end(self, command: messages.EndSequences) -> None:
         for name in command.ids:
             if name in self._starting:
                 self._starting.pop(name)[1].cancel()
-            elif name in self._open:  # it has not ended by itself in the meantime
+            elif name in self._open:  # otherwise it has ended by itself in the meantime
                 self._core.end(name, command.reason)
                 del self._open[name]
 

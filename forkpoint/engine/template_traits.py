@@ -177,19 +177,19 @@ def _call_traits(probe: _Probe) -> dict[str, Any]:
     result = {**result, "tool_call_id": call["id"]}
     calling = answer("", tool_calls=[call])
     of_calls = probe.shows([user(FIRST), calling, result, *rest], foreign=2)
-    behind = [result] * of_calls
+    results = [result] * of_calls
     other = _call(OTHER_FUNCTION, call["id"].replace(FUNCTION, OTHER_FUNCTION), call["function"]["arguments"])
     both = answer("", tool_calls=[call, other])
     return {
         "arguments": arguments,
         "call_ids": call_ids,
-        "several_calls": probe.shows([user(FIRST), both, *behind], FUNCTION, OTHER_FUNCTION),
-        "text_with_calls": probe.shows([user(FIRST), answer(SECOND, tool_calls=[call]), *behind], FUNCTION, VALUE),
-        "text_before_calls": probe.shows([user(FIRST), answer(SECOND), calling, *behind, *rest], FUNCTION, VALUE),
+        "several_calls": probe.shows([user(FIRST), both, *results], FUNCTION, OTHER_FUNCTION),
+        "text_with_calls": probe.shows([user(FIRST), answer(SECOND, tool_calls=[call]), *results], FUNCTION, VALUE),
+        "text_before_calls": probe.shows([user(FIRST), answer(SECOND), calling, *results, *rest], FUNCTION, VALUE),
         "results_of_calls": of_calls,
         "results_of_text": of_text,
-        "user_after_result": probe.shows([user(FIRST), calling, *behind, user(FOURTH)]),
-        "user_keeps_reasoning": _user_keeps_reasoning(probe, call, behind),
+        "user_after_result": probe.shows([user(FIRST), calling, *results, user(FOURTH)]),
+        "user_keeps_reasoning": _user_keeps_reasoning(probe, call, results),
         "reasoning": _shows_reasoning(probe, call, takes_result=of_calls),
     }
 

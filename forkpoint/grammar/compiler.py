@@ -1,4 +1,5 @@
-"""What outputs have to match, as masks over the vocabulary. llguidance does the work; it is loaded when needed."""
+"""Compiles what outputs have to match into masks over the vocabulary. llguidance does the work and is loaded when
+needed."""
 
 from __future__ import annotations
 
@@ -17,21 +18,21 @@ from forkpoint.params import THINK, THINK_END, SamplingParams, StructuredOutputs
 
 MAX_KEPT_GRAMMARS = 256
 MAX_KEPT_MATCHERS = 16
-MAX_COPIES = 64  # of a matcher, which share its lexer; that grows with every text, up to a limit
+MAX_COPIES = 64  # copies of a matcher share its lexer, which grows with every text up to a limit
 
 
 @dataclass(slots=True)
 class _Kept:
-    """An llguidance.LLMatcher that has followed nothing."""
+    """An llguidance.LLMatcher that has not consumed a token."""
 
     matcher: Any
     num_copies: int = 0
 
 
 class GrammarCompiler:
-    """Starts grammars for one tokenizer and vocabulary. Threads may share it; what was compiled is kept.
+    """Starts grammars for one tokenizer and vocabulary. Threads may share it. Compiled grammars are kept.
 
-    `compact`: JSON comes without line breaks, whether a request asks for that or not.
+    `compact`: JSON has no line breaks, whether a request asks for that or not.
     """
 
     def __init__(
@@ -47,21 +48,21 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
-        self._llguidance: Any = None  # its LLTokenizer
+        self._llguidance: Any = None  # its LLTokenizer, once loaded
         self._grammar = lru_cache(MAX_KEPT_GRAMMARS)(Description.grammar)
-        self._matchers: dict[Description, _Kept] = {}  # the oldest first
+        self._matchers: dict[Description, _Kept] = {}  # oldest first
 
     def prepare(self) -> None:
-        """Read the vocabulary now: where it is large, that holds up all threads for seconds."""
+        """Read the vocabulary now. A large one blocks all threads for seconds."""
         if self._tokenizer is not None:
-            with suppress(InvalidParamsError):  # which the first request gets that needs it
+            with suppress(InvalidParamsError):  # reported to the first request that needs it
                 self._loaded()
 
     def start(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenRules | None:
-        """Rules that have followed nothing yet, of all that `params` say of ids that may come; None for nothing.
+        """Return the rules of all that `params` require of output ids; None if they require nothing.
 
-        `stop_token_ids` end the request: of the end-of-sequence ids only these may follow a whole output. Raises
-        InvalidParamsError for what cannot be compiled, and for what no token can begin.
+        `stop_token_ids` end the request. Of the end-of-sequence ids, only these may follow a complete output. Raises
+        InvalidParamsError for what cannot be compiled, and if no token can come first.
         """
         if not params.restricts_tokens:
             return None
@@ -97,7 +98,7 @@ class GrammarCompiler:
         description = self._description(wanted, thinking=params.thinking, special_ids=self._special_ids())
         ends = frozenset(loaded.eos_tokens)
         forbidden = ends - set(stop_token_ids)
-        if not wanted.structural_tag:  # which may name special tokens; other texts do not show them
+        if not wanted.structural_tag:  # structural tags may name special tokens; texts do not contain them otherwise
             named = {token_id for _, token_id in description.special_ids}
             forbidden |= frozenset(self._tokenizer.hf.all_special_ids) - ends - named
         rules = partial(rules, forbidden=forbidden, num_ids=loaded.vocab_size, ends=ends)
@@ -108,14 +109,15 @@ class GrammarCompiler:
                 kept = self._matchers.pop(description, None)
             if kept is None or kept.num_copies == 1:
                 raise
-        return rules(matcher=self._matcher(description))  # others had used up what their lexer may hold
+        return rules(matcher=self._matcher(description))  # other requests had used up the limits of their shared lexer
 
     def slow_name(self, wanted: StructuredOutputsParams) -> str | None:
-        """The parameter's name where compiling it may take long, so that `check` is to be called elsewhere first."""
+        """Return the parameter's name if compiling it may take long, so that `check` should run in another process
+        first."""
         return slow_name(wanted)
 
     def check(self, wanted: StructuredOutputsParams) -> None:
-        """Compile it once. Raises InvalidParamsError; the process may end of it."""
+        """Compile it once. Raises InvalidParamsError. The process may be killed by it."""
         if self._tokenizer is not None:
             self._description(wanted, special_ids=dict.fromkeys(self._added_tokens(), BYTES_SPECIAL_ID)).check()
 
@@ -129,17 +131,17 @@ class GrammarCompiler:
         return Description.of(wanted, compact=compact, thinking=thinking, special_ids=named)
 
     def _added_tokens(self) -> dict[str, int]:
-        """Return the ids of tokens that are not a part of the vocabulary's text, by their texts."""
+        """Map the texts of added tokens, which are not part of the vocabulary's text, to their ids."""
         assert self._tokenizer is not None
         return {added.content: token for token, added in self._tokenizer.backend.get_added_tokens_decoder().items()}
 
     def _special_ids(self) -> dict[str, int]:
-        """Return the ids of tokens that llguidance does not read as text, by their texts."""
+        """Map the texts of tokens that llguidance does not read as text to their ids."""
         loaded = self._loaded()
         return {text: token for text, token in self._added_tokens().items() if loaded.is_special_token(token)}
 
     def _matcher(self, description: Description) -> Any:
-        """An llguidance.LLMatcher that has followed nothing yet."""
+        """Return an llguidance.LLMatcher that has not consumed a token."""
         with self._lock:
             kept = self._matchers.get(description)
         if kept is None:
@@ -162,7 +164,7 @@ class GrammarCompiler:
 
 
 def _read(backend: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
-    """The tokenizer as llguidance reads it. Raises InvalidParamsError for one that it does not know."""
+    """Load the tokenizer into llguidance. Raises InvalidParamsError if llguidance does not support it."""
     from llguidance import LLTokenizer
 
     num_ids = max(vocab_size, backend.get_vocab_size())
@@ -170,5 +172,5 @@ def _read(backend: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
         return LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=eos_token_ids or None)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the library's is no Exception
-        raise InvalidParamsError(f"structured_outputs cannot be had with this tokenizer: {error}") from error
+    except BaseException as error:  # a panic of the library is not an Exception
+        raise InvalidParamsError(f"structured_outputs are not possible with this tokenizer: {error}") from error

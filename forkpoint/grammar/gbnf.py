@@ -1,4 +1,4 @@
-"""Grammars in GBNF, as a request brings them, in the syntax of llguidance's parser."""
+"""Converts grammars in GBNF, as requests contain them, to the syntax of llguidance's parser."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LONG_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-
 
 
 def lark_of_gbnf(text: str) -> str:
-    """Raises Exception, of whatever kind, for what is no grammar with a rule `root`.
+    """Convert a grammar. Raises an Exception of any kind if the text is not a grammar with a rule `root`.
 
-    What is regular becomes one terminal, as large as possible: the parser takes each for as long as it matches.
+    Regular parts become one terminal each, as large as possible, because the parser matches terminals greedily.
     """
     from llguidance import gbnf_to_lark as gbnf
 
@@ -36,29 +36,30 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A text as a string of the parser's syntax; `/`, `#` and line breaks need no care."""
+    """Write a text as a string of the parser's syntax. `/`, `#` and line breaks need no escapes."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def regex_literal(pattern: str) -> str:
-    """A regular expression of a request between slashes. Raises ValueError."""
+    """Write a request's regular expression between slashes. Raises ValueError."""
     plain = plain_classes(pattern)
     return "/" + re.sub(r"\\[\s\S]|[/\n\r\t]", lambda sign: _IN_REGEX.get(sign[0], sign[0]), plain) + "/"
 
 
 def _one_line_each(text: str) -> str:
-    """Each rule in brackets, in which lines may break; without comments and escapes that the converter gets wrong."""
+    """Put each rule in brackets, inside which lines may break. Remove comments and escapes that the converter gets
+    wrong."""
     found, end, in_rule = [], 0, False
     for token in _TOKEN.finditer(text):
         found.append(text[end : token.start()])
-        end, told = token.end(), token[0]
-        if told.startswith("#"):
+        end, found_text = token.end(), token[0]
+        if found_text.startswith("#"):
             continue
-        if told.endswith("::="):
-            found.append((")\n" if in_rule else "") + told + " (")
+        if found_text.endswith("::="):
+            found.append((")\n" if in_rule else "") + found_text + " (")
             in_rule = True
         else:
-            found.append(_LONG_ESCAPE.sub(_character, told))
+            found.append(_LONG_ESCAPE.sub(_character, found_text))
     return "".join([*found, text[end:], ")\n" if in_rule else ""])
 
 

@@ -1,4 +1,4 @@
-"""Which ids may come next: by `allowed_token_ids` and `bad_words`, and under a grammar of llguidance."""
+"""Computes which ids may come next: under `allowed_token_ids`, `bad_words` and a grammar of llguidance."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from forkpoint.errors import StructuredOutputError
 from forkpoint.grammar.schema import complaint_in_a_line
 from forkpoint.sched.plan import IntArray
 
-MAX_TOKEN_S = 2.0  # what following one token may take; ambiguous grammars take longer with every token
+MAX_TOKEN_S = 2.0  # limit in seconds for following one token; ambiguous grammars take longer with every token
 Bits = npt.NDArray[np.uint32]
 
 
 class TokenRules:
-    """Implements `sched.request.Grammar`: follows one output, and knows after each token what may come next.
+    """Implements `sched.request.Grammar`: follows one output and knows which ids may come next.
 
-    `allowed` are the only ids that may come (None: all), of which those that are `forbidden` may not; no sequence of
-    `bad_words` may be completed, counted from the first output on. Of `stop_token_ids` none comes before `min_tokens`.
-    `matcher` is an llguidance.LLMatcher that has followed nothing yet, over `num_ids` ids; without one the text is
-    free. The output is whole when it lets no token but one of `ends` follow; before `min_tokens` a stop token may come
-    where it lets nothing else. Raises StructuredOutputError where nothing may come.
+    `allowed` are the only ids that may come (None: all ids). `forbidden` ids may not. No sequence of `bad_words` may be
+    completed within the output. `stop_token_ids` may not come before `min_tokens`. `matcher` is an llguidance.LLMatcher
+    over `num_ids` ids that has not consumed a token. Without a matcher any text is allowed. The output is complete when
+    only one of `ends` may follow. Before `min_tokens` a stop token may come if the matcher allows nothing else. Raises
+    StructuredOutputError if nothing may come.
     """
 
     def __init__(
@@ -50,23 +50,26 @@ class TokenRules:
         self._permitted &= ~id_bits([*forbidden, *alone], vocab_size)
         self._no_stops = ~id_bits(stop_token_ids, vocab_size)
         self._min_tokens = min_tokens
-        self._words: dict[int, list[tuple[int, ...]]] = {}  # the last id but one -> longer bad words
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # second to last id -> bad words of several ids
         for word in bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(tuple(word))
         self._most_before = max(map(len, bad_words), default=1) - 1
-        self._latest: list[int] = []  # outputs, as many as a bad word may begin with
+        self._latest: list[int] = []  # the last output ids, as many as a bad word may begin with
         self._num_tokens = 0
         self._clock = time.perf_counter
-        self.mask = self._next()  # the ids that may come next, `[ceil(V / 32)]`; None: the output is whole
+        self.mask = self._next()  # the ids that may come next, `[ceil(V / 32)]`; None: the output is complete
 
     def accept(self, token_id: int) -> None:
-        """Follow one more token; an end makes the output whole.
+        """Follow one more token. One of `ends` completes the output.
 
-        Raises StructuredOutputError if it may not come, nothing can come after it, or following it takes too much.
+        Raises StructuredOutputError if the token may not come, nothing can come after it, or following it takes too
+        long.
         """
         if self.mask is None:
-            raise StructuredOutputError(f"token {token_id} comes after what structured_outputs ask for is whole")
+            raise StructuredOutputError(
+                f"token {token_id} comes after the output that structured_outputs ask for is complete"
+            )
         started = self._clock()
         if token_id in self._ends and self._allows(token_id):
             self.mask = None
@@ -75,7 +78,7 @@ class TokenRules:
             self._follow(token_id)
         except StructuredOutputError:
             raise
-        except Exception as error:  # the matcher's; of whatever kind, it concerns this output alone
+        except Exception as error:  # any error of the matcher ends only this output
             text = f"the output could not be followed: {type(error).__name__}: {error}"
             raise StructuredOutputError(text) from error
         elapsed = self._clock() - started
@@ -86,7 +89,7 @@ class TokenRules:
             )
 
     def copy(self) -> TokenRules:
-        """One that goes its own way from here."""
+        """Return an independent copy."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy() if self._matcher is not None else None
         return other
@@ -121,36 +124,37 @@ class TokenRules:
         banned = self._banned()
         if banned:
             bits = bits & ~id_bits(banned, 32 * len(bits))
-        if (banned or self._matcher is None) and not bits.any():  # else the matcher has said so above
+        if (banned or self._matcher is None) and not bits.any():  # otherwise the matcher has raised above
             raise StructuredOutputError(
-                f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and all else asked for leave no token"
+                f"after {self._num_tokens} tokens, allowed_token_ids, bad_words and other parameters leave no token"
             )
         mask: IntArray = bits.view(np.int32)
         return mask
 
     def _matched(self) -> Bits:
-        """The ids that the matcher lets follow."""
+        """Return the ids that the matcher allows next."""
         filled = np.zeros(self._num_words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
         if self._matcher.is_error():
-            raise StructuredOutputError(f"what may come next cannot be told{self._reason()}")
+            raise StructuredOutputError(f"the next tokens cannot be computed{self._reason()}")
         return filled[: len(self._permitted)]
 
     def _banned(self) -> list[int]:
-        """Ids that would complete a bad word now."""
+        """Return the ids that would complete a bad word now."""
         if not self._latest:
             return []
         words = self._words.get(self._latest[-1], ())
         return [word[-1] for word in words if tuple(self._latest[1 - len(word) :]) == word[:-1]]
 
     def _reason(self) -> str:
-        """What the matcher complains of, where a limit was passed."""
+        """Return the matcher's error if a limit was exceeded; otherwise empty."""
         text = complaint_in_a_line(str(self._matcher.get_error()))
         return f": {text}; make structured_outputs simpler" if "limit" in text or "too many" in text else ""
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Each word as it reads at the start of a text, and after a space where that is as many other ids: as vLLM."""
+    """Return the ids of each word at the start of a text, and after a space if that is the same number of other ids, as
+    vLLM does."""
     found = []
     for word in words:
         bare = word.lstrip() or word
@@ -162,7 +166,7 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
 
 
 def id_bits(token_ids: Collection[int], vocab_size: int) -> Bits:
-    """`[ceil(vocab_size / 32)]`: bit `t % 32` of word `t // 32` is 1 for the ids given."""
+    """Set bit `t % 32` of word `t // 32` for each given id `t`: returns `[ceil(vocab_size / 32)]`."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     flags[np.fromiter((token for token in token_ids if token < vocab_size), np.int64)] = True
     return np.packbits(flags, bitorder="little").view(np.uint32)

@@ -1,4 +1,4 @@
-"""Regular expressions of ECMA-262, as JSON schemas have them, in the syntax of llguidance's parser."""
+"""Converts regular expressions of ECMA-262, as in JSON schemas, to the syntax of llguidance's parser."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _ASCII: Final = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 
 
 def plain_classes(pattern: str) -> str:
-    """The pattern with `[`, `&&` and `~~` in a character class standing for themselves, and `\\d` and `\\w` for ASCII.
+    """Escape `[`, `&&` and `~~` inside character classes, and write `\\d` and `\\w` as ASCII classes.
 
     Raises ValueError for `--` in a class.
     """
     found, inside = [], False
     for token in _CLASS.findall(pattern):
         if not inside and token[0] == "[":
-            if token.endswith("]"):  # `[]`, which nothing matches, and `[^]`, which anything matches
+            if token.endswith("]"):  # `[]` matches nothing, and `[^]` matches anything
                 found.append(r"[^\x{0}-\x{10FFFF}]" if token == "[]" else r"[\x{0}-\x{10FFFF}]")
                 continue
             inside = True
@@ -44,7 +44,8 @@ _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _REFERENCE = rf"(?://{_LABEL}(?:\.{_LABEL})*(?::\d{{1,5}})?(?:/{_CHAR}*)*|(?:/?[A-Za-z0-9._~-]+(?:/{_CHAR}*)*)?)"
 
-# Where the library's are looser than what readers of these texts take (leap seconds, 29th of February), or missing.
+# Formats that the library lacks, or whose patterns are looser than what readers accept (leap seconds, 29th of
+# February).
 FORMATS: Final = {
     "date": f"^(?:{_DATE})$",
     "time": f"^(?:{_TIME})$",

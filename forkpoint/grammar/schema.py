@@ -1,4 +1,4 @@
-"""JSON schemas, rewritten into what llguidance enforces; what neither can express is refused with its place."""
+"""Rewrites JSON schemas into what llguidance enforces. Parts that cannot be enforced are refused with their place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.patterns import ENCODINGS, FORMATS, LIBRARY_FORMATS, NOT_ENFORCED_FORMATS, plain_classes
 from forkpoint.grammar.unions import Unions, children, pointer
 
-MAX_DEPTH: Final = 64  # brackets within brackets
-MAX_EXACT: Final = 2**53  # numbers beyond which not every integer is one of the library's
-MAX_LOCATED: Final = 300  # parts of a schema that are looked at to find the one to blame
+MAX_DEPTH: Final = 64  # nested brackets
+MAX_EXACT: Final = 2**53  # beyond it not every integer is a number of the library
+MAX_LOCATED: Final = 300  # parts of a schema that are tested to find the wrong one
 _SIGNS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{\]}]')
-_LINE = r"( |\n( {0,32}|\t{0,8}))"  # white space between two parts of a text
+_LINE = r"( |\n( {0,32}|\t{0,8}))"  # white space between two parts of a JSON text
 _OPTIONS: Final = {
     True: {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     False: {"whitespace_pattern": _LINE},
@@ -30,8 +30,10 @@ _DEPENDENCIES: Final = ("dependentRequired", "dependentSchemas", "dependencies")
 
 
 def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: str = "levels") -> None:
-    """Raises InvalidParamsError where the brackets of a JSON text are nested too deep; it is not parsed. `signs` finds
-    those of another language, and what there has brackets that do not count."""
+    """Raise InvalidParamsError if brackets are nested too deep, without parsing the text.
+
+    `signs` finds the brackets of another language, and texts whose brackets do not count.
+    """
     depth = 0
     for sign in signs.findall(text):
         depth += (sign in ("[", "{", "(")) - (sign in ("]", "}", ")"))
@@ -42,9 +44,9 @@ def check_depth(text: str, name: str, signs: re.Pattern[str] = _SIGNS, levels: s
 
 
 def enforceable(text: str, *, compact: bool) -> str:
-    """The schema as text, with llguidance's options in it. `compact`: JSON comes as `json.dumps` writes it.
+    """Return the schema as text, with llguidance's options. `compact`: JSON is written as `json.dumps` does.
 
-    Raises InvalidParamsError for what is no schema, cannot be enforced, or matches nothing.
+    Raises InvalidParamsError for a text that is not a schema, cannot be enforced, or matches nothing.
     """
     check_depth(text, "json")
     try:
@@ -63,7 +65,7 @@ class _Rewriter:
         self._unions = Unions(root)
 
     def schema(self, given: Any, path: str) -> Any:
-        """Also of what is no schema, which the library refuses."""
+        """Rewrite a schema. Values that are not schemas are returned unchanged, and the library refuses them."""
         if not isinstance(given, dict):
             return given
         found = {key: copy(value) for key, value in given.items() if key != "x-guidance"}
@@ -128,32 +130,32 @@ class _Rewriter:
             found.setdefault("items", False)
 
     def _names(self, found: dict[str, Any], names: Any, path: str) -> None:
-        """`propertyNames` where no property is named: names of a kind."""
+        """Rewrite `propertyNames` of a schema without `properties`."""
         names = self._unions.resolved(names)
         if {"properties", "patternProperties"} & set(found) or not isinstance(names, dict):
-            refuse("propertyNames", path, "cannot be enforced beside properties; leave it out")
+            refuse("propertyNames", path, "cannot be enforced together with properties; leave it out")
         rest = found.pop("additionalProperties", {})
-        told = {key: value for key, value in names.items() if key not in ("type", "title", "description")}
-        listed = told.get("enum", [told["const"]] if "const" in told else None)
-        self._strings(told, path)
+        rules = {key: value for key, value in names.items() if key not in ("type", "title", "description")}
+        listed = rules.get("enum", [rules["const"]] if "const" in rules else None)
+        self._strings(rules, path)
         if isinstance(listed, list):
             found["properties"] = {name: rest for name in listed if isinstance(name, str)}
-        elif set(told) == {"pattern"}:
-            found["patternProperties"] = {told["pattern"]: rest}
-        elif told and set(told) <= {"minLength", "maxLength"}:
-            least, most = told.get("minLength", 0), told.get("maxLength", "")
+        elif set(rules) == {"pattern"}:
+            found["patternProperties"] = {rules["pattern"]: rest}
+        elif rules and set(rules) <= {"minLength", "maxLength"}:
+            least, most = rules.get("minLength", 0), rules.get("maxLength", "")
             found["patternProperties"] = {rf"^[\s\S]{{{least},{most}}}$": rest}
         else:
-            refuse("propertyNames", path, "can be enforced with an enum, a pattern or lengths alone")
+            refuse("propertyNames", path, "can be enforced only with an enum, a pattern or lengths")
         found["additionalProperties"] = False
 
     def _dependencies(self, found: dict[str, Any], path: str) -> None:
-        """What comes with a property, as a choice between the two together and neither."""
+        """Rewrite dependencies of a property as a choice: the property with what it needs, or neither."""
         for keyword in _DEPENDENCIES:
-            told = found.pop(keyword, {})
-            if not isinstance(told, dict):
-                refuse(keyword, path, "is no object")
-            for name, needs in told.items():
+            given = found.pop(keyword, {})
+            if not isinstance(given, dict):
+                refuse(keyword, path, "is not an object")
+            for name, needs in given.items():
                 if isinstance(needs, list):
                     needs = {"required": needs}
                 choice = [{"properties": {name: False}}, {"allOf": [{"required": [name]}, needs]}]
@@ -168,7 +170,7 @@ class _Rewriter:
         if isinstance(kind, str) and kind in NOT_ENFORCED_FORMATS:
             enforced = ", ".join(sorted([*FORMATS, *LIBRARY_FORMATS]))
             refuse("format", path, f"is {kind!r} and cannot be enforced; enforced are {enforced}")
-        if isinstance(kind, str) and kind not in LIBRARY_FORMATS:  # others than those of the specification say nothing
+        if isinstance(kind, str) and kind not in LIBRARY_FORMATS:  # formats outside the specification have no effect
             del found["format"]
             if kind in FORMATS:
                 _add(found, "pattern", FORMATS[kind])
@@ -185,15 +187,15 @@ class _Rewriter:
             refuse(keyword, path, f"cannot be enforced: {error}")
 
     def _one_of(self, found: dict[str, Any], path: str) -> None:
-        """Branches that exclude each other are a choice; of others the library finds out, or refuses."""
+        """Turn `oneOf` into `anyOf` if its branches exclude each other. The library checks or refuses others."""
         if "oneOf" in found and path in self._unions.exclusive:
             _add(found, "anyOf", found.pop("oneOf"))
 
 
 def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
-    """Refuse a schema of `enforceable` of which the library complains, naming the smallest part that is to blame.
+    """Refuse a schema of `enforceable` that the library refuses, naming the smallest wrong part.
 
-    `complaint` is what the library says of a schema, empty for nothing.
+    `complaint` returns the library's error for a schema; empty if there is none.
     """
     root = json.loads(text)
     shared = {key: root[key] for key in ("$defs", "definitions", "$schema", "$id") if key in root}
@@ -213,7 +215,7 @@ def located(text: str, complaint: Callable[[str], str]) -> NoReturn:
 
 
 def complaint_in_a_line(text: str) -> str:
-    """What llguidance says, without the state of its parser."""
+    """Return llguidance's error without the state of its parser."""
     return " ".join(text.partition("\n<state>")[0].split())[:300]
 
 
@@ -222,7 +224,7 @@ def refuse(keyword: str, path: str, why: str) -> NoReturn:
 
 
 def _add(found: dict[str, Any], keyword: str, value: Any) -> None:
-    """Have a schema say this too, of whatever it says already under the keyword."""
+    """Add a keyword to a schema, next to a value that the keyword may already have."""
     if keyword in found:
         found["allOf"] = [*found.get("allOf", []), {keyword: value}]
     else:
@@ -249,4 +251,4 @@ def _strings_of(value: Any) -> list[str]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

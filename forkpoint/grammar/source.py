@@ -1,4 +1,4 @@
-"""From what a request asks for to what llguidance compiles, checked by its size first."""
+"""Converts what a request asks for to what llguidance compiles. Checks sizes first."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from forkpoint.grammar.thinking import grammar_of_thinking
 from forkpoint.params import StructuredOutputsParams, Thinking
 
 MAX_PLAIN_SCHEMA = 2000  # characters
-# Patterns, combinations, references, numbers that count much, and escapes, behind which any of them could be.
+# Patterns, combinations, references, large numbers, and escapes, which could hide any of them.
 _NOT_PLAIN = re.compile(r"[pP]attern|(?:all|one|multiple)Of|\$ref|not|depend|contain|unevaluated|Names|\d{3}|\\")
 _PARENTHESES = re.compile(r'\\.|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|[()]', re.DOTALL)
 MAX_DESCRIPTION_LENGTH = 128 * 1024  # characters of a schema, a grammar or all choices
 BYTES_SPECIAL_ID = 256  # in llguidance's vocabulary of single bytes
-MAX_REGEX_LENGTH = 16 * 1024  # characters; every mask takes time in proportion
+MAX_REGEX_LENGTH = 16 * 1024  # characters; the time of every mask is proportional to it
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a request asks for: the parameter's name and its text, and whether thinking comes before the output.
+    """A requested output: the parameter's name and text, and whether thinking comes before the output.
 
     `special_ids` are the special tokens that the grammar names.
     """
@@ -41,7 +41,7 @@ class Description:
     def of(
         cls, wanted: StructuredOutputsParams, *, compact: bool, thinking: Thinking, special_ids: Mapping[str, int]
     ) -> Description:
-        """Describe what is `wanted`. Raises InvalidParamsError for what is too long or nested too deep."""
+        """Describe the output that is `wanted`. Raises InvalidParamsError if it is too long or nested too deep."""
         name, text = _named(wanted)
         limit = MAX_REGEX_LENGTH if name == "regex" else MAX_DESCRIPTION_LENGTH
         if len(text) > limit:
@@ -53,7 +53,7 @@ class Description:
         return cls(name, text, compact, thinking, tuple(special_ids.items()))
 
     def grammar(self) -> str:
-        """Return what llguidance reads. Raises InvalidParamsError for what it cannot enforce."""
+        """Return the grammar that llguidance reads. Raises InvalidParamsError if it cannot be enforced."""
         if self.name == "structural_tag":
             grammars = grammars_of_tags(self.text, dict(self.special_ids), compact=self.compact)
         else:
@@ -70,11 +70,11 @@ class Description:
             return self.text
         try:
             return f"start: {regex_literal(self.text)}" if self.name == "regex" else lark_of_gbnf(self.text)
-        except Exception as error:  # of whatever kind, it concerns this text alone
+        except Exception as error:  # any error concerns only this text
             raise refusal(self.name, str(error)) from error
 
     def check(self) -> None:
-        """Compile it once, over single bytes, for which all `special_ids` are BYTES_SPECIAL_ID.
+        """Compile it once, over single bytes. All `special_ids` must be BYTES_SPECIAL_ID.
 
         Raises InvalidParamsError.
         """
@@ -83,9 +83,10 @@ class Description:
         self.matcher(LLTokenizer("byte"), self.grammar())
 
     def matcher(self, tokenizer: Any, grammar: str) -> Any:
-        """An llguidance.LLMatcher of its `grammar` that has followed nothing.
+        """Return an llguidance.LLMatcher of the `grammar` that has not consumed a token.
 
-        Raises InvalidParamsError where llguidance does not take all of it."""
+        Raises InvalidParamsError if llguidance refuses any part of it.
+        """
         matcher, complaint = _compiled(tokenizer, grammar)
         if complaint and self.name == "json":
             located(enforceable(self.text, compact=self.compact), _complaint_of_schema)
@@ -95,7 +96,7 @@ class Description:
 
 
 def _compiled(tokenizer: Any, grammar: str) -> tuple[Any, str]:
-    """A matcher, and what llguidance says against the grammar, warnings included; empty for nothing."""
+    """Return a matcher, and llguidance's errors and warnings about the grammar; empty if there are none."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
@@ -107,7 +108,7 @@ def _complaint_of_schema(schema: str) -> str:
 
     try:
         return _compiled(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))[1]
-    except ValueError as error:  # a text that is none, for half of a surrogate pair
+    except ValueError as error:  # a text that is not Unicode, because it has half of a surrogate pair
         return str(error)
 
 
@@ -116,7 +117,7 @@ def refusal(name: str, complaint: str) -> InvalidParamsError:
 
 
 def limits() -> Any:
-    """Of one grammar and of one mask; beyond, its request ends."""
+    """Return the limits of one grammar and of one mask. A request that exceeds them ends."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -125,7 +126,7 @@ def limits() -> Any:
 
 
 def slow_name(wanted: StructuredOutputsParams) -> str | None:
-    """The parameter's name where compiling it may take long; None where it is quick whatever it says."""
+    """Return the parameter's name if compiling it may take long; None if it is always quick."""
     name, text = _named(wanted)
     plain = len(text) <= MAX_PLAIN_SCHEMA and not _NOT_PLAIN.search(text)
     return None if name in ("choice", "json_object") or (name == "json" and plain) else name

@@ -1,4 +1,4 @@
-"""Structural tags, xgrammar's description of free text with constrained parts, as grammars of llguidance."""
+"""Converts structural tags, xgrammar's description of free text with constrained parts, to grammars of llguidance."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from forkpoint.errors import InvalidParamsError
 from forkpoint.grammar.gbnf import lark_of_gbnf, literal, regex_literal
 from forkpoint.grammar.schema import enforceable
 
-HEADER = '%llguidance {"no_forcing": true}'  # forced text may come in any tokens, as other text
+HEADER = '%llguidance {"no_forcing": true}'  # forced text may be written with any tokens, like other text
 _ANY = "/(?s:.*)/"
 
 
 def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool) -> list[dict[str, str]]:
     """Return the grammars of a structural tag, the main one first.
 
-    `special_ids`: tokens that stand for texts which are never spelled out. Raises InvalidParamsError.
+    `special_ids` maps texts to the tokens that stand for them. Raises InvalidParamsError.
     """
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidParamsError(f"structured_outputs.structural_tag is no JSON: {error}") from error
+        raise InvalidParamsError(f"structured_outputs.structural_tag is not JSON: {error}") from error
     writer = _Writer(special_ids, compact)
     try:
         start = writer.format(_format(tag))
@@ -34,7 +34,7 @@ def grammars_of_tags(text: str, special_ids: Mapping[str, int], *, compact: bool
 
 
 def _format(tag: Any) -> Any:
-    """Of the newer form, and of the older one with `structures` and `triggers`."""
+    """Return the format of a tag, converted from the older form with `structures` and `triggers` if necessary."""
     if not isinstance(tag, dict) or not ("format" in tag or {"structures", "triggers"} <= set(tag)):
         _refuse("has no 'format'; give {'type': 'structural_tag', 'format': {...}}")
     if "format" in tag:
@@ -81,8 +81,8 @@ class _Writer:
     def _of_grammar(self, given: Any) -> str:
         try:
             inner = lark_of_gbnf(given["grammar"])
-        except Exception as error:  # of whatever kind, it concerns this text alone
-            _refuse(f"has a grammar that is none: {error}")
+        except Exception as error:  # any error concerns only this text
+            _refuse(f"has a grammar that cannot be parsed: {error}")
         name = f"grammar_{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": inner})
         return f"@{name}"
@@ -103,7 +103,7 @@ class _Writer:
         return f"{self._text(given['begin'])} {self._inside(given)}"
 
     def _of_triggered_tags(self, given: Any) -> str:
-        """Free text up to a trigger, then the rest of one of the tags that begin with it."""
+        """Write free text up to a trigger, then the rest of one of the tags that begin with it."""
         self._require_free(given)
         options = []
         for trigger in given["triggers"]:
@@ -125,7 +125,7 @@ class _Writer:
         return f"{tag}{more}" if given.get("at_least_one", False) else f"({tag}{more})?"
 
     def _inside(self, tag: Any) -> str:
-        """The content of a tag, and its end."""
+        """Write the content of a tag, and its end."""
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if tag["content"]["type"] == "any_text" and any(ends):
             self._require_free(tag["content"])
@@ -133,7 +133,7 @@ class _Writer:
         return f"{self.format(tag['content'])} ({' | '.join(map(self._text, ends))})"
 
     def _up_to(self, text: str) -> str:
-        """The shortest text that ends so."""
+        """Write the shortest text that ends with `text`."""
         if self._special_ids and self._specials.match(text):
             return f"{_ANY} {self._text(text)}"
         first = self._specials.split(text)[0] if self._special_ids else text

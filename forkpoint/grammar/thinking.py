@@ -1,4 +1,4 @@
-"""Grammars that hold from the end of the thinking on, before which any text may come."""
+"""Grammars that apply after the thinking. Any text may come before."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from forkpoint.grammar.gbnf import literal
 from forkpoint.grammar.tags import HEADER
 from forkpoint.params import THINK, THINK_END, Thinking
 
-# Models write one or two line breaks between the thinking and the content, which are a part of neither.
+# Models write one or two line breaks between thinking and content, which belong to neither.
 LINE_BREAKS = r"LINE_BREAKS: /\n{1,2}/"
 
 
 def grammar_of_thinking(content: str, thinking: Thinking, special_ids: Mapping[str, int]) -> dict[str, str]:
-    """Return the grammar of thinking that may come or has begun, and of the content after it.
+    """Return the grammar of thinking (optional, or begun already) and of the content after it.
 
-    `content` is the name of the grammar that the content matches. `special_ids` has the ids of tags that are tokens;
-    models may also spell them.
+    `content` is the name of the content's grammar. `special_ids` are the ids of tags that are tokens. Models may also
+    spell out such tags.
     """
     openings, up_to_end = [literal(THINK)], ["spelled"]
     if THINK in special_ids:

@@ -1,4 +1,4 @@
-"""What a JSON schema says across its parts: which unions exclude, which objects nothing else adds to."""
+"""Finds facts about whole JSON schemas: unions with exclusive branches, and objects that only one schema describes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PASSES: Final = 100
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The schemas inside of one: the place of each, its keyword and what is below that, and itself."""
+    """Yield the place (keywords and keys) and value of each schema directly inside a schema."""
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             yield from (((key, name), child) for name, child in value.items() if isinstance(child, dict))
@@ -38,15 +38,15 @@ def pointer(path: str, *place: Any) -> str:
 
 
 class Unions:
-    """Paths are JSON pointers from the root.
+    """Facts about the unions of a schema. Paths are JSON pointers from the root.
 
-    `exclusive`: of schemas whose `oneOf` has branches that exclude each other. `forced`: properties that a schema has
-    to require for that.
+    `exclusive`: paths of schemas with `oneOf` whose branches exclude each other. `forced`: properties that a schema
+    must require for that.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._added_to: set[str] = set()  # targets of references beside which others add properties
+        self._added_to: set[str] = set()  # targets of references to which other schemas add properties
         self._closed: set[str] = set()
         self._all_local = True
         self.exclusive: set[str] = set()
@@ -61,7 +61,7 @@ class Unions:
             self._all_local = False
 
     def is_closed(self, path: str) -> bool:
-        """Whether no other schema says anything of the same object."""
+        """Return whether no other schema describes the same object."""
         return self._all_local and path in self._closed
 
     def resolved(self, schema: Any) -> Any:
@@ -99,7 +99,7 @@ class Unions:
             self.exclusive.add(path)
 
     def _tagged(self, objects: list[tuple[dict[str, Any], str]]) -> bool:
-        """Whether a property tells them apart, which all of them are then forced to have."""
+        """Return whether a property has other values in each object. All objects are then forced to have it."""
         declared = [schema.get("properties") for schema, _ in objects]
         names = [one for one in declared if isinstance(one, dict)]
         if len(names) < len(declared):
@@ -113,7 +113,7 @@ class Unions:
         return False
 
     def _values(self, schema: Any) -> set[str] | None:
-        """Of a schema that lists simple ones, as JSON; None for others."""
+        """Return the values that a schema lists, as JSON; None if it lists none, or numbers, lists or objects."""
         schema = self.resolved(schema)
         listed = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else 0
         if not isinstance(listed, list) or any(isinstance(value, int | float | list | dict) for value in listed):
@@ -121,7 +121,7 @@ class Unions:
         return {json.dumps(value) for value in listed}
 
     def _followed(self, schema: Any, path: str) -> tuple[Any, str]:
-        """Through references that say nothing else, with the path of what they lead to."""
+        """Follow references of schemas that say nothing else. Return the target and its path."""
         for _ in range(MAX_PASSES):
             if not isinstance(schema, dict):
                 break
@@ -152,12 +152,12 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
-    """None: any of them."""
+    """Return the types that a schema allows; None if it allows all."""
     given = schema.get("type")
     names = set([given] if isinstance(given, str) else given if isinstance(given, list) else [])
     return (names - {"number"} | ({"integer", "fraction"} if "number" in names else set())) or None
 
 
 def _are_disjoint(sets: list[set[str] | None]) -> bool:
-    told = [one for one in sets if one is not None]
-    return len(told) == len(sets) and sum(map(len, told)) == len(set().union(*told))
+    known = [one for one in sets if one is not None]
+    return len(known) == len(sets) and sum(map(len, known)) == len(set().union(*known))

@@ -113,7 +113,7 @@ def test_without_a_model_that_of_the_checkout_is_taken_and_elsewhere_one_line_sa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_model, "BESIDE", tmp_path / "site-packages")
+    monkeypatch.setattr(demo_model, "CHECKOUT", tmp_path / "site-packages")
     batch = tmp_path / "batch.jsonl"
     batch.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n')
     run_batch = ["run-batch", "-i", str(batch), "-o", str(tmp_path / "answers.jsonl")]
@@ -121,7 +121,7 @@ def test_without_a_model_that_of_the_checkout_is_taken_and_elsewhere_one_line_sa
     for command in (["serve"], ["demo"], run_batch, *loading):
         assert main(command) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: no model was named") and "--model" in error and "checkout" in error
+        assert error.startswith("error: no model was given") and "--model" in error and "checkout" in error
         assert error.count("\n") == 1
     folder = make_random_model(tmp_path / "demo_model", TINY)
     assert demo_model.default_model() == str(folder)

@@ -68,7 +68,7 @@ def test_the_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"generation_config": "/nowhere"}, "there is no /nowhere"),
+        ({"generation_config": "/nowhere"}, "/nowhere does not exist"),
         ({"override_generation_config": "{"}, "no JSON"),
         ({"override_generation_config": '{"num_beams": 2}'}, "temperature or top_p"),
         ({"override_generation_config": [1]}, "a JSON object"),
@@ -108,4 +108,4 @@ def test_llm_uses_them_where_nothing_is_given(
         [own] = llm.generate("a prompt", SamplingParams(max_tokens=3), use_tqdm=False)
     assert silent.outputs[0].token_ids == greedy.outputs[0].token_ids == streamed.outputs[0].token_ids
     assert len(own.outputs[0].token_ids) == 3
-    assert f"sampled with top_k=1, max_tokens=7, from {file}" in capsys.readouterr().err
+    assert f"default sampling parameters: top_k=1, max_tokens=7, from {file}" in capsys.readouterr().err

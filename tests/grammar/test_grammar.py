@@ -186,7 +186,7 @@ def test_an_accepted_end_makes_the_output_whole() -> None:
     assert setup.eos in setup.allowed(grammar), "all that may come ends the request, so min_tokens give way"
     grammar.accept(setup.eos)
     assert grammar.mask is None
-    with pytest.raises(StructuredOutputError, match="is whole"):
+    with pytest.raises(StructuredOutputError, match="is complete"):
         grammar.accept(setup.eos)
 
 
@@ -383,7 +383,7 @@ def test_a_tokenizer_that_the_library_does_not_know_refuses_requests_alone() -> 
     backend.add_tokens(["x" * 5000])
     setup = Setup(Tokenizer.wrap(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")))
     setup.compiler.prepare()
-    with pytest.raises(InvalidParamsError, match="cannot be had with this tokenizer"):
+    with pytest.raises(InvalidParamsError, match="are not possible with this tokenizer"):
         setup.start(regex="a+")
 
 

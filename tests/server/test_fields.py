@@ -320,4 +320,4 @@ def test_flags_of_the_server(configured: RunningServer) -> None:
         reply = ask(http, TEXT, logprobs=3)
         assert reply.status_code == 400 and "--max-logprobs" in reply.json()["error"]["message"]
         assert ask(http, CHAT, logprobs=True, top_logprobs=3).status_code == 400
-    assert "sampled with top_k=1, max_tokens=5, from --override-generation-config" in configured.log
+    assert "default sampling parameters: top_k=1, max_tokens=5, from --override-generation-config" in configured.log
