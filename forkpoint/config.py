@@ -131,7 +131,7 @@ class StructuredOutputsConfig(JsonConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig(JsonConfig):
-    """Where to publish which blocks can be restored. Names and defaults are vLLM's, except for `host`."""
+    """Options for publishing which blocks can be restored. Names and defaults are vLLM's, except for `host`."""
 
     option_name = "kv_events_config"
     enable_kv_cache_events: bool = False

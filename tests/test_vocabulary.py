@@ -1,7 +1,8 @@
-"""One word for one thing: the words that were given up for another do not come back."""
+"""Plain words: replaced words stay away, classes share no name, and docstrings begin with a verb or a noun."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -60,3 +61,20 @@ def test_public_classes_share_no_name() -> None:
     assert len(homes) > 300
     shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
     assert not shared, f"give each class a name of its own: {shared}"
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "forkpoint").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'lineno', 1)}", text
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """A docstring that begins with one of these words leaves out what it is about."""
+    found = list(docstrings())
+    assert len(found) > 2000
+    riddles = [place for place, text in found if re.match(r"(Of|As|That|Which|Where|So|By)\b", text)]
+    assert not riddles, "begin with a verb in the imperative, or with a noun"

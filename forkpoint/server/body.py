@@ -212,7 +212,8 @@ def _wrong_json(error: Exception) -> HTTPError:
 
 
 def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the first wrong field: where it may be of several kinds, of the kind that it is most nearly."""
+    """Return the most useful error of the first wrong field. If the field has several kinds, use the kind that fits
+    best."""
     by_kind: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for error in errors:
         if error["loc"][:1] == errors[0]["loc"][:1]:

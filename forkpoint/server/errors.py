@@ -65,7 +65,7 @@ class HTTPError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def messages_body(self) -> dict[str, object]:
-        """As Anthropic's API has it."""
+        """Return the body in the form of Anthropic's API."""
         kind = MESSAGES_TYPES.get(self.status, INVALID if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 

@@ -57,7 +57,7 @@ class Generation:
 
     @property
     def states(self) -> list[RequestState]:
-        """Of the prompts."""
+        """The states of the prompts."""
         return self.opened.states
 
     def details(self) -> dict[str, Any]:

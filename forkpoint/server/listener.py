@@ -1,4 +1,4 @@
-"""Where the server listens: an address, or a path of a Unix socket; and the files of HTTPS."""
+"""Opens the server's socket, on an address or the path of a Unix socket, and loads the files of HTTPS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def listen(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
-    """Where clients find it."""
+    """Return the URL at which clients reach the server."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     host, port = listener.getsockname()[:2]

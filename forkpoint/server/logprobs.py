@@ -46,7 +46,10 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 def prompt_logprobs(state: RequestState) -> list[dict[int, dict[str, Any]] | None] | None:
-    """By token id, for each token of the prompt but the first, which nothing foretells; None if not asked for."""
+    """Return log-probabilities by token id for each prompt token; None if they were not requested.
+
+    The first token's entry is None.
+    """
     found = state.all_prompt_logprobs()
     if found is None:
         return None

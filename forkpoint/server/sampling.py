@@ -209,7 +209,7 @@ def structured_outputs(body: SamplingBody) -> StructuredOutputsParams | None:
 
 
 def _from_format(given: ResponseFormat | None) -> dict[str, Any] | None:
-    """As `structured_outputs` would say it."""
+    """Convert `response_format` to the form of `structured_outputs`."""
     if given is None or given.type == "text":
         return None
     if given.type == "json_object":

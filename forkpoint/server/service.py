@@ -131,5 +131,6 @@ class Service:
         return Room(self.engine.num_sequences + self.readers.num_open, self.config.max_open_requests)
 
     def new_id(self) -> str:
-        """Of an answer; it is not the request's, for clients may send the same X-Request-Id twice."""
+        """Return an id for an answer. It differs from the request's id, because clients may send the same X-Request-Id
+        twice."""
         return uuid.uuid4().hex

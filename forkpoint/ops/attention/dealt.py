@@ -19,11 +19,11 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Which tokens of every row a rank keeps: they are dealt to the ranks in turn, `interleave` at a time.
+    """The tokens of every row that a rank keeps. Ranks take turns with runs of `interleave` tokens.
 
-    What a rank keeps of a row lies end to end in its blocks. Runs that divide a block come out even: all ranks then
-    need a row's next block at the same token, so that one id serves them all. The rank's block is what is filled, not
-    the part of it that a kernel reads at a time.
+    A rank stores its tokens of a row without gaps in its blocks. If a run divides a block, all ranks need a row's next
+    block at the same token, so that one id serves them all. The rank's block is the unit of allocation, not the part of
+    it that a kernel reads at a time.
     """
 
     rank: int = 0
@@ -70,8 +70,11 @@ def attend_dealt(
 
 
 def _seen(q: Tensor, k_cache: Tensor, v_cache: Tensor, index: AttentionIndex, row: int, scale: float) -> Tensor:
-    """Of one query `[Hq, D]` over the rank's keys: the answer and, behind it, the logarithm of the sum of
-    exponentials, `[Hq, Dv + 1]`. No keys give zeros, and the logarithm of zero."""
+    """Attend with one query `[Hq, D]` to the rank's keys.
+
+    Returns `[Hq, Dv + 1]`: the output, followed by the logarithm of the sum of exponentials. Without keys these are
+    zeros and the logarithm of zero.
+    """
     (_, heads, size, dim), count = k_cache.shape, index.on_host()[1][row]
     blocks = index.block_table[index.table_rows[row], : -(-count // size)].long()
     keys, values = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :count].float() for cache in (k_cache, v_cache))

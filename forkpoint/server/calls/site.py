@@ -25,10 +25,10 @@ CallReader: TypeAlias = Generator[Event | None, None, bool]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where calls are read.
+    """The place in an output where calls are read.
 
-    `stop`: the text at which a string that never ends is given up; `strict_stop`: the same for a call that may turn out
-    to be none. `needs_arguments`: an object without arguments is not a call, because no tag says that it is one.
+    `stop`: the text at which a string that never ends is given up. `strict_stop`: the same for a text that may turn out
+    not to be a call. `needs_arguments`: an object without arguments is not a call, because no tag says that it is one.
     """
 
     source: Incoming

@@ -87,7 +87,7 @@ class ChatAnswer(CompletionAnswer[PreparedTurn]):
         return ChatReply.model_validate(self.document("chat.completion", choices, **self.ending(), **prompt))
 
     def _choice(self, news: News) -> dict[str, Any]:
-        """As a chunk has it."""
+        """Return a choice in the form of a chunk."""
         told = {"index": news.index, "delta": self._delta(news), "logprobs": None, "finish_reason": news.reason}
         num_top = self.prepared.params.logprobs
         if num_top is not None:
