@@ -177,9 +177,16 @@ def test_a_call_behind_a_broken_one_is_found(body: str) -> None:
     assert taken_apart(list(text), tools=TOOLS) == expected
 
 
-@given(st.text(alphabet='<>{}":,\\ \nx1', max_size=60), st.lists(st.integers(1, 9), max_size=60))
-def test_what_is_told_as_a_call_is_json(inner: str, sizes: list[int]) -> None:
-    text = f'a\n<tool_call>{{"name": "f", "arguments": {inner}}}\n</tool_call>\nb'
+TOKENS = [*'<>{}[]":,\\ \nx1', "'", "{{", "}}", '"a": 1', '{"a":', "</tool_call>", "None"]
+
+
+@given(
+    st.sampled_from(["f", "now"]),
+    st.lists(st.sampled_from(TOKENS), max_size=30),
+    st.lists(st.integers(1, 9), max_size=60),
+)
+def test_what_is_told_as_a_call_is_json(name: str, tokens: list[str], sizes: list[int]) -> None:
+    text = f'a\n<tool_call>{{"name": "{name}", "arguments": {{{"".join(tokens)}}}}}\n</tool_call>\nb'
     _, content, calls = taken_apart([text], tools=TOOLS)
     if not calls:
         assert content == text

@@ -433,6 +433,22 @@ JSON = [
         called("opt", flag=True, maybe=None),
     ),
     condition("a comma too many", "hermes", tagged('{"name": "run", "arguments": {"command": "ls",}}'), LS),
+    condition(
+        "doubled brackets",
+        "hermes",
+        tagged('{{"name": "run", "arguments": {{"command": "ls"}}}}') + "Done",
+        LS,
+        content="Done",
+    ),
+    condition(
+        "doubled brackets of the call", "hermes", tagged('{{"name": "run", "arguments": {"command": "ls"}}}'), LS
+    ),
+    condition(
+        "brackets where a key belongs",
+        "hermes",
+        tagged('{"name": "run", "arguments": {"command": "ls", {"note": "a"} {}, [}}'),
+        called("run", command="ls", note="a"),
+    ),
     condition("a bracket missing", "hermes", tagged('{"name": "run", "arguments": {"command": "ls"}'), LS),
     condition("two brackets missing", "hermes", tagged('{"name": "run", "arguments": {"command": "ls"'), LS),
     condition(

@@ -18,9 +18,10 @@ STRING: Final = r"""(?:"(?:[^"\\\n]|\\.){1,256}"|'[^'\\\n]{1,256}')"""
 COLON: Final = rf"{SPACE}:{SPACE}"
 COMMA: Final = rf"{SPACE},{SPACE}"
 
-# A call up to its arguments, in the order in which it can be reported while it comes.
+# A call up to its arguments, in the order in which it can be reported while it comes. Models double the brackets where
+# their prompt shows the format so.
 HEAD = regex.compile(
-    rf"\{{{SPACE}(?:[\"'](?:type|id)[\"']{COLON}(?:{STRING}|\d{{1,9}}){COMMA}){{0,2}}"
+    rf"\{{{SPACE}(?P<doubled>\{{{SPACE})?(?:[\"'](?:type|id)[\"']{COLON}(?:{STRING}|\d{{1,9}}){COMMA}){{0,2}}"
     rf"(?P<nested>[\"']function[\"']{COLON}\{{{SPACE})?"
     rf"[\"'](?:name|function)[\"']{COLON}(?P<name>{STRING}){COMMA}[\"'](?:arguments|parameters)[\"']{COLON}(?=\{{)"
 )
@@ -61,7 +62,7 @@ def read_object(site: Site) -> CallReader:
     source.at = head.end()
     yield Named(function)
     yield from _arguments(site)
-    tail = yield from source.matched(NESTED_TAIL if head["nested"] else TAIL)
+    tail = yield from source.matched(NESTED_TAIL if head["nested"] or head["doubled"] else TAIL)
     if tail is not None:
         source.at = tail.end()
     return True

@@ -79,7 +79,8 @@ class JsonText:
         self.done = False
         self.sound = True
         self._stop = stop
-        self._stack: list[str] = []
+        self._stack: list[str] = []  # brackets that are open
+        self._ends: list[str] = []  # how each of them is closed
         self._expected = VALUE
         self._held = ""  # white space, and a comma that may have to be dropped
         self._quote = ""  # that of the string being read
@@ -115,7 +116,7 @@ class JsonText:
             text += ": null"
         elif self._expected == VALUE and (not self._stack or self._stack[-1] == "{"):
             text += "null"
-        return text + "".join(CLOSING[bracket] for bracket in reversed(self._stack))
+        return text + "".join(reversed(self._ends))
 
     # --- tokens outside strings
 
@@ -125,9 +126,7 @@ class JsonText:
             self._held += source.take(space.end())
         elif char in "{[":
             source.at += 1
-            yield self._begin() + char
-            self._stack.append(char)
-            self._expected = KEY if char == "{" else VALUE
+            yield self._open(char)
         elif char in "}]":
             source.at += 1
             yield self._end(char)
@@ -146,6 +145,19 @@ class JsonText:
             self._quote = char
         else:
             yield from self._word(source)
+
+    def _open(self, bracket: str) -> str:
+        if self._expected == KEY or (self._expected == NEXT and self._stack[-1] == "{"):
+            self.sound = False  # there can only be a key, so the bracket is left out: {{"a": 1}} is {"a": 1}
+            if bracket == "{":
+                self._stack.append(bracket)
+                self._ends.append("")
+            return ""
+        text = self._begin() + bracket
+        self._stack.append(bracket)
+        self._ends.append(CLOSING[bracket])
+        self._expected = KEY if bracket == "{" else VALUE
+        return text
 
     def _release(self) -> str:
         held, self._held = self._held, ""
@@ -176,6 +188,9 @@ class JsonText:
         if opening not in self._stack:
             self.sound = False
             return ""
+        if self._expected == KEY and not self._ends[-1]:
+            self._stack.pop()
+            return self._ends.pop()
         text = self._held.replace(",", "", 1)
         self._held = ""
         if self._expected == COLON or (self._expected == VALUE and self._stack[-1] == "{"):
@@ -183,7 +198,7 @@ class JsonText:
             text += ": null" if self._expected == COLON else "null"
         while True:
             innermost = self._stack.pop()
-            text += CLOSING[innermost]
+            text += self._ends.pop()
             if innermost == opening:
                 break
             self.sound = False
