@@ -61,9 +61,10 @@ class Lfm2(Model):
         """Return a dense MLP. Its size is two thirds of `intermediate_size`, rounded up, unless config.json turns that
         adjustment off."""
         size = fields.integer("intermediate_size")
+        unit = fields.integer("block_multiple_of", 256)
+        multiplier = fields.real("block_ffn_dim_multiplier", 1.0)
         if fields.flag("block_auto_adjust_ff_dim", True):
-            unit = fields.integer("block_multiple_of", 256)
-            size = -(-int(fields.real("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3)) // unit) * unit
+            size = -(-int(multiplier * int(2 * size / 3)) // unit) * unit
         return MLPConfig(size)
 
 
