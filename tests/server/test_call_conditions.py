@@ -374,6 +374,14 @@ JSON = [
     condition(
         "arguments in a string", "granite4", tagged('{"name": "run", "arguments": "{\\"command\\": \\"ls\\"}"}'), LS
     ),
+    condition("empty arguments in a string", "granite4", tagged('{"name": "now", "arguments": "{}"}'), called("now")),
+    condition("an empty string of arguments", "hermes", tagged('{"name": "now", "arguments": ""}'), called("now")),
+    condition(
+        "null in a string",
+        "hermes",
+        tagged('{"name": "now", "arguments": "null"}'),
+        content=tagged('{"name": "now", "arguments": "null"}'),
+    ),
     condition(
         "members before the name",
         "hermes",

@@ -151,8 +151,8 @@ def _call(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
         return None
     arguments = given[0] if given else None
     if isinstance(arguments, str):  # Granite writes the object in a string
-        arguments = _parsed(literal_json(arguments.strip() or EMPTY) or "null") or ""
-    if arguments is None:
+        arguments = _parsed(literal_json(arguments.strip() or EMPTY) or "")
+    elif arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         return None
