@@ -90,6 +90,27 @@ def test_conversations_that_part_share_their_ids_up_to_a_boundary(template: str,
     assert [p for p in other.breakpoints if p <= shared] == common
 
 
+def test_finding_the_ends_of_many_messages_costs_a_bounded_number_of_renderings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat, counts = ChatTemplate(TOKENIZERS["byte_level"], CHATML), list[int]()
+    text_of = ChatTemplate._text
+
+    def counted(self: ChatTemplate, conversation: Any, options: Any) -> str:
+        counts.append(len(conversation))
+        return text_of(self, conversation, options)
+
+    monkeypatch.setattr(ChatTemplate, "_text", counted)
+    for num_messages, num_ends in ((300, 64), (1000, 28), (3000, 14)):
+        counts.clear()
+        messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x"} for i in range(num_messages)]
+        prompt = chat.render(messages)
+        assert sum(counts) <= num_messages + 20_000 + 100
+        assert num_ends - 2 <= len(prompt.breakpoints) <= num_ends
+        end = TOKENIZERS["byte_level"].encode(chat.render(messages, add_generation_prompt=False).text or "")
+        assert prompt.breakpoints[-1] == len(end)
+
+
 @pytest.mark.parametrize("template", ["chatml", "llama", "user_last", "demo"])
 def test_the_system_prompt_ends_at_a_boundary(template: str) -> None:
     prompt = render(template, messages=MESSAGES[:2])
