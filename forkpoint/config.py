@@ -9,12 +9,15 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 from forkpoint.checks import MAX_INTEGER, Bounds, Checker, checked_fields, option
 from forkpoint.errors import ConfigError
+from forkpoint.image_settings import PROCESSOR_KWARGS, ImageSettings
 
 BLOCK_SIZE: Final = 64  # tokens per block of keys and values, and the grid of checkpoints
 MIN_CHUNK: Final = BLOCK_SIZE  # tokens that every step leaves for prefill, even with a full decode batch
 CHECKPOINT_INTERVAL = 512
 GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 MAX_POSITIONS: Final = 2**31 - 1  # positions are int32 on the device
+MAX_IMAGES: Final = 32  # images of a prompt where no limit is given
+MOST_IMAGES: Final = 1024
 MAX_EVENTS: Final = 2**30 - 1
 MAX_ROWS: Final = 2**16
 MAX_THREADS: Final = 1024
@@ -263,6 +266,18 @@ class EngineConfig:
         bounds=Bounds(0, 1, above=True),
     )
     enforce_eager: bool = option(False, "launch every kernel by itself instead of replaying recorded CUDA graphs")
+    language_model_only: bool = option(
+        False, "run the text model of a multimodal folder alone: the vision tower is not loaded and images are refused"
+    )
+    limit_mm_per_prompt: Mapping[str, Any] | None = option(
+        None, f'JSON: how many images a prompt may have, such as {{"image": 4}}; default: {MAX_IMAGES}', metavar="JSON"
+    )
+    mm_processor_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "JSON: min_pixels and max_pixels of an image after it is resized; default: the model's, and at most 4194304 "
+        "pixels, which are 4096 tokens of Qwen3.5",
+        metavar="JSON",
+    )
     chat_template: str | None = option(None, "a Jinja file, or the template itself")
     generation_config: str = option(
         "auto",
@@ -327,12 +342,26 @@ class EngineConfig:
                 options[kind.option_name] = kind.of(options[kind.option_name])
         if options.get(name := "override_generation_config") is not None:
             options[name] = json_object(name, options[name], GENERATION_KEYS)
+        if options.get(name := "limit_mm_per_prompt") is not None:
+            options[name] = image_limit(json_object(name, options[name]))
+        if options.get(name := "mm_processor_kwargs") is not None:
+            options[name] = json_object(name, options[name], PROCESSOR_KWARGS)
         of = {group: {k: v for k, v in options.items() if known[k] == group} for group in ("", *groups)}
         scheduler = {k: v for k, v in of["scheduler"].items() if v is not None}
         checked(SchedulerConfig(**scheduler))
         config = checked(cls(**of[""], cache=checked(CacheConfig(**of["cache"])), scheduler=scheduler))
         config.validate()
         return config
+
+    def read_image_settings(self) -> ImageSettings | None:
+        """Return how the model folder wants images to be read; None for a model without a vision tower, or if it is not
+        to be loaded. Raises ModelFolderError and ConfigError."""
+        return None if self.language_model_only else ImageSettings.read(self.model, self.mm_processor_kwargs)
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        return int((self.limit_mm_per_prompt or {}).get("image", MAX_IMAGES))
 
     def validate(self) -> None:
         """Raise a ConfigError that names the option, what was given and what is allowed."""
@@ -355,6 +384,14 @@ class EngineConfig:
                 "--deterministic with --speculative-config needs --mamba-ssm-cache-dtype float32: states in bfloat16 "
                 "are rounded after each token without drafts, and after several with them"
             )
+
+
+def image_limit(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the limit for images. Other kinds of media are never read, so a limit of theirs changes nothing. Raises
+    ConfigError."""
+    if "image" not in given:
+        return {}
+    return {"image": _CHECK.integer("limit_mm_per_prompt: image", given["image"], 0, MOST_IMAGES)}
 
 
 def json_object(name: str, given: Any, known: Sequence[str] | None = None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Chained block hashes: a block's hash stands for all tokens up to its end, and for the salt."""
+"""Chained block hashes: a block's hash stands for all tokens and images up to its end, and the salt."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NewType, TypeAlias, cast
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forkpoint.config import BLOCK_SIZE
+from forkpoint.images import ImageSpan, block_marks
 
 BlockHash = NewType("BlockHash", bytes)
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -29,7 +31,7 @@ def private_hash(parent: BlockHash, owner: str) -> BlockHash:
 
 
 def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
-    """Return the hash of a block of int32 ids after `parent`."""
+    """Return the hash of a block after `parent`: int32 ids, then the marks of images."""
     return BlockHash(blake2b(tokens, digest_size=HASH_BYTES, salt=parent).digest())
 
 
@@ -39,12 +41,15 @@ class HashChain:
     A block with a token at or after `private_from` (None: none is) is hashed under `owner`: only that owner finds it.
     """
 
-    __slots__ = ("_owner", "_private_from", "_rest", "blocks", "hashes", "root")
+    __slots__ = ("_images", "_owner", "_private_from", "_rest", "blocks", "hashes", "root")
 
-    def __init__(self, salt: str, owner: str = "", private_from: int | None = None) -> None:
+    def __init__(
+        self, salt: str, owner: str = "", private_from: int | None = None, images: Sequence[ImageSpan] = ()
+    ) -> None:
         self.root = root_hash(salt)
         self.hashes: list[BlockHash] = []
-        self.blocks: list[bytes] = []  # the int32 token ids of each full block
+        self.blocks: list[bytes] = []  # the int32 token ids of each full block, then the marks of its images
+        self._images = tuple(images)
         self._rest = b""  # the tokens after the last full block
         self._owner = owner
         self._private_from = None if private_from is None else private_from // BLOCK_SIZE
@@ -59,10 +64,18 @@ class HashChain:
         full = len(data) // BLOCK_BYTES * BLOCK_BYTES
         self.blocks += [data[offset : offset + BLOCK_BYTES] for offset in range(0, full, BLOCK_BYTES)]
         self._rest = data[full:]
+        if self._images:
+            self._mark_images()
         start, end = len(self.hashes), len(self.blocks)
         private = end if self._private_from is None else min(max(self._private_from, start), end)
         self._hash_blocks(start, private)
         self._hash_blocks(private, end)
+
+    def _mark_images(self) -> None:
+        """Append the marks of images to the blocks that are not hashed yet."""
+        last = min(len(self.blocks), -(-self._images[-1].end // BLOCK_SIZE))
+        for index in range(len(self.hashes), last):
+            self.blocks[index] += block_marks(self._images, index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
 
     def _hash_blocks(self, start: int, end: int) -> None:
         parent: bytes = self.hashes[-1] if self.hashes else self.root

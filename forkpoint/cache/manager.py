@@ -19,6 +19,7 @@ from forkpoint.cache.restorable import Restorable
 from forkpoint.cache.store import PrefixStore
 from forkpoint.cache.tree import INSIDE_PROMPTS, OF_LAST_TURN, Checkpoint, Node, Origin
 from forkpoint.config import BLOCK_SIZE, CacheConfig
+from forkpoint.images import ImageSpan
 
 
 class CacheManager:
@@ -54,12 +55,12 @@ class CacheManager:
 
     # --- before a request runs
 
-    def new_lease(self, owner: str, salt: str, token_ids: TokenIds) -> Lease:
+    def new_lease(self, owner: str, salt: str, token_ids: TokenIds, images: Sequence[ImageSpan] = ()) -> Lease:
         """Return a lease for a prompt, which holds nothing yet.
 
         In deterministic mode only `owner` finds the blocks with later tokens, which decode kernels compute.
         """
-        chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None)
+        chain = HashChain(salt, owner, len(token_ids) if self.deterministic else None, images)
         if self.enabled:
             chain.extend(token_ids)
         return Lease(owner, chain, detached=not self.enabled)

@@ -7,6 +7,7 @@ from forkpoint.cache.policies import CAPTURE, EVICTION
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import check_template
 from forkpoint.engine.core import EngineCore
+from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import InputProcessor
 from forkpoint.engine.request_log import RequestLog
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
@@ -78,6 +79,7 @@ def build_parts(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[Engi
         frozenset(token for token in eos_token_ids(config.model, tokenizer) if token < facts.vocab_size),
         config.seed,
         structured_outputs=config.structured_outputs_config,
+        images=ImageProcessor.load(config),
     )
     return core, inputs
 

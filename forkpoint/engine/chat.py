@@ -14,7 +14,9 @@ import numpy as np
 from forkpoint.config import EngineConfig
 from forkpoint.engine.bounded import OverLimitError, run_bounded
 from forkpoint.engine.call_writing import notation_name
+from forkpoint.engine.chat_images import ChatImages, has_images
 from forkpoint.engine.conversation import Message, last_text, read_message
+from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt
 from forkpoint.engine.rewriting import Rewrite, Rewriter, Rewritten
 from forkpoint.engine.template_traits import TemplateTraits, probe_traits
@@ -54,18 +56,22 @@ class ChatTemplate:
         template: str | None = None,
         content_format: Literal["auto", "string", "openai"] = "auto",
         tool_call_parser: str = "auto",
+        images: ImageProcessor | None = None,
     ) -> None:
         """`template` is a Jinja file or the template itself.
 
         `content_format` says how the template gets content: as texts (`string`), as lists of text parts (`openai`), or
         in the form that it shows (`auto`). `tool_call_parser` names the notation of calls for a template that does not
-        show them.
+        show them. `images` reads the images of conversations; None: they are refused.
 
         Raises ConfigError if a given template cannot be read, or needs too much time or memory. If the model's own
         template needs too much, all conversations are refused.
         """
         self._tokenizer = tokenizer
         self._template = read_template(template)
+        self._images, self._placeholder = images, ""
+        if images is not None:
+            self._placeholder = tokenizer.decode([images.settings.image_token_id], skip_special_tokens=False)
         self._fault = ""
         probed = _Probed(False, TemplateTraits(), TemplateTraits())
         if self.source:
@@ -132,9 +138,15 @@ class ChatTemplate:
             )
         if not messages:
             raise InvalidPromptError("the conversation is empty; give at least one message")
-        read = [read_message(message, in_parts=self._in_parts) for message in messages]
+        images: ChatImages | None = None
+        if self._images is not None and self._placeholder and has_images(messages):
+            images = ChatImages(messages, self._images, self._placeholder)
+        take = None if images is None else images.take
+        read = [read_message(message, in_parts=self._in_parts, take_image=take) for message in messages]
         rewritten = self._rewriters[bool(tools)].rewrite(read)
         self._logged.log(rewritten.rewrites)
+        if images is not None:
+            rewritten = images.in_parts(rewritten)
         conversation = rewritten.messages
         options = {**(variables or {}), "tools": (list(tools) if tools is not None else []) or None}
         ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
@@ -144,9 +156,17 @@ class ChatTemplate:
             raise self._refusal(rewritten, {**options, **ending}, error) from error
         if check_text is not None:
             check_text(text)
-        ids, offsets = self._tokenizer.encode_with_offsets(text)
         cuts = self._message_ends(conversation, options, text)
-        return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets))
+        if images is None:
+            return self._tokenised(text, cuts)[0]
+        shown_cuts = [images.shown_at(text, cut) for cut in cuts]
+        prompt, offsets = self._tokenised(images.shown_text(text), shown_cuts)
+        return images.prompt(prompt, text, offsets)
+
+    def _tokenised(self, text: str, cuts: Sequence[int]) -> tuple[Prompt, Sequence[tuple[int, int]]]:
+        """Return the prompt of a text, with breakpoints at the characters `cuts`, and where its tokens are."""
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        return Prompt(np.asarray(ids, np.int32), text, _token_positions(cuts, offsets)), offsets
 
     def _refusal(self, rewritten: Rewritten, options: Mapping[str, Any], error: Exception) -> InvalidPromptError:
         """Return the error for a conversation that the template refused.

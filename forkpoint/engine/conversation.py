@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from forkpoint.engine.image_processor import NO_IMAGES
 from forkpoint.errors import InvalidPromptError
 
 Message: TypeAlias = Mapping[str, Any]
 
 # part type -> key of its text
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+IMAGE_PARTS = ("image_url", "input_image", "image", "image_pil")  # part types of images
 SPEAKERS = ("system", "developer", "user")  # roles whose messages need content
+TakeImage: TypeAlias = Callable[[Mapping[str, Any]], str]  # returns the text that stands for an image part
 SHOWN = 80  # characters of a wrong value that an error message shows
 
 
-def read_message(message: object, *, in_parts: bool) -> dict[str, Any]:
+def read_message(message: object, *, in_parts: bool, take_image: TakeImage | None = None) -> dict[str, Any]:
     """Return a message in the form that templates read. Answers of a server can be sent back unchanged.
 
     `content` becomes a text: parts are joined, or kept for templates that read parts. Null becomes an empty text, and a
     refusal replaces missing content. `reasoning` and `reasoning_content` are synonyms, so both are set. Arguments of
     tool calls become mappings; arguments that are not a JSON object stay texts. An empty list of calls is removed.
+    An image becomes the text that `take_image` returns for it, with nothing between it and the texts next to it;
+    without that function it is refused.
     Raises InvalidPromptError, which says what is wrong.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -37,7 +42,7 @@ def read_message(message: object, *, in_parts: bool) -> dict[str, Any]:
         )
     kept = {name: value for name, value in message.items() if value is not None}
     refusal = kept.pop("refusal", None)
-    texts = _texts(message.get("content"))
+    texts = _texts(message.get("content"), take_image)
     if not any(texts) and isinstance(refusal, str):
         texts = [refusal]
     kept["content"] = [_text_part(text) for text in texts] if in_parts else "\n".join(texts)
@@ -67,26 +72,37 @@ def with_text(message: Message, text: str) -> dict[str, Any]:
 def last_text(message: Message) -> str:
     """Return the text that the content ends with: all of it, or the last part."""
     content = message.get("content") or ""
-    return str(content[-1]["text"] if isinstance(content, list) else content)
+    return str(content[-1].get("text", "") if isinstance(content, list) else content)
 
 
 def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _texts(content: object) -> list[str]:
+def _texts(content: object, take_image: TakeImage | None) -> list[str]:
     if content is None or isinstance(content, str):
         return [content or ""]
-    return [_part(part) for part in _list(content, "message content must be a text or a list of text parts")]
+    parts = _list(content, "message content must be a text or a list of parts")
+    texts = [_part(part, take_image) for part in parts]
+    return ["".join(texts)] if any(map(is_image, parts)) else texts
 
 
-def _part(part: object) -> str:
+def is_image(part: object) -> bool:
+    """Whether a part of a message is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+
+
+def _part(part: object, take_image: TakeImage | None) -> str:
     if isinstance(part, str):
         return part
+    if isinstance(part, Mapping) and is_image(part):
+        if take_image is None:
+            raise InvalidPromptError(f"a message may contain only text parts: {NO_IMAGES}")
+        return take_image(part)
     name = TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     text = part.get(name) if isinstance(part, Mapping) and name is not None else None
     if not isinstance(text, str):
-        raise InvalidPromptError(f"a message may contain only text parts; given {part!r:.{SHOWN}}")
+        raise InvalidPromptError(f"a message may contain only text parts and images; given {part!r:.{SHOWN}}")
     return text
 
 

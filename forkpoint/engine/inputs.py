@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from forkpoint.checks import shown
 from forkpoint.config import StructuredOutputsConfig
+from forkpoint.engine.image_processor import NO_IMAGES, ImageProcessor
 from forkpoint.engine.tokenizer import Tokenizer
 from forkpoint.errors import InvalidParamsError, InvalidPromptError
 from forkpoint.grammar.compiler import GrammarCompiler
+from forkpoint.images import ImageSpan
 from forkpoint.params import MAX_SEED, SamplingParams, checked_priority
 from forkpoint.sched.plan import IntArray
 from forkpoint.sched.request import Request
@@ -25,19 +27,33 @@ from forkpoint.sched.request import Request
 class Prompt:
     """A tokenised prompt.
 
-    `breakpoints` are positions in tokens that the caller gave. `num_dropped` tokens were cut off at the beginning.
+    `breakpoints` are positions in tokens that the caller gave. `num_dropped` tokens were cut off at the beginning. The
+    placeholder tokens of `images` are among the token ids.
     """
 
     token_ids: IntArray
     text: str | None = None
     breakpoints: tuple[int, ...] = ()
     num_dropped: int = 0
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_tokens for image in self.images)
 
     def last(self, count: int) -> Prompt:
-        """Return the prompt's last `count` tokens, or the whole prompt if it has no more."""
+        """Return the prompt's last `count` tokens, or the whole prompt if it has no more.
+
+        Raises InvalidPromptError if tokens of a prompt with images would be cut off.
+        """
         cut = len(self.token_ids) - count
         if cut <= 0:
             return self
+        if self.images:
+            raise InvalidPromptError(
+                f"a prompt with images cannot be truncated to {count} of its {len(self.token_ids)} tokens; shorten it "
+                "or leave truncate_prompt_tokens out"
+            )
         breakpoints = tuple(position - cut for position in self.breakpoints if position > cut)
         return Prompt(self.token_ids[cut:], self.text, breakpoints, self.num_dropped + cut)
 
@@ -59,6 +75,7 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     seed: int
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    images: ImageProcessor | None = None  # None: the model reads no images
     grammars: GrammarCompiler = field(init=False, repr=False, compare=False)
     tool_call_token_ids: frozenset[int] = field(init=False)
 
@@ -75,7 +92,7 @@ class InputProcessor:
         Raises a RequestError, which says what was given and what is allowed.
         """
         if isinstance(given, Mapping):
-            given = self._from_mapping(given)
+            return self._prompt_of_mapping(given, params)
         if isinstance(given, Prompt):
             prompt = given
         elif isinstance(given, str):
@@ -133,15 +150,23 @@ class InputProcessor:
                 priority=priority,
                 arrival_s=arrival_s,
                 tool_call_token_ids=self.tool_call_token_ids,
+                images=prompt.images,
             )
             for index in range(params.n)
         ]
 
-    def _from_mapping(self, given: Mapping[str, object]) -> PromptInput:
-        for key in ("prompt_token_ids", "prompt"):
-            if given.get(key) is not None:
-                return given[key]  # type: ignore[return-value]
-        raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
+    def _prompt_of_mapping(self, given: Mapping[str, object], params: SamplingParams | None) -> Prompt:
+        """Read a prompt and its images. The placeholders of images count as one token each until they are expanded."""
+        key = next((key for key in ("prompt_token_ids", "prompt") if given.get(key) is not None), None)
+        if key is None:
+            raise InvalidPromptError(f"a prompt dict needs 'prompt' or 'prompt_token_ids'; it has {shown(list(given))}")
+        inner: Any = given[key]
+        pictures = _pictures(given.get("multi_modal_data"))
+        if not pictures:
+            return self.prompt(inner, params)
+        if self.images is None:
+            raise InvalidPromptError(NO_IMAGES)
+        return self.prompt(with_images(self.prompt(inner), self.images, pictures), params)
 
     def _check_ids(self, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> None:
         if not len(token_ids):
@@ -193,6 +218,49 @@ class InputProcessor:
             raise InvalidParamsError(
                 f"sampling parameter cache_breakpoints names position {beyond[0]}; the prompt ends at {length}"
             )
+
+
+def with_images(
+    prompt: Prompt, processor: ImageProcessor, pictures: Sequence[Any], places: Sequence[int] | None = None
+) -> Prompt:
+    """Return the prompt with the tokens of `pictures` instead of its placeholders, and a breakpoint after each image.
+
+    The placeholders are the tokens at `places`, or all image tokens of the prompt if that is None. Raises
+    InvalidPromptError if there are more or fewer than pictures.
+    """
+    token_id = processor.settings.image_token_id
+    at = np.flatnonzero(prompt.token_ids == token_id).tolist() if places is None else list(places)
+    if len(at) != len(pictures):
+        raise InvalidPromptError(
+            f"the prompt has {len(at)} placeholders for images (token id {token_id}) and {len(pictures)} images; give "
+            "one placeholder for each image"
+        )
+    images, num_added = list[ImageSpan](), 0
+    counts = np.ones(len(prompt.token_ids), np.int64)
+    for place, pixels in zip(at, processor.pixels_of(pictures), strict=True):
+        image = ImageSpan.of(place + num_added, pixels, processor.settings.token_side)
+        images.append(image)
+        counts[place] = image.num_tokens
+        num_added += image.num_tokens - 1
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    moved = {int(ends[position]) for position in prompt.breakpoints} | {image.end for image in images}
+    token_ids = np.repeat(prompt.token_ids, counts)
+    token_ids[np.concatenate([np.arange(image.start, image.end) for image in images])] = token_id
+    return replace(prompt, token_ids=token_ids, breakpoints=tuple(sorted(moved)), images=tuple(images))
+
+
+def _pictures(data: object) -> list[Any]:
+    """Return the images of `multi_modal_data`. Raises InvalidPromptError for data of another kind."""
+    if data is None:
+        return []
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        raise InvalidPromptError(
+            f"multi_modal_data={shown(data)} is not understood; give {{'image': a PIL image or a list of them}}"
+        )
+    found = data.get("image")
+    if found is None:
+        return []
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def sequence_id(request_id: str, index: int) -> str:

@@ -20,6 +20,7 @@ from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.conversation import Message
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
 from forkpoint.engine.hub import with_folders
+from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import Prompt, PromptInput
 from forkpoint.engine.interrupt import DeferredInterrupt
 from forkpoint.engine.outputs import RequestState
@@ -47,7 +48,10 @@ class LLM:
         self.config = with_folders(EngineConfig.from_flat(model=model, **options))
         self._defaults = sampling_defaults(self.config)
         tokenizer = load_tokenizer(self.config)
-        self._chat = ChatTemplate(tokenizer, self.config.chat_template) if tokenizer is not None else None
+        self._chat: ChatTemplate | None = None
+        if tokenizer is not None:
+            images = ImageProcessor.load(self.config)
+            self._chat = ChatTemplate(tokenizer, self.config.chat_template, images=images)
         self._engine = Engine(*build_parts(self.config, tokenizer))
         self._metrics = self._engine.core.metrics
         self._shared = SharedEngine(self._engine)
@@ -67,6 +71,9 @@ class LLM:
         prompts or one for each. Raises a RequestError before anything runs if a prompt or parameter is refused. A
         completion that fails while running has `finish_reason` ERROR and an `error`; the others continue. Ctrl-C ends
         the open requests and raises KeyboardInterrupt.
+
+        A prompt with images is a dict: `{"prompt": text, "multi_modal_data": {"image": [PIL images]}}`, or the same
+        with `prompt_token_ids`. Its n-th placeholder is the n-th image.
         """
         return self._run(split_prompts(prompts), sampling_params, priority, use_tqdm)
 
@@ -85,6 +92,8 @@ class LLM:
         """Answer one conversation (a list of `{"role", "content"}`) or many, as `generate` does for prompts.
 
         The end of each message is a breakpoint, from which a later conversation with the same beginning can resume.
+        The content of a message may have images as parts: data URLs, as in `{"type": "image_url", "image_url":
+        {"url": "data:image/png;base64,..."}}`, or PIL images, as in `{"type": "image_pil", "image_pil": image}`.
         """
         prompts = [
             self.render_chat(

@@ -74,6 +74,6 @@ class RequestLog:
         }
         if self._token_ids:
             return {**record, "token_ids": request.all_token_ids().tolist()}
-        chain = HashChain(self._key + request.params.cache_salt)
+        chain = HashChain(self._key + request.params.cache_salt, images=request.images)
         chain.extend(request.all_token_ids())
         return {**record, "block_size": BLOCK_SIZE, "block_hashes": [block_hash.hex() for block_hash in chain.hashes]}

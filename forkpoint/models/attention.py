@@ -133,5 +133,6 @@ class Attention:
         """Store keys and values `[T, heads * dim]`, and return the normalised and rotated queries `[T, heads, dim]`."""
         q, k, v = (torch.unflatten(x, -1, (-1, self._config.head_dim)) for x in (q, k, v))
         build, cache, slots = self._build, ctx.caches[self._layer], ctx.attention.slot_mapping
-        rotated = (self._head_norm, build.cos_sin, ctx.positions)
+        table = build.cos_sin if ctx.rope_table is None else ctx.rope_table
+        rotated = (self._head_norm, table, ctx.positions)
         return build.ops.qk_norm_rope_write(q, k, v, *rotated, cache["k"], cache["v"], slots, KVScales.of(cache))

@@ -15,6 +15,7 @@ from forkpoint.models.context import ForwardContext
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format
 from forkpoint.models.rotary import NO_POSITIONS, Rotary
+from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import WeightSource
 from forkpoint.ops.ranks import Ranks
 from forkpoint.ops.table import OpTable
@@ -78,6 +79,7 @@ class ModelConfig:
     fp8_keys: bool = False  # store keys and values in 8 bits
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    vision: VisionConfig | None = None  # of the vision tower, if images are to be read
     # fields of config.json that forkpoint does not know
     unknown_fields: tuple[str, ...] = field(default=(), compare=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -12,6 +12,20 @@ from forkpoint.ops.metadata import AttentionIndex, DecodeIndex, RecordIndex, Seg
 
 # One layer's part of the cache arena: strided views, keyed by the tensor names of the layer's specs.
 LayerCache: TypeAlias = Mapping[str, Tensor]
+
+
+class ImageInputs(NamedTuple):
+    """The image tokens of a pass, and by which time, row and column they are rotated.
+
+    The MTP head keeps a token's keys where the token before it stands, one further. That differs from the token's own
+    place for the tokens `draft_at`: those of images, and the one after each image.
+    """
+
+    at: Tensor  # [M] int64: indices among the tokens of the pass
+    embedded: Tensor  # [M, H] in the model's dtype
+    rope: Tensor  # [3, M] int64
+    draft_at: Tensor  # [D] int64
+    draft_rope: Tensor  # [3, D] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +38,7 @@ class ForwardContext:
     operators read and write for them. If `record` is set, states are written only every few tokens.
     """
 
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64: the line of cos and sin that rotates each token
     num_decodes: int  # number of tokens in decode rows
     attention: AttentionIndex
     decode: Mapping[str, DecodeIndex]
@@ -33,3 +47,5 @@ class ForwardContext:
     verify: VerifyIndex | None = None
     record: RecordIndex | None = None
     embedded: Tensor | None = None  # token embeddings `[T, H]`, for families whose layers read them again
+    images: ImageInputs | None = None
+    rope_table: Tensor | None = None  # [T, R] fp32: cos and sin for this pass alone, instead of the model's table

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from forkpoint.cache.layout import LayerSpec
 from forkpoint.models.config import Block, Build, ModelConfig
-from forkpoint.models.context import ForwardContext
+from forkpoint.models.context import ForwardContext, ImageInputs
 from forkpoint.models.cuts import Cut, padded_span
 from forkpoint.models.field_rules import ROTARY, unknown_fields
 from forkpoint.models.fields import Fields, class_defaults
 from forkpoint.models.head import OutputHead
 from forkpoint.models.layers import RMSNorm
 from forkpoint.models.mtp import MTPHead
+from forkpoint.models.vision import VisionTower
 
 # Maps `x` and `residual`, both `[T, H]`, to the same pair. The hidden state is `x + residual`, and the next norm adds
 # the two. `residual` is None before the first layer.
@@ -73,6 +74,7 @@ class Model(ABC):
     architectures: ClassVar[tuple[str, ...]]
     centred_norms: ClassVar[bool] = False
     field_names: ClassVar[Mapping[str, str]] = {}  # names in config.json -> common names
+    vision_class: ClassVar[str] = ""  # the class of the vision tower's config, in the same form; empty: no tower
     # the transformers class whose defaults apply, as "module.Class" in `transformers.models`
     config_class: ClassVar[str] = ""
     defaults: ClassVar[Mapping[str, Any]] = {}  # defaults that the class does not have, under the common names
@@ -86,6 +88,11 @@ class Model(ABC):
     def __init__(self, build: Build) -> None:
         config, weights = build.config, build.weights
         self.config: ModelConfig = config
+        self.vision = VisionTower(weights, config.vision) if config.vision is not None else None
+        # For each column of a line of cos and sin: which of a token's three positions it is looked up by.
+        axes = config.vision.axes if config.vision is not None else ()
+        self._rope_axes = torch.tensor(axes * 2, dtype=torch.int64, device=weights.device)
+        self._cos_sin = build.cos_sin
         self.layer_specs: tuple[LayerSpec, ...] = config.layer_specs
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = weights.get("model.embed_tokens.weight", shape)
@@ -161,14 +168,18 @@ class Model(ABC):
 
     def forward(self, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Compute normed hidden states `[T, H]` from `token_ids[T]` int64. Writes the caches that `ctx` names."""
-        x = self._embed(token_ids)
+        images, draft_ctx = ctx.images, ctx
+        if images is not None:
+            draft_ctx = self._with_rope_table(ctx, images.draft_at, images.draft_rope)
+            ctx = self._with_rope_table(ctx, images.at, images.rope)
+        x = self._embed(token_ids, images)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, ctx)
         hidden = self._norm.add(x, residual)[0]
         if self._drafts is not None:
             # embedded again, because norms may have added to the first embeddings in place
-            self._drafts.keep(self._embed(token_ids), hidden, ctx)
+            self._drafts.keep(self._embed(token_ids, images), hidden, draft_ctx)
         return hidden
 
     def draft(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
@@ -180,9 +191,22 @@ class Model(ABC):
         assert self._drafts is not None, "the model was loaded without its MTP layer"
         return self._drafts.draft(self._embed(token_ids), hidden, ctx)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, images: ImageInputs | None = None) -> Tensor:
         x = F.embedding(token_ids, self._embedding)
-        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        x = x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        return x if images is None else x.index_copy(0, images.at, images.embedded)
+
+    def _with_rope_table(self, ctx: ForwardContext, at: Tensor, rope: Tensor) -> ForwardContext:
+        """Return the context with a table of cos and sin that has one line for each token of the pass.
+
+        Tokens `at` are rotated by the three positions `rope` `[3, M]`, all others by their one position.
+        """
+        assert self._cos_sin is not None, "images have rotary positions"
+        positions = ctx.positions.expand(3, -1).clone()
+        positions[:, at] = rope
+        lines = positions.index_select(0, self._rope_axes).T  # [T, R]: column r of token t is looked up in this line
+        table = self._cos_sin.gather(0, lines)
+        return replace(ctx, rope_table=table, positions=torch.arange(len(table), device=table.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits `[R, vocab_size]`, in the model's dtype, from `hidden[R, H]`."""

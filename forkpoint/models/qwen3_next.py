@@ -57,10 +57,12 @@ class Qwen35(Qwen3Next):
     config_class: ClassVar = "qwen3_5.Qwen3_5TextConfig"
     wide: ClassVar = ("in_proj_qkv", "in_proj_z")
     narrow: ClassVar = ("in_proj_b", "in_proj_a")
+    vision_class: ClassVar = "qwen3_5.Qwen3_5VisionConfig"
 
 
 class Qwen35Moe(Qwen35):
-    """Qwen3.5, sparse. In multimodal folders only the text model is used."""
+    """Qwen3.5, sparse."""
 
     architectures: ClassVar = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     config_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeTextConfig"
+    vision_class: ClassVar = "qwen3_5_moe.Qwen3_5MoeVisionConfig"

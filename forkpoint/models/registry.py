@@ -16,10 +16,12 @@ import torch
 from forkpoint import models
 from forkpoint.checks import read_json
 from forkpoint.errors import ModelFolderError, UnsupportedModelError
+from forkpoint.image_settings import ImageSettings
 from forkpoint.models.config import Build, ModelConfig
 from forkpoint.models.decoder import Model
 from forkpoint.models.fields import Fields
 from forkpoint.models.quantization import Fp8Format, read_quantization, refuse_modelopt
+from forkpoint.models.vision import VisionConfig
 from forkpoint.models.weights import MTP_HEAD, VISION_TOWER, DummyWeights, FileWeights, LoadingProgress, WeightSource
 from forkpoint.ops.ranks import ALONE, Ranks
 from forkpoint.ops.table import OpTable
@@ -64,6 +66,7 @@ class ModelOptions(TypedDict, total=False):
     kv_cache_dtype: str  # of keys and values: "auto", "bfloat16" or "fp8"
     quantization: Literal["fp8"] | None  # quantise the matrices of an unquantised model to FP8
     mtp: bool  # load the model's MTP layer
+    vision: ImageSettings | None  # load the vision tower; how images are resized for it
 
 
 def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfig:
@@ -88,6 +91,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
     if generation.is_file():
         eos += Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
     longest, mtp = options.get("max_model_len") or config.max_model_len, options.get("mtp", False)
+    settings = options.get("vision")
     if longest > config.max_model_len:
         raise UnsupportedModelError(
             f"max_model_len={longest} exceeds the {config.max_model_len} positions of {path}; give at most as many"
@@ -116,6 +120,7 @@ def load_config(path: str | Path, **options: Unpack[ModelOptions]) -> ModelConfi
         quantization=stored,
         fp8_keys=kv_cache_dtype == "fp8",
         draft_layer=config.draft_layer if mtp else (),
+        vision=VisionConfig.read(fields, config.rotary, family.vision_class, settings) if settings else None,
     )
 
 
@@ -205,7 +210,8 @@ def load_model(
 def _unused_parts(config: ModelConfig, mtp: bool) -> dict[str, str]:
     """Map the start of the names of unused tensors to a description of the part that they belong to."""
     layers = {f"model.layers.{len(config.layers) + i}.": "layers for drafts" for i in range(config.num_draft_layers)}
-    return VISION_TOWER | layers | ({} if mtp else MTP_HEAD)
+    tower = VISION_TOWER if config.vision is None else {}
+    return tower | layers | ({} if mtp else MTP_HEAD)
 
 
 def _build(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,6 +40,19 @@ NO_POSITIONS: Final = Rotary()
 def frequencies(dim: int, theta: float) -> Tensor:
     """Compute `theta^(-2i / dim)` in fp32 (Su et al. 2021)."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def interleaved_axes(sections: Sequence[int], num_pairs: int) -> tuple[int, ...]:
+    """Return for each pair which of three positions rotates it: 0 time, 1 row, 2 column.
+
+    Pairs 1, 4, 7.. are rotated by rows and pairs 2, 5, 8.. by columns, as many of each as their section has; all other
+    pairs by time.
+    """
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
+            axes[pair] = axis
+    return tuple(axes)
 
 
 def llama3(plain: Tensor, factor: float, low: float, high: float, length: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from forkpoint.cache.hashing import BlockHash
+from forkpoint.cache.hashing import BLOCK_BYTES, BlockHash
 from forkpoint.cache.restorable import AllCleared, BlocksRemoved, BlocksStored, Change
 from forkpoint.config import BLOCK_SIZE
 
@@ -72,7 +72,7 @@ def _event(change: Change) -> BlockStored | BlockRemoved | AllBlocksCleared:
             return BlockStored(
                 block_hashes=[sent_hash(node.hash) for node in nodes],
                 parent_block_hash=sent_hash(parent.hash) if parent is not None and parent.depth else None,
-                token_ids=np.frombuffer(b"".join([node.tokens for node in nodes]), np.int32).tolist(),
+                token_ids=np.frombuffer(b"".join([node.tokens[:BLOCK_BYTES] for node in nodes]), np.int32).tolist(),
                 block_size=BLOCK_SIZE,
                 lora_id=None,
                 medium=MEDIUM,

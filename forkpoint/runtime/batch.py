@@ -11,6 +11,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.platforms.platform import Platform
 from forkpoint.runtime.block_table import BlockTable
+from forkpoint.runtime.row_images import RowImages
 from forkpoint.runtime.row_sampling import RowSampling, TokenCounts
 from forkpoint.sched.plan import AddedRow, IntArray, StepPlan
 
@@ -22,13 +23,20 @@ class Batch:
     """
 
     def __init__(
-        self, layout: CacheLayout, num_rows: int, max_model_len: int, vocab_size: int, platform: Platform
+        self,
+        layout: CacheLayout,
+        num_rows: int,
+        max_model_len: int,
+        vocab_size: int,
+        platform: Platform,
+        reads_images: bool = False,
     ) -> None:
         blocks = layout.num_blocks_for(max_model_len) if layout.has_kv else 1
         self.table = BlockTable(num_rows, blocks, BLOCK_SIZE, platform, layout.kernel_block_size)
         self.last_sampled = torch.zeros(num_rows + 1, dtype=torch.int64, device=platform.device)
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.rows: dict[int, AddedRow] = {}  # by number
+        self.images = RowImages(num_rows) if reads_images else None
         self._sampling: dict[int, RowSampling] = {}
         self._counts = TokenCounts(num_rows, vocab_size, platform)
 
@@ -42,12 +50,16 @@ class Batch:
         """
         for row in plan.removed:
             del self.rows[row]
+            if self.images is not None:
+                self.images.remove(row)
             self._sampling.pop(row, None)
             self.table.clear_row(row)
         if plan.moves:
             self.table.remap(plan.moves)
         for added in plan.added:
             self.rows[added.row] = added
+            if self.images is not None:
+                self.images.add(added)
             self.num_prompt_tokens[added.row] = added.num_prompt_tokens
             self.table.add(added.row, added.block_ids)
         for replaced in plan.replaced:

@@ -130,7 +130,9 @@ class DraftGraphs:
             out[..., : values.shape[-1]] = values
             return out
 
+        images = self._batch.images
         return {
+            **({"rope_shift": padded(images.shift[row], 0)} if images is not None else {}),
             "rows": padded(row, table.num_rows),
             "token_ids": padded(token_ids, 0),
             "slots": padded(slot, 0),
@@ -165,7 +167,8 @@ class DraftGraphs:
                 work=work,
                 first_key=FIRST_KEY,
             )
-            ctx = ForwardContext(positions[i], shape.num_rows, index, {}, {}, self._records.layers)
+            rope = positions[i] + t["rope_shift"] if "rope_shift" in t else positions[i]
+            ctx = ForwardContext(rope, shape.num_rows, index, {}, {}, self._records.layers)
             hidden = self._model.draft(ids, hidden, ctx)
             ids = self._model.head.guess(hidden)
             self.drafted[:, i].index_copy_(0, t["rows"], ids)

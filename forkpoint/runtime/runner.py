@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import SchedulerConfig
 from forkpoint.errors import StepFailedError
 from forkpoint.models.attention import AttentionConfig
+from forkpoint.models.context import ImageInputs
 from forkpoint.models.decoder import Model
 from forkpoint.ops.metadata import KeySplits
 from forkpoint.ops.rows.columns import NOT_FINITE, IdColumns, WindowColumns
@@ -25,6 +26,7 @@ from forkpoint.platforms.table import traits_of
 from forkpoint.runtime.batch import Batch
 from forkpoint.runtime.buffers import ArenaBuffer
 from forkpoint.runtime.draft_graphs import DraftGraphs
+from forkpoint.runtime.encoded_images import EncodedImages
 from forkpoint.runtime.graphs import Graphs, ShapeTable
 from forkpoint.runtime.logprobs import PROMPT_TILE_ROWS, Scores, score
 from forkpoint.runtime.records import TokenRecords
@@ -82,7 +84,8 @@ class ModelRunner:
         self.platform, self._model, self._ops = platform, model, ops
         self.arena = ArenaBuffer(layout, num_pages, platform.device)
         longest = max_model_len or model.config.max_model_len
-        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform)
+        self.batch = Batch(layout, num_rows, longest, model.config.vocab_size, platform, model.vision is not None)
+        self._encoded = EncodedImages(model.vision, platform) if model.vision is not None else None
         self._states = StateOperators(self.arena, ops.redirects)
         self._sampler = Sampler(ops, self.platform)
         splits: KeySplits | None = None
@@ -95,7 +98,7 @@ class ModelRunner:
             self._records = TokenRecords(self.arena, ops, *sizes, platform, model.fold_constants)
             if most and model.config.draft_layer:
                 self._drafts = DraftGraphs(model, ops, self.batch, self._records, platform, most, shapes)
-        kept = (self._states.copies, self._records, most if self._drafts else 0)
+        kept = (self._states.copies, self._records, most if self._drafts else 0, self.batch.images)
         self._builder = StepBuilder(self.batch.table, layout.has_kv, splits, *kept)
         self._shapes: ShapeTable | None = None  # shapes with graphs
         if shapes:
@@ -171,7 +174,8 @@ class ModelRunner:
         if exact.num_segments:
             asking = self._asking(plan, exact.num_decodes)
         shape: StepShape | None = None
-        if self._shapes is not None and not asking:
+        images = self._image_inputs(plan)
+        if self._shapes is not None and not asking and images is None:
             shape = self._shapes.find(exact)
         arrays = self._builder.build(plan, shape or exact, recorded=shape is not None)
         copied = 0
@@ -186,7 +190,7 @@ class ModelRunner:
             lens: HostLens = ((), ())
             if not plan.rows.optimistic.any():  # otherwise only the device has the lengths
                 lens = tuple(np.diff(arrays["cu_queries"]).tolist()), tuple(arrays["kv_lens"].tolist())
-            hidden = self._forward(tensors, exact, lens)
+            hidden = self._forward(tensors, exact, lens, images)
             if sampling:
                 outputs = self._heads(hidden, tensors, plain)
             prompts = [(extent[0].row, self._prompt_scores(*extent, hidden)) for extent in asking]
@@ -221,6 +225,12 @@ class ModelRunner:
             return False
         return (self._shapes is not None and plan.num_decodes < len(plan.rows)) or self._records.concern(plan)
 
+    def _image_inputs(self, plan: StepPlan) -> ImageInputs | None:
+        """Return the embeddings and positions of a step's image tokens; None if it has none. May run the tower."""
+        if self.batch.images is None or self._encoded is None:
+            return None
+        return self.batch.images.inputs(plan.rows, self._encoded.get, self.platform)
+
     def _issue(self, tensors: Tensors, shape: StepShape) -> StepOutputs:
         """Issue a whole step on the device, including greedy sampling: the work that a graph records."""
         return self._heads(self._forward(tensors, shape), tensors)
@@ -230,6 +240,7 @@ class ModelRunner:
         tensors: Tensors,
         shape: StepShape,
         host_lens: HostLens = ((), ()),
+        images: ImageInputs | None = None,
     ) -> Tensor:
         caches = (self._records or self.arena).layers
         context = self._builder.context(tensors, shape, caches, self._states, host_lens)
@@ -239,6 +250,8 @@ class ModelRunner:
                 drafts = (self._drafts.drafted, tensors["draft_at"])
             ids = IdColumns(tensors["token_ids"], tensors["token_rows"], self.batch.last_sampled, *drafts)
             self._ops.catch_up(ids, self._builder.late(tensors))
+        if "rope_shift" in tensors:  # after the positions were corrected
+            context = replace(context, positions=tensors["positions"] + tensors["rope_shift"], images=images)
         return self._model.forward(tensors["token_ids"], context)
 
     def _heads(self, hidden: Tensor, tensors: Tensors, greedy: bool = True) -> StepOutputs:

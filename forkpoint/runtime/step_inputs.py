@@ -24,6 +24,7 @@ from forkpoint.ops.rows.columns import LateColumns
 from forkpoint.platforms.packing import Arrays, Tensors
 from forkpoint.runtime.block_table import BlockTable
 from forkpoint.runtime.records import TokenRecords
+from forkpoint.runtime.row_images import RowImages
 from forkpoint.runtime.state_operators import KINDS, StateOperators
 from forkpoint.sched.plan import NO_ROW, NO_SLOT, TO_DRAFT, IntArray, StepPlan, StepRows
 
@@ -71,14 +72,16 @@ class StepBuilder:
         copies: bool = False,
         records: TokenRecords | None = None,
         most_drafts: int = 0,
+        images: RowImages | None = None,
     ) -> None:
         """`splits` makes the work lists of a device's kernels; None: there are none.
 
         `copies`: some operators need their states copied first. `records` is given if drafts are verified or states are
-        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do.
+        written every few tokens only. `most_drafts` of a row come from DraftGraphs; 0: none do. `images` of rows change
+        the positions by which tokens are rotated.
         """
         self._table, self._has_kv, self._splits, self._copies = table, has_kv, splits, copies
-        self._records, self._most_drafts = records, most_drafts
+        self._records, self._most_drafts, self._images = records, most_drafts, images
         self._folded = 1
         if splits is not None:
             self._folded = splits.folded
@@ -120,6 +123,8 @@ class StepBuilder:
             "sampled": padded(last + gap * (last >= decodes), num_samples, 0),
             "sampled_rows": padded(plan.sampled_rows.astype(np.int64), num_samples, self._table.num_rows),
         }
+        if self._images is not None:
+            arrays["rope_shift"] = _spread(self._images.shifts(rows), num_tokens, decodes, gap, 0)
         arrays |= self._segments(rows, plan.num_decodes, shape, recorded)
         if self._records is not None:
             num_rows = shape.num_verified or shape.num_decodes

@@ -135,6 +135,7 @@ class PlanBuilder:
             stop_token_ids=tuple(sorted(request.stop_token_ids)),
             block_ids=_sent_blocks(scheduled),
             wants_prompt_logprobs=request.wants_prompt_logprobs,
+            images=request.images,
         )
 
     def _make_rows(

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from forkpoint.cache.hashing import BLOCK_BYTES
 from forkpoint.cache.lease import Lease
 from forkpoint.cache.tree import Node
 from forkpoint.config import BLOCK_SIZE, LEAST_MATCH, MAX_POSITIONS
@@ -146,7 +147,7 @@ class CacheSource:
             child = _latest(node, begun)
             if child is None:
                 break
-            drafts, begun, node = drafts + child.tokens[len(begun) :], begun[len(child.tokens) :], child
+            drafts, begun, node = drafts + child.tokens[len(begun) : BLOCK_BYTES], begun[BLOCK_BYTES:], child
         return Guess(np.frombuffer(drafts, np.int32)[:most], request.num_tokens) if drafts else None
 
     def forget(self, request: Request) -> None:
@@ -156,5 +157,5 @@ class CacheSource:
 def _latest(node: Node, begun: bytes) -> Node | None:
     """Return the last used child of `node` whose tokens agree with `begun`."""
     children = islice(reversed(node.children), MOST_CHILDREN)
-    fitting = [child for child in children if child.tokens.startswith(begun[: len(child.tokens)])]
+    fitting = [child for child in children if child.tokens.startswith(begun[:BLOCK_BYTES])]
     return max(fitting, key=lambda child: child.last_used, default=None)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from forkpoint.cache.arena import Move as Move
 from forkpoint.cache.arena import MoveKind as MoveKind
 from forkpoint.cache.layout import NO_SLOT as NO_SLOT
+from forkpoint.images import ImageSpan
 from forkpoint.params import SamplingParams
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -38,6 +39,7 @@ class AddedRow:
     stop_token_ids: tuple[int, ...]  # ids that `min_tokens` forbids, the end-of-sequence ids included
     block_ids: IntArray
     wants_prompt_logprobs: bool = False
+    images: tuple[ImageSpan, ...] = ()  # of the prompt
 
 
 def _no_ints() -> IntArray:

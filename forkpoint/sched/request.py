@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from forkpoint.errors import StructuredOutputError
+from forkpoint.images import ImageSpan
 from forkpoint.outputs import CacheReport
 from forkpoint.params import FinishReason, SamplingParams
 from forkpoint.sched.plan import IntArray, TokenLogprobs
@@ -51,6 +52,7 @@ class Request:
     arrival_s: float = 0.0
     grammar: Grammar | None = None
     tool_call_token_ids: frozenset[int] = frozenset()
+    images: tuple[ImageSpan, ...] = ()  # of the prompt, in its order
 
     output_token_ids: list[int] = field(default_factory=list)
     cache: CacheReport = field(default_factory=CacheReport)

@@ -88,7 +88,8 @@ class Scheduler:
             )
         self.check(request)
         request.max_tokens = longest_answer(request, self.cache)
-        lease = self.cache.new_lease(request.id, request.params.cache_salt, request.prompt_token_ids)
+        salt, images = request.params.cache_salt, request.images
+        lease = self.cache.new_lease(request.id, salt, request.prompt_token_ids, images)
         order = request.priority, next(self._arrivals)
         scheduled = ScheduledRequest(request, lease, order, waits_for_output=self._drafting is not None)
         self._wait(scheduled)

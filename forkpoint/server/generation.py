@@ -81,8 +81,14 @@ class Generation:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": cache["num_tokens"]} if cache is not None else None,
+            "prompt_tokens_details": self._prompt_details(cache),
         }
+
+    def _prompt_details(self, cache: dict[str, Any] | None) -> dict[str, int] | None:
+        if cache is None:
+            return None
+        num_image_tokens = sum(state.prompt.num_image_tokens for state in self.states)
+        return {"cached_tokens": cache["num_tokens"], "image_tokens": num_image_tokens}
 
     def cache_info(self) -> dict[str, Any] | None:
         """Sums over the prompts, and the first reason for a miss; None where clients are not told."""

@@ -24,8 +24,8 @@ def read_prefix(prepare: PromptReader, salted: bool, texts: Texts, data: bytes) 
     # A request that wants stored responses goes to the replica that has stored them.
     if isinstance(prepared, Wanted) or salted or prepared.params.cache_salt:
         return {"block_hashes": []}
-    token_ids = prepared.prompts[0].token_ids
-    chain = HashChain("")
-    chain.extend(token_ids)
-    usable = (len(token_ids) - 1) // BLOCK_SIZE
+    prompt = prepared.prompts[0]
+    chain = HashChain("", images=prompt.images)
+    chain.extend(prompt.token_ids)
+    usable = (len(prompt.token_ids) - 1) // BLOCK_SIZE
     return {"block_hashes": [sent_hash(name) for name in chain.hashes[:usable]]}

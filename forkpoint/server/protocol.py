@@ -122,6 +122,7 @@ class ReplyModel(BaseModel):
 
 class PromptTokensDetails(ReplyModel):
     cached_tokens: int
+    image_tokens: int
 
 
 class CompletionUsage(ReplyModel):

@@ -117,7 +117,12 @@ def _render(texts: Texts, body: ChatBody, tools: list[dict[str, Any]] | None, pa
         raise HTTPError(400, "continue_final_message and add_generation_prompt exclude each other")
     generate = not carry_on if body.add_generation_prompt is None else body.add_generation_prompt
     return texts.render(
-        shown_messages(body.messages, texts.notices.add, drops_billing_lines=texts.config.drop_billing_lines),
+        shown_messages(
+            body.messages,
+            texts.notices.add,
+            drops_billing_lines=texts.config.drop_billing_lines,
+            shows_images=texts.images is not None,
+        ),
         params,
         tools=tools,
         add_generation_prompt=generate,

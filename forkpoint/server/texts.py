@@ -21,6 +21,7 @@ import numpy as np
 from forkpoint.config import EngineConfig
 from forkpoint.engine.chat import ChatTemplate
 from forkpoint.engine.generation_config import log_sampling_defaults, sampling_defaults
+from forkpoint.engine.image_processor import ImageProcessor
 from forkpoint.engine.inputs import InputProcessor, Prompt
 from forkpoint.engine.tokenizer import Tokenizer, eos_token_ids
 from forkpoint.errors import ConfigError, InvalidPromptError, QueueFullError, RequestTooLargeError
@@ -79,6 +80,7 @@ class Texts:
         self.room = Room(0, config.max_open_requests)  # for the request that is being read
         self.tokenizer: Tokenizer | None = None
         self._chat: ChatTemplate | None = None
+        self.images: ImageProcessor | None = None  # None: the model reads no images
         self._max_characters = 0
         self.sampling: Mapping[str, Any] = {}  # defaults of requests
         self.notices = Notices()
@@ -96,9 +98,12 @@ class Texts:
                 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # it says that there is none
             import_module("llguidance")  # for all readers, of which some compile grammars
             self.tokenizer = Tokenizer.load(self.engine.tokenizer or self.engine.model)
+            self.images = ImageProcessor.load(self.engine)
+            if self.images is not None:
+                import_module("PIL.Image")  # for all readers
             form = self.config.chat_template_content_format
             parser = self.config.tool_call_parser
-            self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form, parser)
+            self._chat = ChatTemplate(self.tokenizer, self.engine.chat_template, form, parser, self.images)
         self.sampling = sampling_defaults(self.engine)
         log_sampling_defaults(self.engine, self.sampling)
         ends = eos_token_ids(self.engine.model, self.tokenizer)
@@ -109,6 +114,7 @@ class Texts:
         self.inputs = InputProcessor(
             *(self.tokenizer, size, length, ends, self.engine.seed),
             structured_outputs=self.engine.structured_outputs_config,
+            images=self.images,
         )
         if self.tokenizer is not None:
             self._max_characters = length * self.tokenizer.longest_token

@@ -152,6 +152,7 @@ def _load(config: EngineConfig, ops: OpTable, platform: Platform, ranks: Ranks) 
             device=platform.device,
             progress=progress,
             mtp=config.speculative_config is not None and config.speculative_config.method == "mtp",
+            vision=config.read_image_settings(),
             ranks=ranks,
             fp8_as_bytes=not platform.traits(platform.device).has_fp8,
         )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from forkpoint.checks import first_line
 from forkpoint.config import BLOCK_SIZE
 from forkpoint.errors import ConfigError
+from forkpoint.runtime.encoded_images import MAX_ENCODED_BYTES
 from forkpoint.runtime.records import records_bytes
 from forkpoint.runtime.runner import Loaded, ModelRunner
-from forkpoint.worker.trial import full_step_pages, run_full_step
+from forkpoint.worker.trial import encode_largest_image, full_step_pages, run_full_step
 
 GIB = 1 << 30
 SAMPLER_BYTES_PER_LOGIT = 20  # bytes; a few fp32 copies of the logits of all rows, and the counts for penalties
@@ -36,14 +38,20 @@ def explained_exhaustion(doing: str, remedy: str) -> Iterator[None]:
 def bytes_beside_arena(loaded: Loaded) -> int:
     """Return the bytes of device memory that steps need next to weights and arena.
 
-    These are the activations of a full step, measured by running one; the sampler's copies of the logits; graphs of the
-    `shapes`; and the records of tokens. Raises ConfigError if a full step does not fit next to the weights.
+    These are the activations of a full step, measured by running one; those of the vision tower for the
+    largest image, and the embeddings that are kept; the sampler's copies of the logits; graphs of the `shapes`; and the
+    records of tokens. Raises ConfigError if a full step does not fit next to the weights.
     """
     sched, platform, config, shapes = loaded.sched, loaded.platform, loaded.model.config, loaded.shapes
     remedy = (
         f"lower max_num_batched_tokens={sched.max_num_batched_tokens}, or use a device with more than the "
         f"{platform.free_bytes() / GIB:.1f} GiB that the weights leave here"
     )
+    encoding = 0
+    if loaded.model.vision is not None:
+        images_remedy = f"lower max_pixels of mm_processor_kwargs, or start with --language-model-only; or {remedy}"
+        with explained_exhaustion("encoding the largest image", images_remedy):
+            encoding = platform.peak_bytes(partial(encode_largest_image, loaded.model.vision)) + MAX_ENCODED_BYTES
     with explained_exhaustion("running a full step", remedy):
         activations = platform.peak_bytes(lambda: run_full_step(loaded))
     activations -= full_step_pages(loaded.layout, sched, config.max_model_len) * loaded.layout.page_bytes
@@ -54,7 +62,7 @@ def bytes_beside_arena(loaded: Loaded) -> int:
         recorded += len(shapes) * graph_bytes(loaded)
     most_tokens, interval = 1 + loaded.max_num_drafts, loaded.state_write_interval
     records = records_bytes(loaded.layout, sched.max_num_seqs, most_tokens, interval)
-    return max(0, activations) + logits + recorded + records + SLACK_BYTES
+    return max(0, activations) + encoding + logits + recorded + records + SLACK_BYTES
 
 
 def graph_bytes(loaded: Loaded) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from forkpoint.cache.layout import CacheLayout
 from forkpoint.config import BLOCK_SIZE, CacheConfig, SchedulerConfig
+from forkpoint.models.vision import VisionTower
 from forkpoint.params import SamplingParams
 from forkpoint.runtime.runner import Loaded, ModelRunner
 from forkpoint.sched.plan import TokenMasks
@@ -36,6 +39,14 @@ def run_full_step(loaded: Loaded) -> None:
     assert plan is not None
     runner.submit(plan).result()
     runner.close()
+
+
+def encode_largest_image(tower: VisionTower) -> None:
+    """Encode a black image of as many tokens as an image may have."""
+    settings = tower.config.settings
+    num_rows = math.isqrt(settings.max_tokens)
+    height, width = num_rows * settings.token_side, settings.max_tokens // num_rows * settings.token_side
+    tower(torch.zeros((height, width, 3), dtype=torch.uint8))
 
 
 def compile_ahead(loaded: Loaded, most_pages: int | None = None) -> None:

@@ -18,6 +18,7 @@ SCRIPT = """serve MODEL --host 0.0.0.0 --port 8000 --trust-remote-code --enable-
   --swap-space 4 --block-size 16
   --kv-cache-dtype auto --distributed-executor-backend mp --no-enable-log-requests --disable-uvicorn-access-log
   --guided-decoding-backend xgrammar --limit-mm-per-prompt {"image":0} --revision main -O3 --hf-token
+  --mm-processor-cache-gb 4
   --structured-outputs-config {"backend":"xgrammar"} -sc {"method":"qwen3_5_mtp","num_speculative_tokens":2}"""
 
 
@@ -32,9 +33,9 @@ def test_a_script_for_vllm_is_taken_and_told_what_changes_nothing() -> None:
         "--trust-remote-code changes nothing here: no code that comes with a model is ever run",
         "--swap-space changes nothing here: nothing is swapped to the host's memory",
         "--block-size changes nothing here: a block has 64 tokens",
-        "--limit-mm-per-prompt changes nothing here: prompts are text",
         "-O changes nothing here: CUDA graphs are recorded unless --enforce-eager is given",
         "--hf-token changes nothing here: the hub's token is that of HF_TOKEN, or of `hf auth login`",
+        "--mm-processor-cache-gb changes nothing here: resized images are not kept; encoded ones have 256 MiB",
     ]
     assert notice_lines(parse("serve MODEL --no-enable-lora -pp 1")) == []
 

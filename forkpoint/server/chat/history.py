@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from forkpoint.engine.conversation import is_image
 from forkpoint.server.chat.body import ChatMessage
 from forkpoint.server.notices import Note
 
@@ -14,12 +15,15 @@ BILLING_LINES: Final = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n|
 TEXT_TYPES: Final = ("text", "input_text", "output_text", "refusal")
 
 
-def shown_messages(messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool) -> list[dict[str, Any]]:
-    """Return `messages` as dicts, in the form that a text model can be shown.
+def shown_messages(
+    messages: Sequence[ChatMessage], note: Note, *, drops_billing_lines: bool, shows_images: bool = False
+) -> list[dict[str, Any]]:
+    """Return `messages` as dicts, in the form that the model can be shown.
 
     Parts of a tool's result that are not text become a text that says so, since the client cannot take back what its
-    tool returned. With `drops_billing_lines`, billing lines at the head of the system prompt are left out: they would
-    keep everything after them from being found in the prefix cache.
+    tool returned. Images stay for a model that reads them (`shows_images`). With `drops_billing_lines`, billing lines
+    at the head of the system prompt are left out: they would keep everything after them from being found in the prefix
+    cache.
     """
     shown = [message.model_dump(exclude_unset=True) for message in messages]
     if drops_billing_lines and shown and shown[0]["role"] in ("system", "developer"):
@@ -30,7 +34,10 @@ def shown_messages(messages: Sequence[ChatMessage], note: Note, *, drops_billing
             del shown[0]
     for message in shown:
         if message["role"] == "tool" and isinstance(message.get("content"), list):
-            message["content"] = [_result_part(part, note) for part in message["content"]]
+            parts = message["content"]
+            message["content"] = [
+                part if shows_images and is_image(part) else _result_part(part, note) for part in parts
+            ]
     return shown
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from forkpoint.server.errors import HTTPError
 from forkpoint.server.notices import Note
 from forkpoint.server.protocol import MAX_SHOWN
+
+IMAGE_SOURCES: Final = "{type: base64, media_type, data} or {type: url, url}"
 
 
 def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: Note) -> list[dict[str, Any]]:
@@ -21,15 +23,19 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
     if content is None or isinstance(content, str):
         return [{"role": role, "content": content or ""}]
     told: dict[str, Any] = {"role": role}
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for block in content:
         kind = block.get("type")
         match role, kind:
             case _, "text":
-                texts.append(string(block, "text"))
+                parts.append(_text_part(string(block, "text")))
             case _, "document" if (text := _document(block)) is not None:
-                texts.append(text)
+                parts.append(_text_part(text))
+            case "user", "image" if (image := _image(block)) is not None:
+                parts.append(image)
+            case "user", "image":
+                raise not_understood(f"'image' blocks whose source is not {IMAGE_SOURCES}", "messages")
             case "user", "tool_result":
                 results.append(_result(block))
             case "assistant", "tool_use":
@@ -43,9 +49,32 @@ def chat_messages(role: str, content: str | list[dict[str, Any]] | None, note: N
             case _:
                 shown = str(kind)[:MAX_SHOWN]
                 note(f"requests have blocks of the type {shown!r} in messages of the role {role!r}; they are left out")
-    if texts or not results:
-        results.append({**told, "content": "\n".join(texts)})
+    if parts or not results:
+        results.append({**told, "content": _joined(parts)})
     return results
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return parts as one text if all of them are text."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any] | None:
+    """Return an image as a part of a chat completion; None if its source is not understood."""
+    match block.get("source"):
+        case {"type": "base64", "media_type": str(kind), "data": str(data)}:
+            url = f"data:{kind};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            pass
+        case _:
+            return None
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def text_of(content: Any, name: str) -> str:
@@ -67,7 +96,7 @@ def string(block: dict[str, Any], name: str) -> str:
 
 
 def not_understood(what: str, name: str) -> HTTPError:
-    return HTTPError(400, f"{what} are not understood; this server reads text and runs no tools", param=name)
+    return HTTPError(400, f"{what} are not understood; this server reads text and images and runs no tools", param=name)
 
 
 def _blocks(content: Any, name: str) -> list[dict[str, Any]]:
@@ -80,9 +109,7 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
     """Return the message of a tool's result. Blocks that are not text stay as they are; see `shown_messages`."""
     content: Any = block.get("content") or ""
     if not isinstance(content, str):
-        content = [_result_part(part) for part in _blocks(content, "messages")]
-        if all(part["type"] == "text" for part in content):
-            content = "\n".join(part["text"] for part in content)
+        content = _joined([_result_part(part) for part in _blocks(content, "messages")])
     if block.get("is_error"):
         error = {"type": "text", "text": "Error:"}
         content = f"Error: {content}" if isinstance(content, str) else [error, *content]
@@ -92,9 +119,11 @@ def _result(block: dict[str, Any]) -> dict[str, Any]:
 def _result_part(block: dict[str, Any]) -> dict[str, Any]:
     match block.get("type"):
         case "text":
-            return {"type": "text", "text": string(block, "text")}
+            return _text_part(string(block, "text"))
         case "document" if (text := _document(block)) is not None:
-            return {"type": "text", "text": text}
+            return _text_part(text)
+        case "image" if (image := _image(block)) is not None:
+            return image
         case "search_result":
             head = [str(block[name]) for name in ("title", "source") if block.get(name)]
             return {"type": "text", "text": "\n".join([*head, text_of(block.get("content") or "", "messages")])}

@@ -1,0 +1,120 @@
+"""Pictures to the pixels that a vision tower reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from forkpoint.checks import shown
+from forkpoint.config import EngineConfig
+from forkpoint.errors import InvalidPromptError
+from forkpoint.image_settings import ImageSettings
+from forkpoint.images import PixelArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+NO_IMAGES: Final = (
+    "the model reads no images; it has no vision tower that forkpoint runs, or was started with --language-model-only"
+)
+MAX_SOURCE_PIXELS: Final = 1 << 26  # of a picture as it is given; decoding it takes four bytes a pixel
+MAX_REQUEST_PIXELS: Final = 1 << 28  # of all pictures of a prompt together
+MAX_ASPECT: Final = 200  # of the longer side to the shorter one, as in the model's own processor
+GREY_16: Final = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # modes that hold 16-bit grey
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """Resizes pictures as the model's own processor does, for at most `max_images` in a prompt."""
+
+    settings: ImageSettings
+    max_images: int
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> ImageProcessor | None:
+        """None for a model that reads no images. Raises ModelFolderError and ConfigError."""
+        settings = config.read_image_settings()
+        return None if settings is None else cls(settings, config.max_images)
+
+    def check_count(self, count: int) -> None:
+        """Raises InvalidPromptError for more images than a prompt may have."""
+        if count > self.max_images:
+            raise InvalidPromptError(
+                f"the prompt has {count} images; at most {self.max_images} are allowed (--limit-mm-per-prompt)"
+            )
+
+    def pixels_of(self, pictures: Sequence[Any]) -> list[PixelArray]:
+        """Return `[height, width, 3]` for each PIL image: upright, on white, resized.
+
+        Raises InvalidPromptError for too many or too large ones, and for a picture that cannot be decoded.
+        """
+        self.check_count(len(pictures))
+        total = 0
+        for picture in pictures:
+            total += check_picture(picture)
+        if total > MAX_REQUEST_PIXELS:
+            raise InvalidPromptError(
+                f"the images of the prompt have {total} pixels; at most {MAX_REQUEST_PIXELS} are read"
+            )
+        return [self._pixels(picture) for picture in pictures]
+
+    def _pixels(self, picture: Image) -> PixelArray:
+        from PIL.Image import Resampling
+
+        try:
+            upright = _upright_rgb(picture)
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            raise InvalidPromptError(f"an image cannot be decoded: {error}; send it again") from error
+        height, width = self.resized(upright.height, upright.width)
+        return np.array(upright.resize((width, height), Resampling.BICUBIC))
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width that an image is resized to: multiples of a token's side, of about the same shape
+        and with an area within the bounds. Raises InvalidPromptError for an image that is too narrow."""
+        settings = self.settings
+        side, longer, shorter = settings.token_side, max(height, width), min(height, width)
+        if longer > MAX_ASPECT * shorter:
+            raise InvalidPromptError(
+                f"an image has {width}x{height} pixels; its longer side may be at most {MAX_ASPECT} times the "
+                "shorter one"
+            )
+        new_height, new_width = round(height / side) * side, round(width / side) * side
+        if new_height * new_width > settings.max_pixels:
+            scale = math.sqrt(height * width / settings.max_pixels)
+            new_height = max(side, math.floor(height / scale / side) * side)
+            new_width = max(side, math.floor(width / scale / side) * side)
+        elif new_height * new_width < settings.min_pixels:
+            scale = math.sqrt(settings.min_pixels / (height * width))
+            new_height = math.ceil(height * scale / side) * side
+            new_width = math.ceil(width * scale / side) * side
+        return new_height, new_width
+
+
+def check_picture(picture: Any) -> int:
+    """Return the number of pixels of a PIL image. Raises InvalidPromptError for an image of another kind, and for one
+    that is too large to be decoded."""
+    size = getattr(picture, "size", None)
+    if not hasattr(picture, "convert") or not isinstance(size, tuple):
+        raise InvalidPromptError(f"{shown(picture)} is not an image; give PIL images")
+    width, height = size
+    if not 0 < width * height <= MAX_SOURCE_PIXELS:
+        raise InvalidPromptError(f"an image has {width}x{height} pixels; from 1 to {MAX_SOURCE_PIXELS} are read")
+    return int(width * height)
+
+
+def _upright_rgb(picture: Image) -> Image:
+    """Return the first frame as RGB, turned as its EXIF data say, transparent parts white."""
+    from PIL import Image, ImageOps
+
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode in GREY_16:  # convert("RGB") would clip instead of scale
+        values = np.asarray(picture).astype(np.float64)
+        picture = Image.fromarray((values / 257).round().clip(0, 255).astype(np.uint8))
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")

@@ -1,0 +1,69 @@
+"""Pictures out of the parts of messages: data URLs and PIL images, opened but not decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from forkpoint.checks import shown
+from forkpoint.engine.image_processor import check_picture
+from forkpoint.errors import InvalidPromptError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_BYTES: Final = 20 << 20  # of one picture's file
+FIELDS: Final = ("image_url", "image_pil", "image")  # where a part has its picture
+EXAMPLE: Final = "data:image/png;base64,..."
+
+
+def picture_of(part: Mapping[str, Any]) -> Image:
+    """Return the picture of a part of a message. Raises InvalidPromptError, which never shows the data."""
+    given = next((part[name] for name in FIELDS if part.get(name) is not None), None)
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if hasattr(given, "convert"):
+        check_picture(given)
+        return given
+    if given is None and part.get("file_id") is not None:
+        raise InvalidPromptError(f"file_id is not supported: this server stores no files; give a data URL ({EXAMPLE})")
+    if not isinstance(given, str):
+        raise InvalidPromptError(f"a part of the type {part.get('type')!r} needs image_url, a data URL ({EXAMPLE})")
+    return _open(_data_of(given))
+
+
+def _data_of(url: str) -> bytes:
+    scheme, _, rest = url.partition(":")
+    if scheme.lower() != "data":
+        raise InvalidPromptError(
+            f"the image URL {shown(url)} is not fetched: this server reads data URLs alone ({EXAMPLE})"
+        )
+    head, comma, data = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidPromptError(f"an image's data URL is not in base64; give {EXAMPLE}")
+    if len(data) * 3 // 4 > MAX_BYTES:
+        raise InvalidPromptError(f"an image has {len(data) * 3 // 4} bytes; at most {MAX_BYTES} are read")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidPromptError(f"an image's data URL is not valid base64; give {EXAMPLE}") from None
+
+
+def _open(data: bytes) -> Image:
+    """Read the header alone, which shows whether the picture is small enough to be decoded."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        found = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise InvalidPromptError(f"an image is too large: {error}") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError):
+        raise InvalidPromptError(
+            f"an image of {len(data)} bytes is broken, or in none of the formats {', '.join(FORMATS)}"
+        ) from None
+    check_picture(found)
+    return found

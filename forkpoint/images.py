@@ -1,0 +1,80 @@
+"""Images in a prompt: which tokens stand for them, what identifies them, and their rotary positions."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+PixelArray: TypeAlias = npt.NDArray[np.uint8]
+PositionArray: TypeAlias = npt.NDArray[np.int64]
+
+DIGEST_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageSpan:
+    """The placeholder tokens of one image: `[start, end)` of a prompt, `num_rows` rows of `num_columns` tokens.
+
+    `pixels` `[height, width, 3]` are what the vision tower reads. `digest` identifies the pixels and their shape.
+    """
+
+    start: int
+    num_rows: int
+    num_columns: int
+    digest: bytes
+    pixels: PixelArray = field(repr=False)
+
+    @classmethod
+    def of(cls, start: int, pixels: PixelArray, token_side: int) -> ImageSpan:
+        """Return the span of an image whose tokens stand for squares of `token_side` pixels."""
+        height, width, _ = pixels.shape
+        content = struct.pack("<II", height, width) + pixels.tobytes()
+        digest = blake2b(content, digest_size=DIGEST_BYTES, person=b"forkpoint-image").digest()
+        return cls(start, height // token_side, width // token_side, digest, pixels)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.num_columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+def block_marks(images: Sequence[ImageSpan], start: int, end: int) -> bytes:
+    """Return the bytes that a block of tokens `[start, end)` is hashed with besides its token ids: for each image in
+    the block its digest, and where it starts relative to the block."""
+    touching = (image for image in images if image.start < end and start < image.end)
+    return b"".join(image.digest + struct.pack("<i", image.start - start) for image in touching)
+
+
+def rope_positions(images: Sequence[ImageSpan]) -> PositionArray:
+    """Return `[3, end of the last image]`: the time, row and column by which the first tokens of a prompt are rotated.
+
+    The three are equal for text, which counts up. All tokens of an image have the image's time. Rows and columns count
+    from there, and the text after the image continues behind its longer side.
+    """
+    found = np.empty((3, images[-1].end if images else 0), np.int64)
+    token = position = 0
+    for image in images:
+        count = image.start - token
+        found[:, token : image.start] = position + np.arange(count)
+        position += count
+        own = found[:, image.start : image.end]
+        own[0] = position
+        own[1] = position + np.repeat(np.arange(image.num_rows), image.num_columns)
+        own[2] = position + np.tile(np.arange(image.num_columns), image.num_rows)
+        position += max(image.num_rows, image.num_columns)
+        token = image.end
+    return found
+
+
+def rope_shift(images: Sequence[ImageSpan]) -> int:
+    """Return what is added to the positions of tokens after the last image: 0 or less."""
+    return sum(max(image.num_rows, image.num_columns) - image.num_tokens for image in images)

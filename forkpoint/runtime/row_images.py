@@ -1,0 +1,98 @@
+"""The images of the batch's rows: their rotary positions, and what a step needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from forkpoint.images import ImageSpan, PositionArray, rope_positions, rope_shift
+from forkpoint.models.context import ImageInputs
+from forkpoint.platforms.platform import Platform
+from forkpoint.sched.plan import AddedRow, StepRows
+
+
+class _Found(NamedTuple):
+    """The parts of ImageInputs, image by image."""
+
+    at: list[PositionArray]
+    parts: list[Tensor]
+    rope: list[PositionArray]
+    draft_at: list[PositionArray]
+    draft_rope: list[PositionArray]
+
+
+class RowImages:
+    """Rows are rotated by other positions than they are stored at: those of `forkpoint.images`."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.shift = np.zeros(num_rows + 1, np.int64)  # of a row's tokens after its last image; the last: padding's
+        self._ends = np.zeros(num_rows + 1, np.int64)  # where a row's last image ends; 0: it has none
+        self._images: dict[int, tuple[ImageSpan, ...]] = {}  # of rows that have some
+        self._positions: dict[int, PositionArray] = {}  # the same rows' positions up to there
+
+    def add(self, added: AddedRow) -> None:
+        """Remember the images of a row that enters the batch."""
+        if added.images:
+            row = added.row
+            self._images[row], self._positions[row] = added.images, rope_positions(added.images)
+            self.shift[row], self._ends[row] = rope_shift(added.images), added.images[-1].end
+
+    def remove(self, row: int) -> None:
+        """Forget a row that leaves the batch."""
+        self.shift[row] = self._ends[row] = 0
+        self._images.pop(row, None)
+        self._positions.pop(row, None)
+
+    def shifts(self, rows: StepRows) -> npt.NDArray[np.int64]:
+        """Return for each token of a step what its position is changed by: to the time, for a token of an image."""
+        shifts = np.repeat(self.shift[rows.row], rows.num_tokens)
+        if self._images:
+            for row, start, begin, count in self._before_last_image(rows):
+                time = self._positions[row][0, start : start + count]
+                shifts[begin : begin + len(time)] = time - np.arange(start, start + len(time))
+        return shifts
+
+    def inputs(
+        self, rows: StepRows, embeddings: Callable[[ImageSpan], Tensor], platform: Platform
+    ) -> ImageInputs | None:
+        """Return what a step with image tokens needs; None for a step without them.
+
+        `embeddings` returns those of all tokens of an image.
+        """
+        if not self._images:
+            return None
+        found = _Found([], [], [], [], [])
+        for row, start, begin, count in self._before_last_image(rows):
+            positions, offset = self._positions[row], begin - start  # from a position to an index in the step
+            for image in self._images[row]:
+                own = np.arange(max(start, image.start), min(start + count, image.end))
+                if len(own):
+                    found.at.append(own + offset)
+                    found.parts.append(embeddings(image)[own[0] - image.start : own[-1] + 1 - image.start])
+                    found.rope.append(positions[:, own])
+                own = np.arange(max(start, image.start), min(start + count, image.end + 1))
+                found.draft_at.append(own + offset)
+                found.draft_rope.append(positions[:, np.maximum(own - 1, 0)] + 1)
+        if not found.at:
+            return None
+        upload = platform.upload
+        return ImageInputs(
+            upload(np.concatenate(found.at)),
+            torch.cat(found.parts),
+            upload(np.concatenate(found.rope, axis=1)),
+            upload(np.concatenate(found.draft_at)),
+            upload(np.concatenate(found.draft_rope, axis=1)),
+        )
+
+    def _before_last_image(self, rows: StepRows) -> list[tuple[int, int, int, int]]:
+        """Return (row, first position, first token in the step, number of tokens) for each row of a step that starts at
+        or before the end of its last image."""
+        firsts = np.cumsum(rows.num_tokens) - rows.num_tokens
+        which = np.flatnonzero((rows.start <= self._ends[rows.row]) & (self._ends[rows.row] > 0))
+        columns = (rows.row, rows.start, firsts, rows.num_tokens)
+        return list(zip(*(column[which].tolist() for column in columns), strict=True))

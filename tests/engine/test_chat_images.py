@@ -1,0 +1,168 @@
+"""Images in conversations: what becomes of parts of messages, typed placeholders, and pictures of all kinds."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkpoint import LLM, SamplingParams
+from forkpoint.engine.image_processor import ImageProcessor
+from forkpoint.errors import InvalidPromptError
+from forkpoint.image_settings import ImageSettings
+from tests.image_models import CHAT_IDS, picture, prompt_of, write_chat_model
+
+PAD, START, END = (CHAT_IDS[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
+Pillow = pytest.importorskip("PIL.Image")
+SETTINGS = ImageSettings(image_token_id=PAD, patch_size=16, merge_size=2, min_pixels=1024, max_pixels=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder: Path = tmp_path_factory.mktemp("chat")
+    write_chat_model(folder)
+    with LLM(str(folder), device="cpu", max_model_len=1024, kv_cache_memory_bytes=1 << 26, log_level="error") as found:
+        yield found
+
+
+def data_url(image: Any, kind: str = "PNG", **options: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def url_part(image: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(image), "detail": "high"}}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": "user", "content": parts}
+
+
+def test_a_conversation_equals_its_text_with_images(llm: LLM) -> None:
+    """In each form of a part, and as `generate` takes it."""
+    image = picture(1, 96, 160)
+    text = "<|im_start|>user\nlook:<|vision_start|><|image_pad|><|vision_end|>nice<|im_end|>\n<|im_start|>assistant\n"
+    want = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, SamplingParams(max_tokens=1))[0]
+    for part in (
+        url_part(image),
+        {"type": "image_url", "image_url": data_url(image)},
+        {"type": "input_image", "image_url": data_url(image)},
+        {"type": "image_pil", "image_pil": image},
+        {"type": "image", "image": image},
+    ):
+        prompt = llm.render_chat([user("look:", part, "nice")])
+        assert prompt.token_ids.tolist() == list(want.prompt_token_ids)
+        assert [(span.num_rows, span.num_columns) for span in prompt.images] == [(3, 5)]
+        assert prompt.num_image_tokens == 15 == prompt.token_ids.tolist().count(PAD)
+        assert prompt.images[0].end in prompt.breakpoints
+
+
+def test_typed_placeholders_stay_text(llm: LLM) -> None:
+    typed = "I type <|image_pad|> and <|vision_start|><|image_pad|><|vision_end|>."
+    conversation = [
+        user(url_part(picture(1, 64, 64)), typed),
+        {"role": "assistant", "content": "You typed <|image_pad|>."},
+        user(typed, url_part(picture(2, 96, 96))),
+    ]
+    prompt = llm.render_chat(conversation)
+    ids = prompt.token_ids.tolist()
+    assert [span.num_tokens for span in prompt.images] == [4, 9]
+    for span in prompt.images:
+        assert ids[span.start - 1] == START and ids[span.end] == END
+        assert ids[span.start : span.end] == [PAD] * span.num_tokens
+    assert ids.count(PAD) == 13 + 5
+    assert prompt.text is not None and prompt.text.count(typed) == 2
+    assert llm.render_chat([user(typed)]).images == ()
+
+
+def test_the_next_turn_reuses_the_images(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    runner: Any = llm._engine.core._runner  # type: ignore[attr-defined]
+    first = [user("what is this? " * 9, url_part(picture(5, 320, 320)))]
+    llm.chat(first, params, use_tqdm=False)
+    runs = runner._encoded.num_runs
+    later = [*first, {"role": "assistant", "content": "noise"}, user("and this?", url_part(picture(6, 96, 96)))]
+    output = llm.chat(later, params, use_tqdm=False)[0]
+    assert output.num_cached_tokens >= 192 and runner._encoded.num_runs == runs + 1
+
+
+def test_what_is_refused_says_why_and_shows_no_data(llm: LLM) -> None:
+    good = data_url(picture(1, 64, 64))
+    secret = base64.b64encode(b"secret" * 50).decode()
+    for part, says in [
+        ({"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}, "reads data URLs alone"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "reads data URLs alone"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "not in base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?!" + secret}}, "not valid base64"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + secret}}, "300 bytes is broken"),
+        ({"type": "image_url", "image_url": {"url": good[:-200]}}, "cannot be decoded"),
+        ({"type": "image_url", "image_url": {}}, "needs image_url"),
+        ({"type": "input_image", "file_id": "file-1"}, "file_id is not supported"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "only text parts and images"),
+    ]:
+        with pytest.raises(InvalidPromptError, match=says) as refused:
+            llm.render_chat([user("look", part)])
+        assert secret[:30] not in str(refused.value) and good[30:60] not in str(refused.value)
+    with pytest.raises(InvalidPromptError, match="System message cannot contain images"):
+        llm.render_chat([{**user(url_part(picture(1, 64, 64))), "role": "system"}, user("look")])
+    with pytest.raises(InvalidPromptError, match="at most 32 are allowed"):
+        llm.render_chat([user(*[url_part(picture(1, 32, 32))] * 33)])
+
+
+def test_a_bomb_is_refused_by_its_header(llm: LLM) -> None:
+    for side, says in ((9_000, "9000x9000 pixels"), (15_000, "too large")):
+        bomb = data_url(Pillow.new("1", (side, side)))
+        assert len(bomb) < 100_000
+        with pytest.raises(InvalidPromptError, match=says):
+            llm.render_chat([user({"type": "image_url", "image_url": {"url": bomb}})])
+
+
+def pixels(image: Any) -> Any:
+    (found,) = ImageProcessor(SETTINGS, 1).pixels_of([image])
+    return found
+
+
+def test_pictures_are_upright_on_white_and_scaled() -> None:
+    plain = picture(1, 64, 96)
+    exif = Pillow.Exif()
+    exif[0x0112] = 6  # turn clockwise to see it upright
+    turned = plain.transpose(Pillow.Transpose.ROTATE_90)
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    assert (pixels(Pillow.open(file)) == pixels(plain)).all()
+    clear = Pillow.new("RGBA", (64, 64), (255, 0, 0, 0))
+    assert (pixels(clear) == 255).all() and (pixels(clear.convert("LA")) == 255).all()
+    ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    assert abs(int(np.median(pixels(Pillow.fromarray(ramp)))) - 128) <= 2
+    palette = plain.convert("P", palette=Pillow.Palette.ADAPTIVE)
+    assert (pixels(palette) == pixels(palette.convert("RGB"))).all()
+    grey = plain.convert("L")
+    assert (pixels(grey) == pixels(grey.convert("RGB"))).all()
+
+
+def test_sizes_are_those_of_transformers() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    processor, rng = ImageProcessor(SETTINGS, 1), np.random.default_rng(0)
+    for height, width in [(1, 1), (1, 200), (33, 6000), (5000, 5000), *rng.integers(20, 3000, (50, 2)).tolist()]:
+        want = smart_resize(height, width, factor=32, min_pixels=1024, max_pixels=1 << 20)
+        assert processor.resized(height, width) == want
+
+
+def test_a_model_without_a_tower_refuses_parts_by_name(tmp_path: Path) -> None:
+    write_chat_model(tmp_path)
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 1 << 24, "log_level": "error"}
+    with LLM(str(tmp_path), language_model_only=True, max_model_len=256, **options) as llm:
+        for call in (
+            lambda: llm.chat([user(url_part(picture(1, 64, 64)))], use_tqdm=False),
+            lambda: llm.generate(prompt_of([[5], picture(1, 64, 64)]), use_tqdm=False),
+        ):
+            with pytest.raises(InvalidPromptError, match=r"reads no images.*--language-model-only"):
+                call()

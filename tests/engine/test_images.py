@@ -1,0 +1,228 @@
+"""Images through `LLM.generate`: logits against transformers' full model, cold, in chunks, after hits and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forkpoint import LLM, SamplingParams
+from forkpoint.errors import InvalidPromptError
+from tests.image_models import IMAGE, Asked, Part, Watched, picture, prompt_of, write_vision_checkpoint
+
+TOLERANCE = 1e-4  # of the logits' standard deviation
+RNG = np.random.default_rng(1)
+INTRO, QUESTION, OTHER = (RNG.integers(2, IMAGE, count).tolist() for count in (100, 40, 70))
+SPAN = (101, 241)  # tokens of the first picture, after the intro and the token before it
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = write_vision_checkpoint(folder, moe=request.param == "moe")
+    found = Watched(folder, theirs, checkpoint_interval=64)
+    yield found
+    found.llm.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A dense model, and transformers' instance of it."""
+    place = tmp_path_factory.mktemp("plain")
+    return place, write_vision_checkpoint(place)
+
+
+@pytest.fixture
+def ask(watched: Watched) -> Callable[..., Asked]:
+    """Ask an engine whose caches are empty."""
+    watched.llm.reset_prefix_cache()
+    watched.forget_images()
+
+    def asked(parts: list[Part], num_outputs: int = 1) -> Asked:
+        found = watched.ask(parts, num_outputs)
+        assert found.error <= TOLERANCE
+        return found
+
+    return asked
+
+
+def test_hits_before_behind_and_inside_an_image(ask: Callable[..., Asked]) -> None:
+    image, second = picture(1, 320, 448), picture(2, 200, 130)
+    cold = ask([INTRO, image, QUESTION])
+    assert (cold.cached, cold.num_runs, cold.num_tokens) == (0, 1, 282)
+    behind = ask([INTRO, image, QUESTION])
+    assert behind.cached == 256 > SPAN[1] and behind.num_runs == 0
+    inside = ask([INTRO, image, OTHER])
+    assert SPAN[0] < inside.cached == 192 < SPAN[1] and inside.num_runs == 0
+    before = ask([INTRO, picture(3, 320, 448), QUESTION])
+    assert before.cached == 64 < SPAN[0] and before.num_runs == 1
+    both = ask([INTRO, image, QUESTION, second, OTHER])
+    assert both.cached == 256 and both.num_runs == 1
+    swapped = ask([INTRO, second, QUESTION, image, OTHER])
+    assert swapped.cached == 64 and swapped.num_runs == 0
+    assert ask([INTRO, image, QUESTION]).cached == 256
+
+
+def test_a_hit_inside_an_image_runs_the_tower_again_once_embeddings_are_dropped(
+    watched: Watched, ask: Callable[..., Asked]
+) -> None:
+    image = picture(1, 320, 448)
+    ask([INTRO, image, QUESTION])
+    watched.forget_images()
+    assert ask([INTRO, image, QUESTION]).num_runs == 0, "no token of the image was computed"
+    inside = ask([INTRO, image, OTHER])
+    assert inside.cached == 192 and inside.num_runs == 1
+
+
+def test_an_image_at_another_place_or_twice_is_no_hit(ask: Callable[..., Asked]) -> None:
+    image = picture(1, 320, 448)
+    ask([INTRO, image, QUESTION])
+    assert ask([[*INTRO, 7], image, QUESTION]).cached == 64
+    twice = ask([INTRO, image, image, QUESTION])
+    assert twice.cached == 192 and twice.num_runs == 0
+
+
+def test_equal_bytes_in_another_shape_are_another_image(ask: Callable[..., Asked]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    assert ask([INTRO, image.new("RGB", (256, 256)), QUESTION]).num_runs == 1
+    other = ask([INTRO, image.new("RGB", (512, 128)), QUESTION])
+    assert other.cached == 64 and other.num_runs == 1
+
+
+def test_decoding_goes_on_at_the_shifted_positions(ask: Callable[..., Asked]) -> None:
+    parts = [INTRO, picture(1, 320, 448), QUESTION, picture(2, 200, 130), OTHER]
+    first = ask(parts, 40)
+    assert ask(parts, 40).outputs == first.outputs
+
+
+def test_a_prompt_may_end_with_an_image(ask: Callable[..., Asked]) -> None:
+    ask([INTRO, picture(1, 96, 96)], 8)
+
+
+@pytest.mark.parametrize("budget", [64, 128, 192])
+@pytest.mark.parametrize("max_bytes", [1 << 28, 0], ids=["kept", "dropped"])
+def test_chunks_end_inside_images(folder: tuple[Path, Any], budget: int, max_bytes: int) -> None:
+    """The tower runs again in every chunk if nothing is kept, and the prompt ends."""
+    watched = Watched(*folder, max_num_batched_tokens=budget, max_num_seqs=1)
+    watched.runner._encoded._max_bytes = max_bytes
+    parts = [INTRO, picture(1, 320, 448), QUESTION, picture(2, 480, 640), OTHER]
+    for number in range(2):
+        found = watched.ask(parts, 4)
+        assert found.error <= TOLERANCE
+        assert found.cached == (640 if number else 0)
+    watched.llm.close()
+
+
+def completions(llm: LLM, prompts: list[list[Part]], num_outputs: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
+    found = llm.generate([prompt_of(parts) for parts in prompts], params, use_tqdm=False)
+    assert all(output.outputs[0].error is None for output in found)
+    return [list(output.outputs[0].token_ids) for output in found]
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": 1 << 26}
+    plain = {"skip_tokenizer_init": True, "device": "cpu", "cpu_ops": "torch", "log_level": "error"}
+    return LLM(str(folder), **{**sizes, **plain, **options})
+
+
+def test_preempted_requests_go_on_as_if_alone(folder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside an image, behind it and while they decode."""
+    prompts = [[INTRO[i:], picture(i, 320, 448), QUESTION] for i in range(2)]
+    with engine(folder[0], max_num_batched_tokens=66, max_num_seqs=2) as llm:
+        alone = [completions(llm, [parts], 20)[0] for parts in prompts]
+        llm.reset_prefix_cache()
+        scheduler: Any = llm._engine.core.scheduler  # type: ignore[attr-defined]
+        schedule, steps = scheduler.schedule, count()
+
+        def schedule_or_preempt() -> Any:
+            running = scheduler._running.requests
+            if running and next(steps) % 3 == 2:
+                scheduler._preempt(running[-1])
+            return schedule()
+
+        monkeypatch.setattr(scheduler, "schedule", schedule_or_preempt)
+        assert completions(llm, prompts, 20) == alone
+        assert llm.get_metrics()["num_preemptions"] > 8
+
+
+def test_a_batch_of_texts_and_images_gives_what_each_gives_alone(folder: tuple[Path, Any]) -> None:
+    image, other = picture(1, 320, 448), picture(2, 96, 160)
+    prompts: list[list[Part]] = [[INTRO, image, OTHER], [OTHER], [INTRO[:9], other, [5, 6], image, INTRO], [INTRO]]
+    with engine(folder[0]) as llm:
+        alone = [completions(llm, [parts], 30)[0] for parts in prompts]
+        llm.reset_prefix_cache()
+        runs = llm._engine.core._runner._encoded.num_runs  # type: ignore[attr-defined]
+        assert completions(llm, prompts, 30) == alone
+        assert llm._engine.core._runner._encoded.num_runs == runs, "requests share an encoded image"  # type: ignore[attr-defined]
+
+
+def test_drafts_change_no_token(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path, mtp=True)
+    prompts = [[INTRO, picture(1, 320, 448), QUESTION], [INTRO, picture(1, 320, 448), QUESTION], [OTHER]]
+    with engine(tmp_path) as llm:
+        alone = [completions(llm, [parts], 24)[0] for parts in prompts]
+    options = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+    for more in ({}, {"async_scheduling": True}):
+        with engine(tmp_path, **options, **more) as llm:
+            assert completions(llm, prompts, 24) == alone
+            assert llm.get_metrics()["num_draft_tokens"] > 0
+
+
+def test_deterministic_hits_have_the_bits_of_an_uncached_run(folder: tuple[Path, Any]) -> None:
+    watched = Watched(*folder, deterministic=True, checkpoint_interval=64)
+    parts = [INTRO, picture(1, 320, 448), QUESTION]
+    assert watched.ask(parts).error <= TOLERANCE
+    cold = watched.computed()
+    watched.llm.reset_prefix_cache()
+    watched.ask([INTRO, picture(1, 320, 448), OTHER])
+    hit = watched.ask(parts)
+    assert SPAN[0] < hit.cached < SPAN[1]
+    assert (watched.computed() == cold[hit.cached :]).all()
+    watched.llm.close()
+
+
+def test_placeholders_without_images_are_text(folder: tuple[Path, Any]) -> None:
+    with engine(folder[0]) as llm:
+        output = llm.generate({"prompt_token_ids": [5, IMAGE, 6]}, SamplingParams(max_tokens=1), use_tqdm=False)[0]
+        assert list(output.prompt_token_ids) == [5, IMAGE, 6]
+
+
+def test_what_is_refused_says_why(folder: tuple[Path, Any]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    good, wide = picture(1, 64, 64), image.new("RGB", (6432, 32))
+    huge = image.new("1", (9000, 9000))
+
+    def prompt(data: Any, ids: list[int] | None = None) -> dict[str, Any]:
+        return {"prompt_token_ids": ids or [5, IMAGE, 6], "multi_modal_data": data}
+
+    with engine(folder[0], limit_mm_per_prompt={"image": 2}) as llm:
+        for given, says in [
+            (prompt({"image": [good, good]}), "1 placeholders for images (token id 250) and 2 images"),
+            (prompt({"image": good}, [5, 6]), "0 placeholders"),
+            (prompt({"video": good}), "is not understood; give {'image': a PIL image or a list of them}"),
+            (prompt({"image": "cat.png"}), "'cat.png' is not an image"),
+            (prompt({"image": [good] * 3}, [IMAGE] * 3), "at most 2 are allowed (--limit-mm-per-prompt)"),
+            (prompt({"image": wide}), "6432x32 pixels; its longer side may be at most 200 times the shorter one"),
+            (prompt({"image": huge}), "9000x9000 pixels; from 1 to 67108864 are read"),
+            (prompt({"image": picture(1, 1024, 1024)}), "the prompt has 1026 tokens; with max_model_len=1024"),
+        ]:
+            with pytest.raises(InvalidPromptError) as refused:
+                llm.generate(given, use_tqdm=False)
+            assert says in str(refused.value)
+        with pytest.raises(InvalidPromptError, match="cannot be truncated"):
+            llm.generate(prompt({"image": good}), SamplingParams(truncate_prompt_tokens=3), use_tqdm=False)
+
+
+def test_the_text_model_alone_loads_no_tower(folder: tuple[Path, Any]) -> None:
+    with engine(folder[0]) as llm:
+        outputs = completions(llm, [[INTRO]], 20)
+    with engine(folder[0], language_model_only=True) as llm:
+        assert llm._engine.core._runner._model.vision is None  # type: ignore[attr-defined]
+        assert completions(llm, [[INTRO]], 20) == outputs
+        with pytest.raises(InvalidPromptError, match="started with --language-model-only"):
+            llm.generate(prompt_of([INTRO, picture(1, 64, 64)]), use_tqdm=False)

@@ -1,0 +1,130 @@
+"""Images over HTTP: three APIs read the same prompt, what is refused is answered 400, and the server goes on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.image_models import picture, write_chat_model
+from tests.server.running import RunningServer, start_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    pytest.importorskip("PIL.Image")
+    folder: Path = tmp_path_factory.mktemp("chat")
+    write_chat_model(folder)
+    flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "67108864", "--limit-mm-per-prompt", '{"image": 3}']
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/events"}
+    flags += ["--served-model-name", "m", "--device", "cpu", "--kv-events-config", json.dumps(events)]
+    running = start_server(folder, folder, *flags)
+    try:
+        yield running.wait_ready()
+    finally:
+        assert running.stop() == 0, running.log
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx2.Client]:
+    with server.client() as client:
+        yield client
+
+
+def encoded(image: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def chat_part(data: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def post(http: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = http.post(path, json={"model": "m", **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_three_apis_read_one_prompt(http: httpx2.Client) -> None:
+    """They hit what the first of them has cached; usage counts the tokens of images."""
+    data, text = encoded(picture(1, 320, 448)), "what is this?"
+    parts = [chat_part(data), {"type": "text", "text": text}]
+    options = {"temperature": 0, "max_tokens": 8}
+    first = post(http, "/v1/chat/completions", messages=[{"role": "user", "content": parts}], **options)
+    usage = first["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 140}
+    again = post(http, "/v1/chat/completions", messages=[{"role": "user", "content": parts}], **options)
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 128, "image_tokens": 140}
+    content = [
+        {"type": "input_image", "image_url": f"data:image/png;base64,{data}"},
+        {"type": "input_text", "text": text},
+    ]
+    response = post(
+        http,
+        "/v1/responses",
+        input=[{"role": "user", "content": content}],
+        temperature=0,
+        max_output_tokens=8,
+    )
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 128
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+    message = post(http, "/v1/messages", messages=[{"role": "user", "content": blocks}], **options)
+    assert message["usage"]["cache_read_input_tokens"] == 128
+    assert message["usage"]["input_tokens"] == usage["prompt_tokens"] - 128
+    other = [chat_part(encoded(picture(2, 320, 448))), {"type": "text", "text": text}]
+    fresh = post(http, "/v1/chat/completions", messages=[{"role": "user", "content": other}], **options)
+    assert fresh["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 140}
+
+
+def test_results_of_tools_may_be_images(http: httpx2.Client) -> None:
+    data = encoded(picture(3, 64, 64))
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    call = {"type": "tool_use", "id": "t", "name": "see", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": source}]}
+    messages = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "see", "input_schema": {"type": "object"}}]
+    with_image = post(http, "/v1/messages/count_tokens", messages=messages, tools=tools)
+    result["content"] = []
+    without = post(http, "/v1/messages/count_tokens", messages=messages, tools=tools)
+    assert with_image["input_tokens"] == without["input_tokens"] + 2 + 4
+
+
+def test_what_is_refused_is_answered_400_and_the_server_goes_on(server: RunningServer, http: httpx2.Client) -> None:
+    good = encoded(picture(1, 64, 64))
+    remote = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/cat.png"}}
+    bomb = chat_part(encoded(pytest.importorskip("PIL.Image").new("1", (9000, 9000))))
+    for parts, says in [
+        ([remote], "reads data URLs alone"),
+        ([bomb], "9000x9000 pixels"),
+        ([chat_part(good)] * 4, "at most 3 are allowed"),
+        ([chat_part("AAAA")], "is broken"),
+    ]:
+        body = {"model": "m", "messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    blocks = [{"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}}]
+    answer = http.post(
+        "/v1/messages", json={"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
+    )
+    assert answer.status_code == 400 and "reads data URLs alone" in answer.text
+    typed = post(
+        http, "/v1/chat/completions", messages=[{"role": "user", "content": "<|image_pad|> typed"}], max_tokens=1
+    )
+    assert typed["usage"]["prompt_tokens_details"]["image_tokens"] == 0
+    assert good[40:80] not in server.log
